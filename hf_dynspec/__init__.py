@@ -1,0 +1,54 @@
+"""hf_dynspec: dynamic drafter vocabularies for speculative decoding with Hugging Face transformers.
+
+Names are loaded when they are first used, so that importing the package costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ArtifactError": ".errors",
+    "ConfigurationError": ".errors",
+    "DynSpecAssistant": ".assistant",
+    "DynSpecConfig": ".configuration",
+    "DynSpecError": ".errors",
+    "FrequencyShortlist": ".shortlists",
+    "FullShortlist": ".shortlists",
+    "HybridShortlist": ".shortlists",
+    "InContextShortlist": ".shortlists",
+    "NotBoundError": ".errors",
+    "ShortlistPolicy": ".shortlists",
+    "UnionShortlist": ".shortlists",
+    "UnsupportedError": ".errors",
+}
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from .assistant import DynSpecAssistant as DynSpecAssistant
+    from .configuration import DynSpecConfig as DynSpecConfig
+    from .errors import ArtifactError as ArtifactError
+    from .errors import ConfigurationError as ConfigurationError
+    from .errors import DynSpecError as DynSpecError
+    from .errors import NotBoundError as NotBoundError
+    from .errors import UnsupportedError as UnsupportedError
+    from .shortlists import FrequencyShortlist as FrequencyShortlist
+    from .shortlists import FullShortlist as FullShortlist
+    from .shortlists import HybridShortlist as HybridShortlist
+    from .shortlists import InContextShortlist as InContextShortlist
+    from .shortlists import ShortlistPolicy as ShortlistPolicy
+    from .shortlists import UnionShortlist as UnionShortlist

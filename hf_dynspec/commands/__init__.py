@@ -1,0 +1,24 @@
+"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands."""
+
+import typer
+
+from .build import build_app
+
+app = typer.Typer(
+    name="hf-dynspec",
+    help="Dynamic drafter vocabularies for speculative decoding.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(build_app, name="build")
+
+
+def main() -> None:
+    """Run the command line; errors that this package raises on purpose end in one line and exit status 1."""
+    from ..errors import DynSpecError
+
+    try:
+        app()
+    except DynSpecError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None

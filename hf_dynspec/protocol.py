@@ -1,0 +1,152 @@
+"""What one stage of a round hands the next: shortlists, candidates and verdicts. Shapes are documented here, once.
+
+Letters: `V` rows of the output projection, `C` slots of a shortlist, `k` drafted tokens of a round, `a` accepted ones.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class VocabularyInfo:
+    """What a policy may know of the vocabulary it selects from.
+
+    Args:
+        size: ids `0 … size-1` are real tokens of the tokenizer that both models can score. Rows past it are padding.
+        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats; every shortlist contains them.
+        device: where shortlists live, which is where the drafter's head lives.
+    """
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy asks to be shown. Nothing that no policy asks for is computed.
+
+    Args:
+        verify_top_k: ids of the target's most probable tokens wanted for every verified position (0: none).
+        prompt_top_k: ids of the target's most probable tokens wanted for every prompt position (0: none).
+        prompt_positions: limits `prompt_top_k` to the last so many prompt positions (None: all of them).
+    """
+
+    verify_top_k: int = 0
+    prompt_top_k: int = 0
+    prompt_positions: int | None = None
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """The needs of both."""
+        limits = [needs.prompt_positions for needs in (self, other) if needs.prompt_top_k]
+        return Needs(
+            verify_top_k=max(self.verify_top_k, other.verify_top_k),
+            prompt_top_k=max(self.prompt_top_k, other.prompt_top_k),
+            prompt_positions=None if None in limits or not limits else max(limits),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Shortlist:
+    """The token ids that the drafter may propose at one draft step: the active vocabulary `V_t`.
+
+    Slots keep their place while a shortlist evolves, so that a packed copy of the head's rows is updated row by row.
+
+    Args:
+        slots: int64 `[C]` on the head's device. Slot `i` holds a token id below `VocabularyInfo.size`.
+        version: changes exactly when `slots` does.
+        size: the first `size` slots are scored (None: all `C`). Nested shortlists share `slots` and differ in `size`.
+        occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied slot
+            holds any valid id and its logit is −inf.
+        replaced: int64 `[r]`, the only slots that may differ from those of version `version - 1` (None: all may).
+        is_prefix: slot `i` holds id `i`, so that the head's own leading rows can be scored where they lie.
+        is_transient: made for one draft step and not worth a packed copy, so that its rows are scored where they lie.
+    """
+
+    slots: torch.Tensor
+    version: int
+    size: int | None = None
+    occupied: torch.Tensor | None = None
+    replaced: torch.Tensor | None = None
+    is_prefix: bool = False
+    is_transient: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of slots that are scored."""
+        return self.slots.shape[0] if self.size is None else self.size
+
+    @property
+    def scored_slots(self) -> torch.Tensor:
+        """int64 `[width]`: the ids of the slots that are scored, occupied or not."""
+        return self.slots[: self.width]
+
+    @property
+    def scored_occupied(self) -> torch.Tensor | None:
+        """bool `[width]`, or None where every slot counts."""
+        return None if self.occupied is None else self.occupied[: self.width]
+
+    def ids(self) -> torch.Tensor:
+        """int64 `[n]`: the unique token ids of `V_t`. Has a data-dependent shape, so it waits for the device."""
+        occupied = self.scored_occupied
+        return self.scored_slots if occupied is None else self.scored_slots[occupied]
+
+    def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """bool, of the shape of `token_ids`: which of these ids are in `V_t`. Does not wait for the device."""
+        if self.is_prefix:
+            return token_ids < self.width
+        matches = token_ids.unsqueeze(-1) == self.scored_slots
+        occupied = self.scored_occupied
+        return (matches if occupied is None else matches & occupied).any(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What one round of drafting proposes: a tree of tokens, of which a chain is the special case.
+
+    Args:
+        token_ids: int64 `[k]` on the drafter's device.
+        parents: for each token the index of its parent among the candidates, −1 for a child of the verified prefix.
+        depths: for each token the number of its ancestors among the candidates.
+        shortlists: one shortlist for each depth, which is what that depth's tokens were chosen from.
+        logits: only when sampling: for each token the fp32 `[width]` logits over the slots of its depth's shortlist
+            whose softmax it was drawn from. None when drafting by argmax.
+    """
+
+    token_ids: torch.Tensor
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    shortlists: tuple[Shortlist, ...]
+    logits: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What one verification said. The only thing that feeds policies and statistics.
+
+    Args:
+        drafted: int64 `[k]`: the candidates of the round, on the drafter's device.
+        verified: int64 `[a + 1]`: the accepted candidates and the token that the target chose after them.
+        top_ids: int64 `[a + 1, verify_top_k]`: ids of the target's most probable tokens at each verified position, most
+            probable first; ids may lie at or past the vocabulary's size where the target's head is padded. None where
+            nobody asked.
+    """
+
+    drafted: torch.Tensor
+    verified: torch.Tensor
+    top_ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The part of the context that a policy has not seen yet, at the start of a call.
+
+    Args:
+        token_ids: int64 `[n]`, without padding.
+        top_ids: int64 `[m, prompt_top_k]`, `m <= n`: the target's most probable next tokens at the last `m` of those
+            positions; None where nobody asked or the target has not seen the prompt yet.
+    """
+
+    token_ids: torch.Tensor
+    top_ids: torch.Tensor | None = field(default=None)

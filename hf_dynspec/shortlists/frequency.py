@@ -1,0 +1,106 @@
+"""Static shortlists from a frequency ranking: FR-Spec, VocabTrim, and the position-aware PA-FR of DynaSpec."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from ..protocol import Shortlist, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState
+
+
+def position_aware_size(largest: int, depth: int) -> int:
+    """Tokens that PA-FR keeps at draft step `depth` (DynaSpec, appendix A.1): `largest` at 0 and 1, then
+    `⌊largest / (depth + 1)⌋`, never fewer than one."""
+    return largest if depth <= 1 else max(1, largest // (depth + 1))
+
+
+class FrequencyShortlist(ShortlistPolicy):
+    """The most frequent tokens of a ranking (FR-Spec; VocabTrim where the ranking counts the target's own output).
+
+    Args:
+        ranking: token ids, most frequent first: a list or int64/int32 tensor `[n]` of unique ids. None takes the
+            tokenizer's own merge order, that is ids in ascending order, which needs no corpus.
+        size: how many tokens a shortlist holds. The whole ranking is kept, so the size is free to change.
+        position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
+
+    Raises:
+        ConfigurationError: the ranking is empty, repeats an id or holds a negative one; `size` is not positive.
+    """
+
+    name = "frequency"
+
+    def __init__(
+        self,
+        ranking: Sequence[int] | torch.Tensor | None = None,
+        size: int = 32768,
+        position_aware: bool = False,
+    ):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(f"size must be a positive number of tokens, got {size!r}")
+        if not isinstance(position_aware, bool):
+            raise ConfigurationError(f"position_aware must be True or False, got {position_aware!r}")
+        self.size = size
+        self.position_aware = position_aware
+        self.ranking = None if ranking is None else as_ranking(ranking)
+
+    def start(self, vocabulary: VocabularyInfo) -> "FrequencyState":
+        return FrequencyState(self._leading_ids(vocabulary), vocabulary, self.position_aware)
+
+    def _leading_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
+        """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it."""
+        eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64)
+        size = max(self.size, len(eos))
+        ranking = torch.arange(min(vocabulary.size, size + len(eos))) if self.ranking is None else self.ranking
+        ranking = ranking[ranking < vocabulary.size]
+        ranking = ranking[~torch.isin(ranking, eos)]
+        return torch.cat([eos, ranking])[:size].to(vocabulary.device)
+
+    def settings(self) -> dict[str, Any]:
+        return {"size": self.size, "position_aware": self.position_aware}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.ranking is None else {"ranking": self.ranking}
+
+
+class FrequencyState(ShortlistState):
+    """Nested prefixes of one packed list, so that no depth needs rows of its own."""
+
+    def __init__(self, slots: torch.Tensor, vocabulary: VocabularyInfo, position_aware: bool):
+        self._slots = slots
+        self._largest = slots.shape[0]
+        self._smallest = max(1, len(vocabulary.eos_token_ids))
+        self._position_aware = position_aware
+        self._by_size: dict[int, Shortlist] = {}
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        size = self._largest
+        if self._position_aware:
+            size = max(self._smallest, position_aware_size(self._largest, depth))
+        if size not in self._by_size:
+            self._by_size[size] = Shortlist(self._slots, version=0, size=size)
+        return self._by_size[size]
+
+
+def as_ranking(ranking: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Check a ranking and return it as int64 `[n]` on the CPU.
+
+    Raises:
+        ConfigurationError: not a one-dimensional list of unique, non-negative integer ids, or empty.
+    """
+    try:
+        tensor = torch.as_tensor(ranking).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"a ranking must be a list or tensor of token ids: {error}") from error
+    if tensor.dim() != 1 or tensor.numel() == 0:
+        raise ConfigurationError(f"a ranking must be a non-empty list of token ids, got shape {tuple(tensor.shape)}")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ConfigurationError(f"a ranking must hold integer token ids, got {tensor.dtype}")
+    tensor = tensor.to(torch.int64).contiguous()
+    if int(tensor.min()) < 0:
+        raise ConfigurationError("a ranking must not hold negative token ids")
+    repeats = tensor.numel() - tensor.unique().numel()
+    if repeats:
+        raise ConfigurationError(f"a ranking must not repeat ids, but {repeats} of {tensor.numel()} are repeats")
+    return tensor

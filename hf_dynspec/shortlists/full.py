@@ -1,0 +1,26 @@
+"""The whole vocabulary at every draft step: the baseline that every other policy is measured against."""
+
+import torch
+
+from ..protocol import Shortlist, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState
+
+
+class FixedState(ShortlistState):
+    """The same shortlist at every step of every round."""
+
+    def __init__(self, shortlist: Shortlist):
+        self._shortlist = shortlist
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        return self._shortlist
+
+
+class FullShortlist(ShortlistPolicy):
+    """Every real token of the tokenizer, which is plain speculative decoding. Padding rows are left out."""
+
+    name = "full"
+
+    def start(self, vocabulary: VocabularyInfo) -> FixedState:
+        slots = torch.arange(vocabulary.size, device=vocabulary.device)
+        return FixedState(Shortlist(slots, version=0, is_prefix=True))
