@@ -22,7 +22,10 @@ class ShortlistState(ABC):
             features: `[m, d]`: the drafter's hidden states at those tokens.
         """
 
-    # Policies that learn nothing from the context leave these two as they are.
+    # Policies that learn nothing from the context leave these three as they are.
+    def restart(self) -> None:  # noqa: B027
+        """Forget the context: what follows is another text. Slots that keep their ids keep their version."""
+
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
         """Take in new context. Called with the tokens before the first draft step and, where the policy needs prompt
         logits, once more with `top_ids` (and no tokens) when the target has read the prompt."""

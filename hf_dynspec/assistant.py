@@ -1,0 +1,289 @@
+"""DynSpecAssistant: a drafter, its dynamic head and a shortlist policy, ready to be passed as `assistant_model`."""
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from .drafters import Drafter, as_drafter
+from .errors import ConfigurationError, NotBoundError
+from .generation.binding import Bindable, Call, attach, check_target, detach, timed_forwards
+from .generation.candidate_generator import ShortlistCandidateGenerator
+from .protocol import VocabularyInfo
+from .session import DraftSession
+from .shortlists import ShortlistPolicy, as_policy
+from .stats import DraftingStatistics, Stopwatch
+from .vocabulary import shared_vocabulary_size
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
+
+
+class DynSpecAssistant(Bindable):
+    """Drafts with a small, context-dependent vocabulary; the target verifies with all of its own.
+
+    ```python
+    assistant = DynSpecAssistant(drafter, target=target)
+    target.generate(**inputs, assistant_model=assistant)
+    ```
+
+    The settings that transformers reads from an assistant's `generation_config` live in `assistant.generation_config`
+    here too: `num_assistant_tokens`, `num_assistant_tokens_schedule`, `assistant_confidence_threshold`. Each is taken
+    from the constructor, else from the drafter's generation config where that sets it, else from the defaults below.
+
+    Two `generate` calls on one assistant may run in two threads.
+
+    Args:
+        drafter: a decoder-only causal language model of transformers with the target's tokenizer.
+        policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`), or None for
+            `HybridShortlist()`, which needs nothing built or trained.
+        target: the model to speed up; the same as calling `bind(target)` afterwards.
+        tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
+            were loaded from; it tells how many token ids are real, as models pad their embeddings.
+        num_assistant_tokens: tokens drafted per round (default 5).
+        assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
+            by default; it costs one wait for the device per draft step.
+        profile: measure where the time goes. Slows the call down where it runs on a GPU.
+        measure_coverage: measure the target's probability mass on the shortlists, for study; slows the call down.
+
+    Raises:
+        UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.
+        ConfigurationError: a setting is mistyped or out of range.
+    """
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel | Drafter,
+        policy: ShortlistPolicy | str | None = None,
+        *,
+        target: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        num_assistant_tokens: int | None = None,
+        assistant_confidence_threshold: float | None = None,
+        profile: bool = False,
+        measure_coverage: bool = False,
+    ):
+        self.policy = as_policy(policy)
+        self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
+        self.drafter = as_drafter(drafter)
+        self.tokenizer = tokenizer
+        self.profile = profile
+        self.measure_coverage = measure_coverage
+        self.stats = DraftingStatistics()
+        self.stats_total = DraftingStatistics()
+        self._target: weakref.ref[PreTrainedModel] | None = None
+        self._vocabulary_size = 0
+        self._lock = threading.Lock()
+        self._idle_sessions: list[DraftSession] = []
+        if target is not None:
+            self.bind(target)
+
+    # Binding -------------------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> PreTrainedModel | None:
+        """The model that this assistant is bound to, or None."""
+        return None if self._target is None else self._target()
+
+    def bind(self, target: PreTrainedModel) -> "DynSpecAssistant":
+        """Attach to one model object, and leave the one bound before. Returns the assistant.
+
+        Raises:
+            UnsupportedError: the target cannot be used, or has another tokenizer than the drafter.
+        """
+        check_target(target)
+        size = shared_vocabulary_size(target, self.drafter, self.tokenizer)
+        self.unbind()
+        self._vocabulary_size = size
+        self._target = weakref.ref(target)
+        attach(target, self)
+        return self
+
+    def unbind(self) -> None:
+        """Leave the bound model as it was before. Does nothing where none is bound."""
+        target = self.target
+        if target is not None:
+            detach(target, self)
+        self._target = None
+        with self._lock:
+            self._idle_sessions.clear()
+
+    def conversation(self) -> "Conversation":
+        """Return something to pass as `assistant_model` in every turn of one conversation.
+
+        It keeps the policy's memory, such as an in-context window, and the drafter's cache from turn to turn, where
+        the assistant itself starts every call anew.
+        """
+        return Conversation(self)
+
+    # One call ------------------------------------------------------------------------------------------------------
+
+    def open_call(self) -> contextlib.AbstractContextManager["GenerateCall"]:
+        """See `Bindable.open_call`."""
+        return self._open_call(None)
+
+    @contextlib.contextmanager
+    def _open_call(self, conversation: "Conversation | None") -> Iterator["GenerateCall"]:
+        call = GenerateCall(self, conversation)
+        with call.measured():
+            try:
+                yield call
+            finally:
+                call.close()
+
+    def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
+        """Return an idle session for these EOS ids, or a new one."""
+        eos = tuple(dict.fromkeys(token_id for token_id in eos_token_ids if token_id < self._vocabulary_size))
+        with self._lock:
+            for index, session in enumerate(self._idle_sessions):
+                if session.vocabulary.eos_token_ids == eos:
+                    return self._idle_sessions.pop(index)
+        vocabulary = VocabularyInfo(self._vocabulary_size, eos, self.drafter.head.device)
+        return DraftSession(self.drafter, self.policy, vocabulary)
+
+    def return_session(self, session: DraftSession) -> None:
+        """Keep a session for the next call, with its buffers."""
+        with self._lock:
+            self._idle_sessions.append(session)
+
+    def publish(self, stats: DraftingStatistics) -> None:
+        """Make the counts of a finished call the last ones and add them to the total."""
+        with self._lock:
+            self.stats = stats
+            self.stats_total.add(stats)
+
+
+class Conversation(Bindable):
+    """One conversation with an assistant: what it learnt in a turn is there in the next. Not for use in two threads.
+
+    ```python
+    conversation = assistant.conversation()
+    for turn in turns:
+        target.generate(**inputs_of(turn), assistant_model=conversation)
+    ```
+
+    Raises:
+        NotBoundError: the assistant is not bound to a target.
+    """
+
+    def __init__(self, assistant: DynSpecAssistant):
+        if assistant.target is None:
+            raise NotBoundError("bind the assistant to a target before starting a conversation.")
+        self.assistant = assistant
+        self.session: DraftSession | None = None
+        attach(assistant.target, self)
+
+    @property
+    def target(self) -> PreTrainedModel | None:
+        """The model that the assistant is bound to, or None."""
+        return self.assistant.target
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The assistant's."""
+        return self.assistant.generation_config
+
+    @property
+    def stats(self) -> DraftingStatistics:
+        """The assistant's, of the last call."""
+        return self.assistant.stats
+
+    def open_call(self) -> contextlib.AbstractContextManager["GenerateCall"]:
+        """See `Bindable.open_call`."""
+        return self.assistant._open_call(self)
+
+
+class GenerateCall(Call):
+    """What one `generate` call uses: a session, counts, and the candidate generator that drives it."""
+
+    def __init__(self, assistant: DynSpecAssistant, conversation: Conversation | None):
+        self._assistant = assistant
+        self._conversation = conversation
+        self._session: DraftSession | None = None
+        self._generator: ShortlistCandidateGenerator | None = None
+        self._stats = DraftingStatistics()
+        self._stats.calls = 1
+        devices = (assistant.drafter.head.device, assistant.target.device)
+        self._stopwatch = Stopwatch(assistant.profile, devices)
+        self._start = 0.0
+
+    def candidate_generator(self, **arguments: Any) -> ShortlistCandidateGenerator:
+        """See `Call.candidate_generator`."""
+        assistant = self._assistant
+        generation_config = arguments["generation_config"]
+        continues = self._conversation is not None and self._conversation.session is not None
+        if continues:
+            self._session = self._conversation.session
+        else:
+            self._session = assistant.take_session(_eos_token_ids(generation_config))
+        self._session.stats = self._stats
+        self._session.stopwatch = self._stopwatch
+        self._generator = ShortlistCandidateGenerator(
+            self._session,
+            assistant.policy.needs,
+            assistant.target,
+            generation_config,
+            assistant.generation_config,
+            arguments["logits_processor"],
+            continues,
+            assistant.measure_coverage,
+        )
+        if self._stopwatch.enabled:
+            self._start = self._stopwatch.now()
+        return self._generator
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Time the target's forwards while profiling."""
+        if not self._stopwatch.enabled:
+            yield
+            return
+        with timed_forwards(self._assistant.target, self._stopwatch):
+            yield
+
+    def close(self) -> None:
+        """Give the session back and publish the counts."""
+        if self._generator is None:
+            return
+        if self._stopwatch.enabled:
+            elapsed = self._stopwatch.now() - self._start
+            self._stats.seconds = dict(self._stopwatch.seconds)
+            self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
+        config = self._assistant.generation_config
+        if config.num_assistant_tokens_schedule == "heuristic":
+            config.num_assistant_tokens = self._generator.num_assistant_tokens
+        if self._conversation is not None:
+            self._conversation.session = self._session
+        else:
+            self._assistant.return_session(self._session)
+        self._assistant.publish(self._stats)
+
+
+def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
+    eos = generation_config.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
+    """The settings of `generation_config` that steer drafting."""
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ConfigurationError(f"num_assistant_tokens must be a whole number of at least 1, got {tokens!r}")
+    if threshold is not None and not 0.0 <= threshold <= 1.0:
+        raise ConfigurationError(f"assistant_confidence_threshold must be between 0 and 1, got {threshold!r}")
+    given = getattr(drafter, "generation_config", None)
+    config = copy.deepcopy(given) if isinstance(given, GenerationConfig) else GenerationConfig()
+    defaults = {
+        "num_assistant_tokens": (tokens, DEFAULT_NUM_ASSISTANT_TOKENS),
+        "num_assistant_tokens_schedule": (None, "constant"),
+        "assistant_confidence_threshold": (threshold, 0.0),
+    }
+    for name, (value, default) in defaults.items():
+        if value is None:
+            value = getattr(config, name, None)
+        setattr(config, name, default if value is None else value)
+    return config

@@ -1,0 +1,27 @@
+"""Drafters: the models that propose tokens. One file each; a drafter is recognised by what it is made from."""
+
+from typing import Any
+
+from ..errors import UnsupportedError
+from .base import Drafter, DrafterState
+from .causal_lm import CausalLMDrafter
+
+__all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "as_drafter"]
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    """Return a drafter as it is, or wrap a transformers causal language model.
+
+    Raises:
+        UnsupportedError: neither of the two, or a model that cannot draft.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(drafter, Drafter):
+        return drafter
+    if isinstance(drafter, PreTrainedModel):
+        return CausalLMDrafter(drafter)
+    raise UnsupportedError(
+        f"a drafter must be a transformers causal language model, got {type(drafter).__name__}. "
+        "Load it with AutoModelForCausalLM.from_pretrained."
+    )

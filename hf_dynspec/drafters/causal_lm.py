@@ -1,0 +1,81 @@
+"""Any decoder-only causal language model of transformers as an independent drafter."""
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import UnsupportedError
+from ..head import DynamicLMHead
+from .base import Drafter, DrafterState
+
+
+class CausalLMDrafter(Drafter):
+    """Runs the model's decoder without its output projection.
+
+    Args:
+        model: a decoder-only model with a language modelling head, in evaluation mode for reproducible drafts.
+
+    Raises:
+        UnsupportedError: the model is an encoder-decoder, keeps a state that cannot be rolled back, or does
+            something to its hidden states or logits that its configuration does not tell.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"{type(model).__name__} is an encoder-decoder model. Use a decoder-only model as the drafter, or "
+                "transformers' own assisted generation."
+            )
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back to the accepted tokens. "
+                "Use an attention-only model as the drafter."
+            )
+        self.model = model
+        self.decoder = model.get_decoder()
+        self.head = DynamicLMHead.from_model(model)
+        self._require_agreement()
+
+    def start(self) -> "CausalLMState":
+        return CausalLMState(self)
+
+    @torch.no_grad()
+    def _require_agreement(self) -> None:
+        """Compare one token's logits with the model's own, since families differ in what follows the decoder."""
+        token_ids = torch.tensor([[1]], device=self.model.get_input_embeddings().weight.device)
+        expected = self.model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
+        hidden = self.decoder(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.head.device)
+        bias = self.head.bias
+        actual = self.head._finish(torch.nn.functional.linear(hidden, self.head.weight, bias).float())[0]
+        scale = expected.abs().max().clamp_min(1.0)
+        # Half-precision models round their logits; a missing scale, cap or transform is off by far more than this.
+        if not bool(((actual - expected).abs() <= 0.05 * scale).all()):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} does something between its decoder and its logits that this package "
+                "does not know, so shortlist logits would be wrong. Use another drafter."
+            )
+
+
+class CausalLMState(DrafterState):
+    """A growing key-value cache that is rolled back to the verified prefix after each round."""
+
+    def __init__(self, drafter: CausalLMDrafter):
+        self._decoder = drafter.decoder
+        self._head_device = drafter.head.device
+        self._cache = DynamicCache(config=drafter.model.config)
+        # Sliding-window layers must keep what a rejected draft pushed out of the window.
+        self._cache.activate_past_recording()
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def extend(self, token_ids: torch.Tensor) -> torch.Tensor:
+        outputs = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=self._cache, use_cache=True)
+        self._length += token_ids.shape[0]
+        return outputs[0][0].to(self._head_device)
+
+    def truncate(self, length: int) -> None:
+        # Also called when nothing is to be removed: sliding-window layers let go of surplus states here.
+        self._cache.crop(length - self._length)
+        self._length = length

@@ -1,0 +1,248 @@
+"""How an assistant attaches to one target model, and to nothing else.
+
+Binding sets two attributes on the target object: `generate`, which refuses what cannot work before any work is done,
+and `_get_candidate_generator`, where transformers asks for the object that drafts. Calls with another assistant, or
+with none, go straight to the methods of the target's class. Unbinding the last assistant removes both attributes.
+"""
+
+import contextvars
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StaticCache
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..errors import NotBoundError, UnsupportedError
+from ..stats import Stopwatch
+
+_FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…, assistant_model=assistant)"
+
+
+class Call(ABC):
+    """One `generate` call of a bound assistant."""
+
+    @abstractmethod
+    def candidate_generator(self, **arguments: Any) -> CandidateGenerator:
+        """Return the object that drafts, given what transformers passes to `_get_candidate_generator`."""
+
+
+class Bindable(ABC):
+    """What may be passed as `assistant_model` to a target that it is bound to."""
+
+    @property
+    @abstractmethod
+    def target(self) -> PreTrainedModel | None:
+        """The model that this is bound to."""
+
+    @abstractmethod
+    def open_call(self) -> AbstractContextManager[Call]:
+        """Set up one `generate` call, and tidy up after it."""
+
+    @property
+    def config(self) -> Any:
+        """The bound target's configuration: transformers compares vocabulary sizes through it, and they agree here.
+
+        Raises:
+            NotBoundError: the assistant is not bound to any model.
+        """
+        target = self.target
+        if target is None:
+            raise NotBoundError(f"this assistant is not bound to a model: {_FIX}.")
+        return target.config
+
+    @property
+    def device(self) -> torch.device:
+        """Raises NotBoundError: only a model that this assistant is not bound to asks for it."""
+        raise NotBoundError(f"this assistant is bound to another model than the one that generates: {_FIX}.")
+
+
+_current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("hf_dynspec_call", default=None)
+
+
+class TargetHook:
+    """The two methods that stand in for the target's own while assistants are bound to it."""
+
+    def __init__(self, target: PreTrainedModel):
+        self._target = weakref.ref(target)
+        self.assistants: weakref.WeakSet[Bindable] = weakref.WeakSet()
+
+    def __reduce__(self):
+        # A copied or unpickled target gets a hook of its own, to which no assistant is bound.
+        return TargetHook, (self._target(),)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`target.generate`, with a check of the arguments where the assistant is one of ours."""
+        target = self._target()
+        generate = type(target).generate
+        assistant = kwargs.get("assistant_model")
+        if not isinstance(assistant, Bindable):
+            return generate(target, *args, **kwargs)
+        if assistant not in self.assistants:
+            raise NotBoundError(f"this assistant is not bound to the model that generates: {_FIX}.")
+        check_call(target, args, kwargs)
+        with assistant.open_call() as call:
+            token = _current_call.set(call)
+            try:
+                return generate(target, *args, **kwargs)
+            finally:
+                _current_call.reset(token)
+
+    def get_candidate_generator(self, **arguments: Any) -> CandidateGenerator:
+        """`target._get_candidate_generator`, which transformers calls once its loop is set up."""
+        target = self._target()
+        if not isinstance(arguments.get("assistant_model"), Bindable):
+            return type(target)._get_candidate_generator(target, **arguments)
+        call = _current_call.get()
+        if call is None:
+            raise NotBoundError("call target.generate(…), not the method of its class, so that the binding is used.")
+        return call.candidate_generator(**arguments)
+
+
+@contextmanager
+def timed_forwards(target: PreTrainedModel, stopwatch: Stopwatch) -> Iterator[None]:
+    """Charge the forwards that this thread runs on the target to the section "verification"."""
+    thread = threading.get_ident()
+    starts: list[float] = []
+
+    def before(module, args, kwargs) -> None:
+        if threading.get_ident() == thread:
+            starts.append(stopwatch.now())
+
+    def after(module, args, kwargs, output) -> None:
+        if threading.get_ident() == thread:
+            stopwatch.seconds["verification"] += stopwatch.now() - starts.pop()
+
+    hooks = [
+        target.register_forward_pre_hook(before, with_kwargs=True),
+        target.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def attach(target: PreTrainedModel, assistant: Bindable) -> None:
+    """Let `target.generate` accept an assistant."""
+    hook = _hook_of(target)
+    if hook is None:
+        hook = TargetHook(target)
+        target.generate = hook.generate
+        target._get_candidate_generator = hook.get_candidate_generator
+    hook.assistants.add(assistant)
+
+
+def detach(target: PreTrainedModel, assistant: Bindable) -> None:
+    """Undo `attach`."""
+    hook = _hook_of(target)
+    if hook is None:
+        return
+    hook.assistants.discard(assistant)
+    if not hook.assistants:
+        del target.generate
+        del target._get_candidate_generator
+
+
+def _hook_of(target: PreTrainedModel) -> TargetHook | None:
+    owner = getattr(target.__dict__.get("generate"), "__self__", None)
+    return owner if isinstance(owner, TargetHook) else None
+
+
+def check_target(target: Any) -> None:
+    """Refuse targets that cannot be bound.
+
+    Raises:
+        UnsupportedError: not a transformers model that generates, an encoder-decoder or stateful model, or one whose
+            parameters are sharded.
+    """
+    if not isinstance(target, PreTrainedModel) or not target.can_generate():
+        raise UnsupportedError(
+            f"the target must be a transformers model with generate, got {type(target).__name__}. "
+            "Load it with AutoModelForCausalLM.from_pretrained."
+        )
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder model, and only decoder-only targets are supported. Use transformers' own "
+            "assisted generation: pass the drafter itself as assistant_model."
+        )
+    if getattr(target, "_is_stateful", False):
+        raise UnsupportedError(
+            f"{name} keeps a recurrent state, which cannot be rolled back to the accepted tokens. Generate without an "
+            "assistant."
+        )
+    _check_sharding(target)
+
+
+def _check_sharding(target: PreTrainedModel) -> None:
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target):
+        raise UnsupportedError(
+            "the target's parameters are sharded by FSDP or DeepSpeed ZeRO-3, where all processes must run in step. "
+            "Load the model with device_map='auto' to spread it over devices, or generate without an assistant."
+        )
+
+
+def check_call(target: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what assisted generation cannot do, before any work is done.
+
+    Raises:
+        UnsupportedError: names the argument and the alternative.
+    """
+    inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    config = kwargs.get("generation_config") or target.generation_config
+
+    def setting(name: str) -> Any:
+        return kwargs.get(name, getattr(config, name, None))
+
+    refusals = [
+        (
+            isinstance(inputs, torch.Tensor) and inputs.shape[0] > 1,
+            "a batch of several sequences is not supported: call generate once for each, or generate without an "
+            "assistant, which fills the device better at larger batches.",
+        ),
+        (
+            kwargs.get("inputs_embeds") is not None,
+            "inputs_embeds is not supported, as the drafter needs token ids: pass input_ids.",
+        ),
+        (
+            (setting("num_beams") or 1) > 1 or (setting("num_return_sequences") or 1) > 1,
+            "beam search and several return sequences are not supported: set num_beams=1 and num_return_sequences=1, "
+            "and call generate once for each sequence.",
+        ),
+        (
+            setting("use_cache") is False,
+            "use_cache=False is not supported, as verification rolls the cache back: leave use_cache at True.",
+        ),
+        (
+            setting("cache_implementation") not in (None, "dynamic", "dynamic_full"),
+            f"cache_implementation={setting('cache_implementation')!r} cannot be rolled back to the accepted tokens: "
+            "leave it unset for a dynamic cache.",
+        ),
+        (
+            isinstance(kwargs.get("past_key_values"), StaticCache),
+            "a StaticCache cannot be rolled back to the accepted tokens: pass a DynamicCache as past_key_values.",
+        ),
+        (
+            kwargs.get("custom_generate") is not None,
+            "custom_generate replaces the loop that the assistant works in: leave one of the two out.",
+        ),
+        (
+            setting("prompt_lookup_num_tokens") is not None,
+            "prompt_lookup_num_tokens is another way of drafting: leave it or assistant_model out.",
+        ),
+    ]
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedError(reason)
+    if kwargs.get("synced_gpus"):
+        raise UnsupportedError("synced_gpus=True is for FSDP and ZeRO-3, which are not supported: leave it unset.")
+    _check_sharding(target)

@@ -1,0 +1,237 @@
+"""Chains inside transformers' own assisted-decoding loop, which keeps streamers, criteria and outputs as users know."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..head import widen
+from ..kernels import top_k_ids
+from ..protocol import Candidates, Needs
+from ..session import DraftSession
+from .token_choice import TokenChoice
+
+# Prompt positions whose full-vocabulary logits are held at a time while looking for the most probable tokens.
+_PROMPT_CHUNK = 64
+
+
+class ShortlistCandidateGenerator(CandidateGenerator):
+    """Drafts chains for one `generate` call and feeds the target's verdicts back to the session.
+
+    Args:
+        session: the drafting session, not yet begun.
+        needs: what the session's policy asks to be shown.
+        target: the model whose loop this serves.
+        generation_config: the call's resolved configuration.
+        drafting_config: `num_assistant_tokens`, its schedule and `assistant_confidence_threshold`.
+        logits_processor: the call's logits processors.
+        continues: the session goes on with a longer text.
+        measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
+            vocabulary for every verified position.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        session: DraftSession,
+        needs: Needs,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        drafting_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        continues: bool = False,
+        measure_coverage: bool = False,
+    ):
+        self.model_kwargs_overrides: dict[str, Any] = {}
+        self.num_assistant_tokens = int(drafting_config.num_assistant_tokens)
+        self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
+        self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
+        self._session = session
+        self._device = session.vocabulary.device
+        self._needs = needs
+        self._target = target
+        self._do_sample = bool(generation_config.do_sample)
+        self._max_length = generation_config.max_length
+        self._mask_length = getattr(generation_config, "_mask_length", None)
+        self._user_wants_hidden_states = bool(generation_config.output_hidden_states)
+        self._vocabulary_rows = target.get_output_embeddings().weight.shape[0]
+        self._choose = TokenChoice(self._do_sample, logits_processor, self._vocabulary_rows, target.device)
+        self._continues = continues
+        self._measure_coverage = measure_coverage
+        self._candidates: Candidates | None = None
+        self._prefix_length = 0
+        self._wide_table: torch.Tensor | None = None
+        self._widened: Candidates | None = None
+
+    # What transformers calls ---------------------------------------------------------------------------------------
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Return the verified tokens with candidates appended, and when sampling the logits they were drawn by.
+
+        Args:
+            input_ids: int64 `[1, n]`: all verified tokens, padding included.
+            model_kwargs: what the target is called with.
+            model_outputs: the target's output of the last round, None in the first.
+            is_first_iteration: whether the target has not read the prompt yet.
+            n_last_matches: how many candidates of the last round were accepted.
+
+        Returns:
+            int64 `[1, n + k]`, and fp32 `[1, k, V]` with −inf outside the shortlists, or None when drafting by argmax.
+        """
+        if is_first_iteration:
+            self._begin(input_ids, model_kwargs)
+        else:
+            self.model_kwargs_overrides = {}
+            self._observe(input_ids, model_outputs, int(n_last_matches))
+        self._prefix_length = input_ids.shape[1]
+        count = min(self.num_assistant_tokens, self._max_length - input_ids.shape[1] - 1)
+        if count < 1:
+            return input_ids, None
+        prefix = self._without_padding(input_ids)
+        self._choose.start_round(prefix)
+        self._candidates = self._session.draft(prefix, count, self._choose, self._threshold)
+        drafted = self._candidates.token_ids.to(input_ids.device)
+        candidate_ids = torch.cat([input_ids, drafted.unsqueeze(0)], dim=1)
+        if is_first_iteration:
+            self._skip_cached_prompt(candidate_ids, model_kwargs)
+        return candidate_ids, self._widened_logits() if self._do_sample else None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Count the round and adapt the draft length as transformers' schedules do.
+
+        Args:
+            input_ids: int64 `[1, n + a + 1]`: all verified tokens.
+            scores: fp32 `[1, k + 1, V]`: the target's processed logits.
+            num_matches: how many candidates were accepted.
+        """
+        accepted = int(num_matches)
+        self._session.stats.record_verification(accepted)
+        if self._candidates is not None:
+            verified = input_ids[0, self._prefix_length :].to(self._device)
+            self._session.stats.record_verified_tokens(self._candidates, verified)
+            if self._measure_coverage:
+                self._record_coverage(scores[0], accepted)
+        if self._widened is not None:
+            self._clear_widened_logits()
+        if self._schedule in ("heuristic", "heuristic_transient"):
+            accepted_all = accepted == scores.shape[1] - 1
+            change = 2 if accepted_all else -1
+            self.num_assistant_tokens = max(1, self.num_assistant_tokens + change)
+
+    # The prompt ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Hand the prompt to the session and settle what the target's first forward must process and return."""
+        self._prompt = input_ids[0]
+        self._padded_length = input_ids.shape[1]
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.shape[1] == self._padded_length:
+            self._prompt = self._prompt[mask[0].to(input_ids.device).bool()]
+        self._prompt = self._prompt.to(self._device)
+        kept = self._session.begin(self._prompt, self._continues)
+        self._skipped = self._cached_tokens_in(input_ids, model_kwargs)
+        if self._needs.prompt_top_k:
+            self._first_unseen = self._padded_length - self._prompt.shape[0] + kept
+            if not self._user_wants_hidden_states:
+                # The last hidden state is enough: projecting it in chunks never holds the whole prompt's logits.
+                self.model_kwargs_overrides["output_hidden_states"] = [-1]
+
+    def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
+        return torch.cat([self._prompt, input_ids[0, self._padded_length :].to(self._device)])
+
+    def _cached_tokens_in(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+        """How many leading tokens of the prompt a passed-in cache holds already; 0 where only new ones were passed."""
+        cache = model_kwargs.get("past_key_values")
+        cached = 0 if cache is None else cache.get_seq_length()
+        mask = model_kwargs.get("attention_mask")
+        mask_length = self._mask_length if mask is None else mask.shape[1]
+        holds_all = mask_length is None or mask_length == input_ids.shape[1]
+        return cached if holds_all else 0
+
+    def _skip_cached_prompt(self, candidate_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Keep the target from reading again what a passed-in cache holds, which the loop itself does not see to."""
+        if self._skipped == 0:
+            return
+        self.model_kwargs_overrides["input_ids"] = candidate_ids[:, self._skipped :]
+        if model_kwargs.get("position_ids") is not None:
+            mask = model_kwargs.get("attention_mask")
+            if mask is None:
+                mask = torch.ones_like(candidate_ids)
+            else:
+                mask = torch.cat([mask, mask.new_ones(1, candidate_ids.shape[1] - mask.shape[1])], dim=1)
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)
+            self.model_kwargs_overrides["position_ids"] = positions[:, self._skipped :]
+
+    # The verdict ---------------------------------------------------------------------------------------------------
+
+    def _observe(self, input_ids: torch.Tensor, model_outputs: Any, accepted: int) -> None:
+        """Show the session what the target said of the last round."""
+        if self._padded_length == self._prefix_length and self._needs.prompt_top_k:
+            self._observe_prompt_logits(getattr(model_outputs, "hidden_states", None))
+        if self._candidates is None:
+            return
+        verified = input_ids[0, self._prefix_length :].to(self._device)
+        top_ids = None
+        if self._needs.verify_top_k:
+            drafted = self._candidates.token_ids.shape[0]
+            logits = model_outputs.logits[0, -drafted - 1 :][: accepted + 1]
+            top_ids = top_k_ids(logits, self._needs.verify_top_k).to(self._device)
+        self._session.observe(verified, top_ids)
+        self._candidates = None
+
+    def _observe_prompt_logits(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+        """Find the target's most probable tokens at the prompt positions that the policy has not seen."""
+        if not hidden_states:
+            return
+        end = self._padded_length - self._skipped
+        start = max(0, self._first_unseen - self._skipped)
+        if self._needs.prompt_positions is not None:
+            start = max(start, end - self._needs.prompt_positions)
+        if start >= end:
+            return
+        head = self._target.get_output_embeddings()
+        chunks = hidden_states[-1][0, start:end].split(_PROMPT_CHUNK)
+        # A scale or cap after the projection does not change which tokens are the most probable.
+        top_ids = [top_k_ids(head(chunk), self._needs.prompt_top_k) for chunk in chunks]
+        self._session.observe_prompt_logits(torch.cat(top_ids).to(self._device))
+
+    def _record_coverage(self, scores: torch.Tensor, accepted: int) -> None:
+        positions = min(accepted + 1, len(self._candidates.shortlists))
+        mass = [
+            scores[i].softmax(-1).index_select(0, shortlist.ids().to(scores.device)).sum()
+            for i, shortlist in enumerate(self._candidates.shortlists[:positions])
+        ]
+        self._session.stats.record_coverage(torch.stack(mass))
+
+    # The distribution that candidates were drawn from --------------------------------------------------------------
+
+    def _widened_logits(self) -> torch.Tensor:
+        """fp32 `[1, k, V]`: the logits of this round's draws over the target's ids, −inf outside the shortlists.
+
+        The table is kept for the whole call: each round writes to a few columns and clears them again.
+        """
+        candidates = self._candidates
+        drafted = candidates.token_ids.shape[0]
+        if self._wide_table is None or self._wide_table.shape[0] < drafted:
+            rows = max(drafted, self.num_assistant_tokens)
+            self._wide_table = torch.full((rows, self._vocabulary_rows), -torch.inf, device=self._device)
+        for row, logits, shortlist in zip(self._wide_table, candidates.logits, candidates.shortlists, strict=False):
+            widen(logits, shortlist, row)
+        self._widened = candidates
+        return self._wide_table[:drafted].unsqueeze(0)
+
+    def _clear_widened_logits(self) -> None:
+        for row, shortlist in zip(self._wide_table, self._widened.shortlists, strict=False):
+            row.index_fill_(0, shortlist.scored_slots, -torch.inf)
+        self._widened = None

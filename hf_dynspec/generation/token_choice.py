@@ -1,0 +1,94 @@
+"""How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under the call's logits processors."""
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..head import widen
+from ..protocol import Shortlist
+
+# These look at the values of logits and never at which token a column stands for, so that they give the same
+# distribution on a shortlist as on the full vocabulary with −inf elsewhere.
+_VALUE_PROCESSORS = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class TokenChoice:
+    """Chooses the tokens of one call's drafts.
+
+    Drafting under the processors that the target's logits go through makes drafts agree with it more often. It cannot
+    make the output wrong: greedy verification compares tokens, and sampling uses the logits returned here.
+
+    Args:
+        do_sample: draw tokens instead of taking the most probable one.
+        processors: the call's logits processors.
+        vocabulary_rows: width of the target's logits.
+        device: where the processors' own tensors live.
+    """
+
+    def __init__(self, do_sample: bool, processors: LogitsProcessorList, vocabulary_rows: int, device: torch.device):
+        # A minimum length keeps EOS from the output, not from drafts that reach past it.
+        processors = [one for one in processors if not isinstance(one, MinLengthLogitsProcessor)]
+        cut = max((i + 1 for i, one in enumerate(processors) if type(one) not in _VALUE_PROCESSORS), default=0)
+        self._by_id = LogitsProcessorList(processors[:cut])
+        self._by_value = LogitsProcessorList(processors[cut:])
+        self._do_sample = do_sample
+        self._vocabulary_rows = vocabulary_rows
+        self._device = device
+        self._prefix: torch.Tensor | None = None
+
+    def start_round(self, prefix: torch.Tensor) -> None:
+        """Set the verified tokens, int64 `[n]`, that this round's candidates follow."""
+        self._prefix = prefix
+
+    def __call__(
+        self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `session.ChooseToken`."""
+        if self._by_id:
+            logits = self._process_by_id(logits, shortlist, drafted)
+        if self._by_value:
+            logits = self._by_value(self._prefix[None, -1:], logits.unsqueeze(0))[0]
+        slot = draw(logits) if self._do_sample else logits.argmax(-1, keepdim=True)
+        return shortlist.scored_slots[slot], logits
+
+    def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
+        """Apply processors that need to know which token a logit belongs to."""
+        wide = logits.new_full((1, self._vocabulary_rows), -torch.inf)
+        widen(logits, shortlist, wide[0])
+        context = torch.cat([self._prefix, *drafted]).unsqueeze(0)
+        processed = self._by_id(context.to(self._device), wide.to(self._device)).to(logits.device)
+        narrow = processed[0].index_select(0, shortlist.scored_slots)
+        if shortlist.occupied is not None:
+            narrow = narrow.masked_fill(~shortlist.scored_occupied, -torch.inf)
+        # Processors may forbid all of a small shortlist. Something must be drafted, and the target will refuse it.
+        return torch.where((narrow > -torch.inf).any(), narrow, logits)
+
+
+def draw(logits: torch.Tensor) -> torch.Tensor:
+    """Draw an index, int64 `[1]`, from the softmax of logits `[n]`, with torch's default generator.
+
+    Inverts the cumulative distribution in fp64, which takes one random number where `torch.multinomial` takes `n`. An
+    index of probability 0 is never drawn, as it adds nothing to the sum.
+    """
+    cumulative = logits.softmax(-1).double().cumsum(-1)
+    uniform = torch.rand(1, dtype=torch.float64, device=logits.device)
+    return torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True).clamp_max_(logits.shape[0] - 1)

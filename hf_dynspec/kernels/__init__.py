@@ -1,0 +1,18 @@
+"""The arithmetic of the dynamic head. `scattered_scores_for` says which implementation runs on a device."""
+
+from collections.abc import Callable
+
+import torch
+
+from .reference import packed_scores, replace_rows, scattered_scores, top_k_ids
+
+__all__ = ["packed_scores", "replace_rows", "scattered_scores", "scattered_scores_for", "top_k_ids"]
+
+
+def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the fastest implementation of `reference.scattered_scores` for a device."""
+    if device.type == "cpu":
+        from .cpu import scattered_scores as compiled_scores
+
+        return compiled_scores
+    return scattered_scores

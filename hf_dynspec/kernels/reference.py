@@ -1,0 +1,75 @@
+"""The kernels in plain torch: the ground truth that every faster twin is tested against."""
+
+import torch
+from torch.nn import functional
+
+
+def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Score rows that lie side by side.
+
+    Args:
+        hidden: `[m, d]`.
+        weight: `[n, d]`, of the same dtype.
+        bias: `[n]` or None.
+
+    Returns:
+        `[m, n]` of the same dtype.
+    """
+    return functional.linear(hidden, weight, bias)
+
+
+def scattered_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Score rows wherever they lie.
+
+    Args:
+        hidden: `[m, d]`.
+        weight: `[V, d]`, of the same dtype.
+        ids: int64 `[n]`, each below `V`.
+        bias: `[V]` or None.
+
+    Returns:
+        `[m, n]` of the same dtype.
+    """
+    rows = weight.index_select(0, ids)
+    return functional.linear(hidden, rows, None if bias is None else bias.index_select(0, ids))
+
+
+def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> None:
+    """Set `packed[slots] = table[ids]` in place. Slots that occur twice must be given the same id both times.
+
+    Args:
+        packed: `[C, …]`.
+        slots: int64 `[r]`, each below `C`.
+        table: `[V, …]`, of the same dtype and trailing shape.
+        ids: int64 `[r]`, each below `V`.
+    """
+    packed.index_copy_(0, slots, table.index_select(0, ids))
+
+
+def top_k_ids(scores: torch.Tensor, k: int, block: int = 128) -> torch.Tensor:
+    """Return the column indices of the `k` largest values in each row, largest first.
+
+    Reads the scores once: the `k` largest values lie in the `k` blocks whose maxima are largest, so that only those
+    are looked at closely.
+
+    Args:
+        scores: `[m, V]`.
+        k: how many, at most `V`.
+        block: columns in a block.
+
+    Returns:
+        int64 `[m, k]`.
+    """
+    m, columns = scores.shape
+    blocks = columns // block
+    if k > blocks:
+        return scores.topk(k, dim=-1).indices
+    blocked = scores[:, : blocks * block].view(m, blocks, block)
+    best_blocks = blocked.amax(-1).topk(k, dim=-1).indices
+    block_columns = torch.arange(block, device=scores.device)
+    candidates = (best_blocks.unsqueeze(-1) * block + block_columns).view(m, k * block)
+    leftover = torch.arange(blocks * block, columns, device=scores.device)
+    candidates = torch.cat([candidates, leftover.expand(m, -1)], dim=1)
+    return candidates.gather(1, scores.gather(1, candidates).topk(k, dim=-1).indices)

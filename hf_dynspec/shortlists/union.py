@@ -1,0 +1,198 @@
+"""Unions of policies, and the hybrid of an in-context window with a static core, which is the default policy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState
+from .frequency import FrequencyShortlist
+from .in_context import InContextShortlist
+
+
+class UnionShortlist(ShortlistPolicy):
+    """Every token that any of the policies selects.
+
+    Args:
+        policies: at least one policy. Put those whose shortlists never change first: their rows are then never moved.
+
+    Raises:
+        ConfigurationError: no policies, or something that is not a policy.
+    """
+
+    name = "union"
+
+    def __init__(self, *policies: ShortlistPolicy):
+        if not policies:
+            raise ConfigurationError("a union needs at least one policy")
+        for policy in policies:
+            if not isinstance(policy, ShortlistPolicy):
+                raise ConfigurationError(f"a union is made of policies, got {policy!r}")
+        self.policies = policies
+
+    @property
+    def needs(self) -> Needs:
+        needs = Needs()
+        for policy in self.policies:
+            needs = needs | policy.needs
+        return needs
+
+    def start(self, vocabulary: VocabularyInfo) -> "UnionState":
+        return UnionState([policy.start(vocabulary) for policy in self.policies], vocabulary)
+
+    def settings(self) -> dict[str, Any]:
+        return {"policies": [{"name": policy.name, "settings": policy.settings()} for policy in self.policies]}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{name}": tensor
+            for index, policy in enumerate(self.policies)
+            for name, tensor in policy.tensors().items()
+        }
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
+        from . import policy_class
+
+        parts = settings.get("policies")
+        if set(settings) != {"policies"} or not isinstance(parts, list):
+            raise ConfigurationError("a union's settings are a list named 'policies' and nothing else")
+        policies = []
+        for index, part in enumerate(parts):
+            if not isinstance(part, Mapping) or set(part) != {"name", "settings"}:
+                raise ConfigurationError(f"policy {index} of a union must have exactly a name and settings")
+            prefix = f"{index}."
+            own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            policies.append(policy_class(part["name"]).from_settings(part["settings"], own))
+        return cls(*policies)
+
+
+class UnionState(ShortlistState):
+    """The parts' slots side by side. A slot whose id an earlier part holds too is not occupied."""
+
+    def __init__(self, parts: list[ShortlistState], vocabulary: VocabularyInfo):
+        self._parts = parts
+        self._vocabulary = vocabulary
+        self._shown: list[Shortlist | None] = [None] * len(parts)
+        # taken[i]: bool [vocabulary], the ids that parts 0 … i hold. The last part's is never needed.
+        self._taken: list[torch.Tensor | None] = [None] * len(parts)
+        self._shortlist: Shortlist | None = None
+
+    def restart(self) -> None:
+        for part in self._parts:
+            part.restart()
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        for part in self._parts:
+            part.observe_prompt(prompt)
+
+    def observe(self, verdict: Verdict) -> None:
+        for part in self._parts:
+            part.observe(verdict)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        shown = [part.select(depth, token_ids, features) for part in self._parts]
+        if self._shortlist is None or any(new is not old for new, old in zip(shown, self._shown, strict=True)):
+            self._shortlist = self._unite(shown)
+            self._shown = shown
+        return self._shortlist
+
+    def _unite(self, shown: list[Shortlist]) -> Shortlist:
+        occupied = []
+        earlier_changed = False
+        for index, (new, old) in enumerate(zip(shown, self._shown, strict=True)):
+            own = _occupied(new)
+            if index > 0:
+                own = own & ~self._taken[index - 1][new.slots]
+            occupied.append(own)
+            earlier_changed = earlier_changed or new is not old
+            if earlier_changed and index + 1 < len(shown):
+                self._taken[index] = self._mark(index, new.slots, own)
+        replaced = self._replaced(shown)
+        unchanged = self._shortlist is not None and replaced is not None and replaced.shape[0] == 0
+        return Shortlist(
+            self._shortlist.slots if unchanged else torch.cat([part.slots for part in shown]),
+            version=0 if self._shortlist is None else self._shortlist.version + (not unchanged),
+            occupied=torch.cat(occupied),
+            replaced=self._shortlist.replaced if unchanged else replaced,
+            is_transient=any(part.is_transient for part in shown),
+        )
+
+    def _mark(self, index: int, slots: torch.Tensor, occupied: torch.Tensor) -> torch.Tensor:
+        """bool `[vocabulary]`: the ids of this part's occupied slots and of all earlier parts."""
+        marks = torch.zeros(self._vocabulary.size, dtype=torch.int8, device=self._vocabulary.device)
+        marks.scatter_reduce_(0, slots, occupied.to(torch.int8), "amax")
+        return marks.bool() if index == 0 else marks.bool() | self._taken[index - 1]
+
+    def _replaced(self, shown: list[Shortlist]) -> torch.Tensor | None:
+        """int64 `[r]`: the slots of the union that may have changed since it was last shown, None where all may."""
+        changed = []
+        offset = 0
+        for new, old in zip(shown, self._shown, strict=True):
+            if old is None or new.slots.shape != old.slots.shape:
+                return None
+            if new.version == old.version + 1 and new.replaced is not None:
+                changed.append(new.replaced + offset)
+            elif new.version != old.version:
+                changed.append(torch.arange(offset, offset + new.slots.shape[0], device=new.slots.device))
+            offset += new.slots.shape[0]
+        return torch.cat(changed) if changed else self._shown[0].slots[:0]
+
+
+def _occupied(shortlist: Shortlist) -> torch.Tensor:
+    """bool `[C]`: the slots of a part that count, the part's own size taken into account."""
+    occupied = shortlist.occupied
+    if occupied is None:
+        occupied = torch.ones_like(shortlist.slots, dtype=torch.bool)
+    if shortlist.width < shortlist.slots.shape[0]:
+        occupied = occupied.clone()
+        occupied[shortlist.width :] = False
+    return occupied
+
+
+class HybridShortlist(UnionShortlist):
+    """A static core of frequent tokens beside an in-context window of distinct tokens. Nothing to train.
+
+    A window alone is too small after a short prompt, and a static list misses what the context makes likely; each
+    covers the other's gap. The README shows the measurement that chose the sizes, and the command that repeats it.
+
+    Args:
+        ranking: token ids, most frequent first, as for `FrequencyShortlist` (None: the tokenizer's merge order).
+        core_size: tokens of the static core.
+        window: distinct tokens of the in-context window.
+        prompt_top_k: the target's most probable tokens taken at each prompt position.
+        verify_top_k: the target's most probable tokens taken at each verified position.
+        prompt_positions: take `prompt_top_k` at the last so many prompt positions only (None: at all of them).
+
+    Raises:
+        ConfigurationError: a setting is mistyped or out of range.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self,
+        ranking=None,
+        core_size: int = 4096,
+        window: int = 2048,
+        prompt_top_k: int = 3,
+        verify_top_k: int = 3,
+        prompt_positions: int | None = None,
+    ):
+        self._core = FrequencyShortlist(ranking, size=core_size)
+        self._window = InContextShortlist(window, prompt_top_k, verify_top_k, "lru", prompt_positions)
+        super().__init__(self._core, self._window)
+
+    def settings(self) -> dict[str, Any]:
+        window = self._window.settings()
+        del window["eviction"]
+        return {"core_size": self._core.size, **window}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._core.tensors()
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "HybridShortlist":
+        return super(UnionShortlist, cls).from_settings(settings, tensors)

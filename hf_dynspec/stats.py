@@ -1,0 +1,235 @@
+"""What happened while drafting: acceptance, active vocabulary, and where the time went."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .protocol import Candidates, Shortlist
+
+# What a profiled call is divided into. "other" is the rest: the generation loop and the acceptance of tokens.
+DRAFT_SECTIONS = ("backbone", "head", "policy", "choice")
+SECTIONS = (*DRAFT_SECTIONS, "verification")
+
+
+class Stopwatch:
+    """Sums the seconds spent in named sections. Costs nothing where it is not enabled.
+
+    Args:
+        devices: CUDA devices among these are waited for at both ends of a section, so that it is charged with its own
+            work. That slows the call down, so a profiled call is for finding out where time goes, not how much.
+    """
+
+    def __init__(self, enabled: bool, devices: tuple[torch.device, ...] = ()):
+        self.enabled = enabled
+        self.seconds = dict.fromkeys(SECTIONS, 0.0) if enabled else {}
+        self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
+    def now(self) -> float:
+        """The time in seconds after all work given to the devices is done."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Charge the enclosed work to a section."""
+        if not self.enabled:
+            yield
+            return
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self.now() - start
+
+
+class DraftingStatistics:
+    """Counts of one call, or the sum over calls.
+
+    Counters that live on the device are read when a property asks for them, so that counting never waits for it.
+    """
+
+    def __init__(self):
+        self.calls = 0
+        self.rounds = 0
+        self.drafted = 0
+        self.accepted = 0
+        # tokens_per_round[n]: in how many rounds n tokens came out; drafted_at[i], accepted_at[i]: at draft step i.
+        self.tokens_per_round: list[int] = []
+        self.drafted_at: list[int] = []
+        self.accepted_at: list[int] = []
+        self.seconds: dict[str, float] = {}
+        self._draft_steps = 0
+        self._active_sum: int | torch.Tensor = 0
+        self._active_max: int | torch.Tensor = 0
+        self._checked = 0
+        self._out_of_vocabulary: int | torch.Tensor = 0
+        self._covered_positions = 0
+        self._coverage_sum: float | torch.Tensor = 0.0
+
+    # Recording ---------------------------------------------------------------------------------------------------
+
+    def record_draft(self, candidates: Candidates) -> None:
+        """Count the candidates of one round and the shortlists they were chosen from."""
+        self.drafted += len(candidates.depths)
+        for depth in candidates.depths:
+            _add_at(self.drafted_at, depth)
+        counted: Shortlist | None = None
+        active: int | torch.Tensor = 0
+        for shortlist in candidates.shortlists:
+            if shortlist is not counted:
+                counted = shortlist
+                active = shortlist.width if shortlist.occupied is None else shortlist.scored_occupied.sum()
+                self._active_max = _maximum(self._active_max, active)
+            self._active_sum = self._active_sum + active
+        self._draft_steps += len(candidates.shortlists)
+
+    def record_verification(self, accepted: int) -> None:
+        """Count one round of a chain in which the first `accepted` candidates were accepted."""
+        self.rounds += 1
+        self.accepted += accepted
+        _add_at(self.tokens_per_round, accepted + 1)
+        for position in range(accepted):
+            _add_at(self.accepted_at, position)
+
+    def record_verified_tokens(self, candidates: Candidates, verified: torch.Tensor) -> None:
+        """Count which of the verified tokens `[a + 1]` their draft step's shortlist did not hold.
+
+        Accepted tokens came out of their shortlists, so only the token after them can be missing; after a fully
+        accepted draft it had no shortlist and is not counted.
+        """
+        last = verified.shape[0] - 1
+        self._checked += min(last + 1, len(candidates.shortlists))
+        if last < len(candidates.shortlists) and not candidates.shortlists[last].is_prefix:
+            self._out_of_vocabulary = self._out_of_vocabulary + ~candidates.shortlists[last].contains(verified[last])
+
+    def record_coverage(self, mass: torch.Tensor) -> None:
+        """Count the target's probability mass `[n]` on the shortlists of `n` verified positions."""
+        self._covered_positions += mass.shape[0]
+        self._coverage_sum = self._coverage_sum + mass.double().sum()
+
+    def add(self, other: "DraftingStatistics") -> None:
+        """Add the counts of another call."""
+        for name in ("calls", "rounds", "drafted", "accepted", "_draft_steps", "_checked", "_covered_positions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("tokens_per_round", "drafted_at", "accepted_at"):
+            for index, count in enumerate(getattr(other, name)):
+                _add_at(getattr(self, name), index, count)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._active_sum = _number(self._active_sum) + _number(other._active_sum)
+        self._active_max = max(_number(self._active_max), _number(other._active_max))
+        self._out_of_vocabulary = _number(self._out_of_vocabulary) + _number(other._out_of_vocabulary)
+        self._coverage_sum = _number(self._coverage_sum) + _number(other._coverage_sum)
+
+    # Reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """New tokens: the accepted ones and one of the target's own for each round."""
+        return self.accepted + self.rounds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean number of tokens per round with the bonus token; plain decoding has 1.0."""
+        return _ratio(self.tokens, self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens / drafted tokens, without the bonus token."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def acceptance_rate_by_position(self) -> list[float]:
+        """For each draft step, the share of tokens drafted there that were accepted."""
+        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        return [_ratio(count, drafted) for count, drafted in zip(accepted, self.drafted_at, strict=False)]
+
+    @property
+    def oov_rate(self) -> float:
+        """Share of verified tokens that the shortlist of their draft step did not hold."""
+        return _ratio(_number(self._out_of_vocabulary), self._checked)
+
+    @property
+    def active_vocabulary(self) -> float:
+        """Mean number of token ids in a shortlist, over draft steps."""
+        return _ratio(_number(self._active_sum), self._draft_steps)
+
+    @property
+    def active_vocabulary_max(self) -> int:
+        """The largest number of token ids in a shortlist."""
+        return int(_number(self._active_max))
+
+    @property
+    def coverage(self) -> float | None:
+        """Mean probability mass of the target on the shortlist, over verified positions. None where not measured."""
+        return _ratio(_number(self._coverage_sum), self._covered_positions) if self._covered_positions else None
+
+    @property
+    def draft_seconds(self) -> float | None:
+        """Seconds spent in drafting. None unless profiled."""
+        return sum(self.seconds[name] for name in DRAFT_SECTIONS) if self.seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain numbers, lists and dicts."""
+        return {
+            "calls": self.calls,
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "tokens_per_round": list(self.tokens_per_round),
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate_by_position": self.acceptance_rate_by_position,
+            "oov_rate": self.oov_rate,
+            "active_vocabulary": self.active_vocabulary,
+            "active_vocabulary_max": self.active_vocabulary_max,
+            "coverage": self.coverage,
+            "seconds": dict(self.seconds),
+        }
+
+    def __str__(self) -> str:
+        by_position = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_by_position)
+        per_round = " ".join(str(count) for count in self.tokens_per_round[1:])
+        rows = [
+            ("rounds", f"{self.rounds}"),
+            ("new tokens", f"{self.tokens}"),
+            ("acceptance length", f"{self.acceptance_length:.2f}"),
+            ("rounds with 1, 2, … tokens", per_round),
+            ("acceptance rate", f"{self.acceptance_rate:.3f} ({self.accepted} of {self.drafted})"),
+            ("by draft step", by_position),
+            ("out of vocabulary", f"{self.oov_rate:.4f}"),
+            ("active vocabulary", f"{self.active_vocabulary:.0f} (at most {self.active_vocabulary_max})"),
+        ]
+        if self.coverage is not None:
+            rows.append(("coverage", f"{self.coverage:.4f}"))
+        for name, seconds in self.seconds.items():
+            per_round_ms = 1e3 * _ratio(seconds, self.rounds)
+            rows.append((f"time: {name}", f"{seconds:.3f} s ({per_round_ms:.2f} ms per round)"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _add_at(counts: list[int], index: int, amount: int = 1) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += amount
+
+
+def _maximum(first: int | torch.Tensor, second: int | torch.Tensor) -> int | torch.Tensor:
+    """The larger of two counts, either of which may still be on the device."""
+    if isinstance(first, int) and isinstance(second, int):
+        return max(first, second)
+    device = first.device if isinstance(first, torch.Tensor) else second.device
+    return torch.maximum(torch.as_tensor(first, device=device), torch.as_tensor(second, device=device))
+
+
+def _number(count: float | torch.Tensor) -> float:
+    return count.item() if isinstance(count, torch.Tensor) else count
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
