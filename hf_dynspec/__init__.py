@@ -23,7 +23,7 @@ _HOMES = {
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
 }
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (ruff does not see that the keys are strings)
 
 
 def __getattr__(name: str) -> Any:

@@ -282,8 +282,7 @@ def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) 
         "num_assistant_tokens_schedule": (None, "constant"),
         "assistant_confidence_threshold": (threshold, 0.0),
     }
-    for name, (value, default) in defaults.items():
-        if value is None:
-            value = getattr(config, name, None)
-        setattr(config, name, default if value is None else value)
+    for name, (argument, default) in defaults.items():
+        choices = (argument, getattr(config, name, None), default)
+        setattr(config, name, next(choice for choice in choices if choice is not None))
     return config

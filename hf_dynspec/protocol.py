@@ -57,8 +57,8 @@ class Shortlist:
         slots: int64 `[C]` on the head's device. Slot `i` holds a token id below `VocabularyInfo.size`.
         version: changes exactly when `slots` does.
         size: the first `size` slots are scored (None: all `C`). Nested shortlists share `slots` and differ in `size`.
-        occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied slot
-            holds any valid id and its logit is −inf.
+        occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied
+            slot holds any valid id and its logit is −inf.
         replaced: int64 `[r]`, the only slots that may differ from those of version `version - 1` (None: all may).
         is_prefix: slot `i` holds id `i`, so that the head's own leading rows can be scored where they lie.
         is_transient: made for one draft step and not worth a packed copy, so that its rows are scored where they lie.
@@ -128,9 +128,9 @@ class Verdict:
     Args:
         drafted: int64 `[k]`: the candidates of the round, on the drafter's device.
         verified: int64 `[a + 1]`: the accepted candidates and the token that the target chose after them.
-        top_ids: int64 `[a + 1, verify_top_k]`: ids of the target's most probable tokens at each verified position, most
-            probable first; ids may lie at or past the vocabulary's size where the target's head is padded. None where
-            nobody asked.
+        top_ids: int64 `[a + 1, verify_top_k]`: ids of the target's most probable tokens at each verified position,
+            most probable first; ids may lie at or past the vocabulary's size where the target's head is padded. None
+            where nobody asked.
     """
 
     drafted: torch.Tensor

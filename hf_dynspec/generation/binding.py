@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..errors import NotBoundError, UnsupportedError
 from ..stats import Stopwatch
 
-_FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…, assistant_model=assistant)"
+_FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
 
 class Call(ABC):

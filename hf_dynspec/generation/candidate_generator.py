@@ -1,4 +1,4 @@
-"""Chains inside transformers' own assisted-decoding loop, which keeps streamers, criteria and outputs as users know."""
+"""Chains inside transformers' own assisted-decoding loop, which keeps streamers, criteria and outputs as usual."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under the call's logits processors."""
+"""How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under the call's processors."""
 
 import torch
 from transformers import (
