@@ -2,22 +2,29 @@
 
 import contextlib
 import copy
+import os
+import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from .drafters import Drafter, as_drafter
-from .errors import ConfigurationError, NotBoundError
+from .configuration import DynSpecConfig, ModelReference, PolicyConfig
+from .drafters import CausalLMDrafter, Drafter, as_drafter
+from .errors import ArtifactError, ConfigurationError, NotBoundError
 from .generation.binding import Bindable, Call, attach, check_target, detach, timed_forwards
 from .generation.candidate_generator import ShortlistCandidateGenerator
 from .protocol import VocabularyInfo
 from .session import DraftSession
 from .shortlists import ShortlistPolicy, as_policy
 from .stats import DraftingStatistics, Stopwatch
-from .vocabulary import shared_vocabulary_size
+from .vocabulary import local_tokenizer, shared_tokenizer, shared_vocabulary_size
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -52,6 +59,7 @@ class DynSpecAssistant(Bindable):
     Raises:
         UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.
         ConfigurationError: a setting is mistyped or out of range.
+        ArtifactError: the policy's ranking was made for another tokenizer.
     """
 
     def __init__(
@@ -95,12 +103,24 @@ class DynSpecAssistant(Bindable):
             UnsupportedError: the target cannot be used, or has another tokenizer than the drafter.
         """
         check_target(target)
-        size = shared_vocabulary_size(target, self.drafter, self.tokenizer)
+        tokenizer = self.tokenizer if self.tokenizer is not None else shared_tokenizer(target, self.drafter)
+        size = shared_vocabulary_size(target, self.drafter, tokenizer)
+        self._require_tokenizer_of_policy(tokenizer)
         self.unbind()
+        self.tokenizer = tokenizer
         self._vocabulary_size = size
         self._target = weakref.ref(target)
         attach(target, self)
         return self
+
+    def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
+        if tokenizer is None or not self.policy.tokenizer_fingerprints:
+            return
+        from .hub import fingerprint_tokenizer, require_same_tokenizer
+
+        actual = fingerprint_tokenizer(tokenizer)
+        for expected in self.policy.tokenizer_fingerprints:
+            require_same_tokenizer(expected, actual, "ranking")
 
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""
@@ -118,6 +138,129 @@ class DynSpecAssistant(Bindable):
         the assistant itself starts every call anew.
         """
         return Conversation(self)
+
+    # Artifacts -----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        results: Sequence[Mapping[str, Any]] = (),
+    ) -> Path:
+        """Write the policy, its tensors and a model card; the models themselves are named, not copied.
+
+        Args:
+            directory: made if needed; what it holds is replaced atomically.
+            provenance: JSON values that say how the policy was made, for the model card.
+            results: measurements for the model card, see `DynSpecConfig`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ArtifactError: the policy has tensors and no tokenizer is known, or the folder belongs to something else.
+        """
+        from .hub import write_artifact
+
+        return write_artifact(directory, self._to_config(provenance or {}, results), self.policy.tensors())
+
+    def _to_config(self, provenance: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> DynSpecConfig:
+        from .hub import fingerprint_tokenizer
+
+        tokenizer = None
+        if self.tokenizer is not None:
+            eos = _eos_token_ids(self.target.generation_config) if self.target is not None else None
+            tokenizer = fingerprint_tokenizer(self.tokenizer, eos or None)
+        drafter = self.drafter.model if isinstance(self.drafter, CausalLMDrafter) else None
+        return DynSpecConfig(
+            policy=PolicyConfig(self.policy.name, self.policy.settings()),
+            tokenizer=tokenizer,
+            drafter=_reference(drafter),
+            target=_reference(self.target),
+            num_assistant_tokens=self.generation_config.num_assistant_tokens,
+            assistant_confidence_threshold=self.generation_config.assistant_confidence_threshold,
+            provenance=dict(provenance),
+            results=[dict(row) for row in results],
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory_or_repo: str | os.PathLike,
+        *,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | Drafter | None = None,
+        tokenizer: Any = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+        **settings: Any,
+    ) -> "DynSpecAssistant":
+        """Load an artifact and bind it.
+
+        Args:
+            directory_or_repo: a folder that `save_pretrained` wrote, or a repository on the Hub.
+            target: the model to speed up.
+            drafter: the model that drafts (None: the one that the artifact names, in the target's dtype and on its
+                device).
+            tokenizer: as for the constructor.
+            revision: branch, tag or commit of the repository. It is resolved once, for all files.
+            cache_dir: where downloads are kept (None: the Hub's usual cache).
+            token: for a private repository.
+            settings: further arguments of the constructor; they take precedence over the artifact's.
+
+        Raises:
+            ArtifactError: the artifact is damaged, for another tokenizer, or names no drafter that can be loaded.
+            UnsupportedError: as for the constructor.
+        """
+        from .hub import fingerprint_tokenizer, read_artifact, rebuild_policy
+
+        check_target(target)
+        tokenizer = tokenizer if tokenizer is not None else local_tokenizer(target)
+        fingerprint = None
+        if tokenizer is not None:
+            fingerprint = fingerprint_tokenizer(tokenizer, _eos_token_ids(target.generation_config) or None)
+        config, tensors = read_artifact(
+            directory_or_repo,
+            revision=revision,
+            tokenizer_fingerprint=fingerprint,
+            cache_dir=cache_dir,
+            token=token,
+        )
+        policy = rebuild_policy(config, tensors)
+        for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+            settings.setdefault(name, getattr(config, name))
+        drafter = drafter if drafter is not None else _load_drafter(config, target, cache_dir, token)
+        return cls(drafter, policy, target=target, tokenizer=tokenizer, **settings)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        results: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> "CommitInfo":
+        """Save and publish in one commit.
+
+        Args:
+            repo_id: the repository; made if needed.
+            provenance: as for `save_pretrained`.
+            results: as for `save_pretrained`.
+            options: `private`, `token`, `commit_message`, `revision`, `create_pr`; see `hub.push_artifact`.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ArtifactError: as for `save_pretrained`, or the repository belongs to something else.
+        """
+        from .hub import push_artifact
+
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_pretrained(directory, provenance=provenance, results=results)
+            return push_artifact(directory, repo_id, **options)
 
     # One call ------------------------------------------------------------------------------------------------------
 
@@ -260,6 +403,36 @@ class GenerateCall(Call):
         else:
             self._assistant.return_session(self._session)
         self._assistant.publish(self._stats)
+
+
+def _reference(model: PreTrainedModel | None) -> ModelReference | None:
+    """Which model this is, or None where it does not say where it came from."""
+    if model is None or not model.name_or_path:
+        return None
+    return ModelReference(
+        name_or_path=model.name_or_path,
+        commit=getattr(model.config, "_commit_hash", None),
+        architecture=type(model).__name__,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        local=os.path.isdir(model.name_or_path),
+    )
+
+
+def _load_drafter(
+    config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
+) -> PreTrainedModel:
+    """The drafter that an artifact names, at the commit that it names."""
+    reference = config.drafter
+    if reference is None or reference.hub_id is None:
+        raise ArtifactError(
+            "config.json: drafter",
+            "names no drafter" if reference is None else f"{reference.name_or_path!r} is not on the Hub",
+            "Load the drafter yourself and pass it as drafter=….",
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        reference.hub_id, revision=reference.commit, dtype=target.dtype, cache_dir=cache_dir, token=token
+    )
+    return model.to(target.device)
 
 
 def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:

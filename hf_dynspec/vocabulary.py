@@ -7,9 +7,36 @@ from transformers import PreTrainedModel
 from .drafters import CausalLMDrafter, Drafter
 from .errors import UnsupportedError
 
-# Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows, its
-# 0.5B sibling 151,936, and their tokenizer 151,665 entries.
+# Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
+# its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
 _LARGEST_PADDING = 1024
+_ALTERNATIVE = (
+    "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
+    "itself as assistant_model, with tokenizer and assistant_tokenizer."
+)
+
+
+def shared_tokenizer(target: PreTrainedModel, drafter: Drafter) -> Any:
+    """Return the tokenizer of both models, looked up where each was loaded from, on this computer only.
+
+    Returns:
+        The tokenizer, or None where neither model came with one.
+
+    Raises:
+        UnsupportedError: the two have different tokenizers.
+    """
+    ours = local_tokenizer(target)
+    own_source = isinstance(drafter, CausalLMDrafter) and drafter.model.name_or_path != target.name_or_path
+    theirs = local_tokenizer(drafter.model) if own_source else None
+    if ours is None or theirs is None:
+        return ours if theirs is None else theirs
+    own_vocabulary, other_vocabulary = ours.get_vocab(), theirs.get_vocab()
+    if own_vocabulary != other_vocabulary:
+        raise UnsupportedError(
+            f"the target's tokenizer ({len(own_vocabulary):,} entries) and the drafter's ({len(other_vocabulary):,}) "
+            f"differ. {_ALTERNATIVE}"
+        )
+    return ours
 
 
 def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer: Any) -> int:
@@ -18,47 +45,30 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
     Args:
         target: the model that verifies.
         drafter: the model that drafts.
-        tokenizer: the tokenizer of both; None looks it up, on this computer only, where each was loaded from.
+        tokenizer: the tokenizer of both, or None where it is not known; padding then counts as tokens.
 
     Raises:
-        UnsupportedError: the two have different tokenizers, as far as can be told.
+        UnsupportedError: the models' vocabularies differ by more than padding.
     """
     target_rows = target.get_output_embeddings().weight.shape[0]
     drafter_rows = drafter.head.weight.shape[0]
-    if tokenizer is None:
-        tokenizer = _local_tokenizer(target)
-        own = _local_tokenizer(drafter.model) if isinstance(drafter, CausalLMDrafter) else None
-        if tokenizer is not None and own is not None:
-            _require_equal(tokenizer, own)
-        tokenizer = tokenizer if tokenizer is not None else own
     if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
         raise UnsupportedError(
             f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
-            "tokenizers. Choose a drafter of the target's family, or use transformers' universal assisted generation "
-            "(pass the drafter itself as assistant_model, with tokenizer and assistant_tokenizer)."
+            f"tokenizers. {_ALTERNATIVE}"
         )
     rows = min(target_rows, drafter_rows)
-    return rows if tokenizer is None else min(rows, len(tokenizer))
+    # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
+    return rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
 
 
-def _local_tokenizer(model: PreTrainedModel) -> Any:
+def local_tokenizer(model: PreTrainedModel) -> Any:
     """The tokenizer beside the model's weights, or None where there is none on this computer."""
     from transformers import AutoTokenizer
 
-    name = getattr(model, "name_or_path", "") or model.config.name_or_path
-    if not name:
+    if not model.name_or_path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
     except (OSError, ValueError):
         return None
-
-
-def _require_equal(tokenizer: Any, other: Any) -> None:
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        raise UnsupportedError(
-            f"the target's tokenizer ({len(ours):,} entries) and the drafter's ({len(theirs):,}) differ. Choose a "
-            "drafter of the target's family, or use transformers' universal assisted generation (pass the drafter "
-            "itself as assistant_model, with tokenizer and assistant_tokenizer)."
-        )

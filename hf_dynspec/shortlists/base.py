@@ -52,6 +52,12 @@ class ShortlistPolicy(ABC):
     def start(self, vocabulary: VocabularyInfo) -> ShortlistState:
         """Begin a session over `vocabulary`."""
 
+    @property
+    def tokenizer_fingerprints(self) -> tuple[Any, ...]:
+        """The tokenizers (`configuration.TokenizerFingerprint`) that the policy's ids belong to, where they are known.
+        An assistant refuses models with another one."""
+        return ()
+
     def settings(self) -> dict[str, Any]:
         """The JSON-serialisable settings that, with `tensors()`, rebuild this policy."""
         return {}

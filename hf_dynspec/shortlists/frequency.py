@@ -1,13 +1,17 @@
 """Static shortlists from a frequency ranking: FR-Spec, VocabTrim, and the position-aware PA-FR of DynaSpec."""
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigurationError
+from ..errors import ArtifactError, ConfigurationError
 from ..protocol import Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
+
+if TYPE_CHECKING:
+    from ..configuration import TokenizerFingerprint
 
 
 def position_aware_size(largest: int, depth: int) -> int:
@@ -20,20 +24,22 @@ class FrequencyShortlist(ShortlistPolicy):
     """The most frequent tokens of a ranking (FR-Spec; VocabTrim where the ranking counts the target's own output).
 
     Args:
-        ranking: token ids, most frequent first: a list or int64/int32 tensor `[n]` of unique ids. None takes the
-            tokenizer's own merge order, that is ids in ascending order, which needs no corpus.
+        ranking: token ids, most frequent first: a list or int64/int32 tensor `[n]` of unique ids, or the artifact
+            (folder or Hub repository) that `hf-dynspec build frequency` wrote. None takes the tokenizer's own merge
+            order, that is ids in ascending order, which needs no corpus.
         size: how many tokens a shortlist holds. The whole ranking is kept, so the size is free to change.
         position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
 
     Raises:
         ConfigurationError: the ranking is empty, repeats an id or holds a negative one; `size` is not positive.
+        ArtifactError: the ranking's artifact is damaged or holds no ranking.
     """
 
     name = "frequency"
 
     def __init__(
         self,
-        ranking: Sequence[int] | torch.Tensor | None = None,
+        ranking: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
         size: int = 32768,
         position_aware: bool = False,
     ):
@@ -43,7 +49,14 @@ class FrequencyShortlist(ShortlistPolicy):
             raise ConfigurationError(f"position_aware must be True or False, got {position_aware!r}")
         self.size = size
         self.position_aware = position_aware
+        self.tokenizer: TokenizerFingerprint | None = None
+        if isinstance(ranking, (str, os.PathLike)):
+            ranking, self.tokenizer = _read_ranking(ranking)
         self.ranking = None if ranking is None else as_ranking(ranking)
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple["TokenizerFingerprint", ...]:
+        return () if self.tokenizer is None else (self.tokenizer,)
 
     def start(self, vocabulary: VocabularyInfo) -> "FrequencyState":
         return FrequencyState(self._leading_ids(vocabulary), vocabulary, self.position_aware)
@@ -81,6 +94,16 @@ class FrequencyState(ShortlistState):
         if size not in self._by_size:
             self._by_size[size] = Shortlist(self._slots, version=0, size=size)
         return self._by_size[size]
+
+
+def _read_ranking(artifact: str | os.PathLike) -> tuple[torch.Tensor, "TokenizerFingerprint | None"]:
+    # Imported here, as only those who name an artifact need the Hub client.
+    from ..hub import read_artifact
+
+    config, tensors = read_artifact(artifact)
+    if "ranking" not in tensors:
+        raise ArtifactError("model.safetensors: ranking", "is missing", "Name an artifact that holds a ranking.")
+    return tensors["ranking"], config.tokenizer
 
 
 def as_ranking(ranking: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -122,11 +122,9 @@ class InContextState(ShortlistState):
         ids = torch.cat([sequence, *sets])
         if ids.shape[0] == 0:
             return
-        counts = torch.cat(
-            [torch.ones_like(sequence, dtype=torch.bool), *(_is_last_occurrence(part) for part in sets)]
-        )
         admissible = self._admissible(ids)
-        counts &= admissible
+        all_count = torch.ones_like(sequence, dtype=torch.bool)
+        counts = admissible & torch.cat([all_count, *(_is_last_occurrence(part) for part in sets)])
         positions = self._length + counts.cumsum(0)
         self._length = positions[-1]
         if ids.shape[0] <= min(_LARGEST_PUSH, self._window):

@@ -1,6 +1,7 @@
 """Unions of policies, and the hybrid of an in-context window with a static core, which is the default policy."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class UnionShortlist(ShortlistPolicy):
         for policy in self.policies:
             needs = needs | policy.needs
         return needs
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple[Any, ...]:
+        return tuple(one for policy in self.policies for one in policy.tokenizer_fingerprints)
 
     def start(self, vocabulary: VocabularyInfo) -> "UnionState":
         return UnionState([policy.start(vocabulary) for policy in self.policies], vocabulary)
@@ -174,7 +179,7 @@ class HybridShortlist(UnionShortlist):
 
     def __init__(
         self,
-        ranking=None,
+        ranking: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
         core_size: int = 4096,
         window: int = 2048,
         prompt_top_k: int = 3,

@@ -1,0 +1,416 @@
+"""What an artifact's `config.json` says, strictly validated. Plain data: importing this module does not load torch."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, TypeVar
+
+from . import __version__
+from .errors import ArtifactError, ConfigurationError
+
+LIBRARY_NAME = "hf_dynspec"
+FORMAT_VERSION = 1
+
+# Several times the largest vocabularies in use. It bounds what a file's claim about itself can make a reader allocate.
+LARGEST_VOCABULARY = 2**22
+LONGEST_DRAFT = 1024
+DEEPEST_JSON = 32
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_WRITE_AGAIN = "Write the artifact again with save_pretrained(), or download it again"
+_Section = TypeVar("_Section")
+
+
+class FieldError(ConfigurationError):
+    """A field of a configuration holds what it must not.
+
+    Attributes:
+        field: the field's name within its section.
+        problem: what is wrong with it.
+        fix: how to mend it.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str):
+        self.field, self.problem, self.fix = field, problem, fix
+        super().__init__(f"{field}: {problem}. {fix}.")
+
+
+@dataclass(frozen=True)
+class TokenizerFingerprint:
+    """Which tokenizer the ids of an artifact belong to.
+
+    Args:
+        size: one past the largest token id.
+        sha256: hexadecimal digest of the pairs of token and id (`hf_dynspec.hub.fingerprint_tokenizer`).
+        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats. A list is taken as a tuple.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    size: int
+    sha256: str
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        _require_integer("size", self.size, 1, LARGEST_VOCABULARY)
+        _require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
+        if not isinstance(self.eos_token_ids, list | tuple):
+            raise FieldError(
+                "eos_token_ids", f"must be a list of ids, got {_shown(self.eos_token_ids)}", "Give a list"
+            )
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        for token_id in self.eos_token_ids:
+            _require_integer("eos_token_ids", token_id, 0, self.size - 1)
+        if len(set(self.eos_token_ids)) != len(self.eos_token_ids):
+            raise FieldError("eos_token_ids", "repeats an id", "Give each id once")
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """Which model an artifact was made with.
+
+    An artifact must not tell strangers how its author's disk is laid out. An absolute path is therefore reduced when
+    the reference is made: a snapshot inside the Hub's cache becomes the repository id and commit that it came from,
+    any other path becomes its last component with `local=True`. Whoever loads such an artifact has to pass the model.
+    The disk is not looked at: a relative folder whose name could be a Hub id needs an explicit `local=True`.
+
+    Args:
+        name_or_path: a Hub id, a relative path, or an absolute path (stored reduced, see above).
+        commit: the Hub commit, 40 hexadecimal digits, where known.
+        architecture: the model's class name, where known.
+        vocab_size: rows of the model's output projection, padding included, where known.
+        local: the name is that of a local folder and not to be looked up on the Hub.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    name_or_path: str
+    commit: str | None = None
+    architecture: str | None = None
+    vocab_size: int | None = None
+    local: bool = False
+
+    def __post_init__(self):
+        _require_text("name_or_path", self.name_or_path)
+        if self.architecture is not None:
+            _require_text("architecture", self.architecture)
+        if self.vocab_size is not None:
+            _require_integer("vocab_size", self.vocab_size, 1, LARGEST_VOCABULARY)
+        if not isinstance(self.local, bool):
+            raise FieldError("local", f"must be true or false, got {_shown(self.local)}", "Give true or false")
+        name, cached_commit, local = _without_folders(self.name_or_path)
+        object.__setattr__(self, "name_or_path", name)
+        object.__setattr__(self, "local", self.local or local)
+        if self.commit is None:
+            object.__setattr__(self, "commit", cached_commit)
+        if self.commit is not None:
+            _require_pattern("commit", self.commit, _COMMIT, "40 hexadecimal digits")
+
+    @property
+    def hub_id(self) -> str | None:
+        """The id to look up on the Hub, or None where the model is known by a local folder only."""
+        return self.name_or_path if not self.local and _HUB_ID.fullmatch(self.name_or_path) else None
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """A shortlist policy by name, with what `ShortlistPolicy.settings()` returned.
+
+    Args:
+        name: a key of `hf_dynspec.shortlists.POLICIES`. Whether it is one is checked when the policy is built.
+        settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file.
+
+    Raises:
+        ConfigurationError: a value is mistyped or not JSON.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        _require_text("name", self.name)
+        object.__setattr__(self, "settings", _json_object("settings", self.settings))
+
+
+@dataclass(frozen=True)
+class WeightsDigest:
+    """Which `model.safetensors` belongs to a `config.json`, so that files of two artifacts are never mixed.
+
+    Args:
+        sha256: hexadecimal digest of the file.
+        size: its bytes.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    sha256: str
+    size: int
+
+    def __post_init__(self):
+        _require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
+        _require_integer("size", self.size, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class DynSpecConfig:
+    """Everything about an artifact that is not a tensor.
+
+    Args:
+        policy: the shortlist policy and its settings.
+        tokenizer: whose ids the artifact speaks of. Required as soon as the artifact holds tensors.
+        drafter: the model that drafts.
+        target: the model that verifies.
+        num_assistant_tokens: draft length, or None for the default.
+        assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
+        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads two:
+            `"datasets"` (a list of Hub ids) and `"license"`.
+        results: measurements, one JSON object for each row of the card's table. `"workload"` names what was run, every
+            other number is a metric, every string a condition under which it was measured.
+        weights: the digest of `model.safetensors`; filled in by `write_artifact`, None where there are no tensors. It
+            follows from the tensors, so it takes no part in comparisons.
+        hf_dynspec_version: the version that wrote the artifact.
+        format_version: the version of this layout.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    policy: PolicyConfig
+    tokenizer: TokenizerFingerprint | None = None
+    drafter: ModelReference | None = None
+    target: ModelReference | None = None
+    num_assistant_tokens: int | None = None
+    assistant_confidence_threshold: float | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    weights: WeightsDigest | None = field(default=None, compare=False)
+    hf_dynspec_version: str = field(default=__version__, compare=False)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        for name, (kind, required) in _SECTIONS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (required or value is not None):
+                raise FieldError(name, f"must be a {kind.__name__}, got {_shown(value)}", f"Give a {kind.__name__}")
+        _require_format_version(self.format_version)
+        if self.num_assistant_tokens is not None:
+            _require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
+        if self.assistant_confidence_threshold is not None:
+            _require_probability("assistant_confidence_threshold", self.assistant_confidence_threshold)
+        _require_text("hf_dynspec_version", self.hf_dynspec_version)
+        object.__setattr__(self, "provenance", _json_object("provenance", self.provenance))
+        object.__setattr__(self, "results", _checked_results(self.results))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values that `from_dict` reads back. Shares nothing with this configuration."""
+        return {"library_name": LIBRARY_NAME, **_section_to_dict(self)}
+
+    def to_json(self) -> str:
+        """The text of `config.json`."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> "DynSpecConfig":
+        """Read what `to_dict` returned.
+
+        Args:
+            data: the parsed file.
+            source: what errors call the file.
+
+        Raises:
+            ArtifactError: not an hf_dynspec configuration; or a key is unknown or missing, a value mistyped or out of
+                range. Its `field` is `"<source>: <dotted key>"`.
+        """
+        if not isinstance(data, Mapping):
+            raise ArtifactError(source, f"must hold a JSON object, got {_shown(data)}", f"{_WRITE_AGAIN}.")
+        if data.get("library_name") != LIBRARY_NAME:
+            raise ArtifactError(
+                f"{source}: library_name",
+                f"is {_shown(data.get('library_name'))} and not {LIBRARY_NAME!r}, so this is no hf_dynspec artifact",
+                "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made.",
+            )
+        values = {key: value for key, value in data.items() if key != "library_name"}
+        with _naming_the_path(f"{source}: "):
+            # A newer layout may have other sections: its version is told before any of them is found fault with.
+            _require_format_version(values.get("format_version"))
+        for name, (kind, _) in _SECTIONS.items():
+            if values.get(name) is not None:
+                values[name] = _read_section(kind, values[name], f"{source}: {name}", ".")
+        return _read_section(cls, values, source, ": ")
+
+
+# The sections of a configuration: their classes, and whether one may be missing.
+_SECTIONS: dict[str, tuple[type, bool]] = {
+    "policy": (PolicyConfig, True),
+    "tokenizer": (TokenizerFingerprint, False),
+    "drafter": (ModelReference, False),
+    "target": (ModelReference, False),
+    "weights": (WeightsDigest, False),
+}
+
+
+def parse_strict_json(text: bytes, source: str) -> dict[str, Any]:
+    """Parse a JSON object from a file that may be hostile.
+
+    Args:
+        text: UTF-8, already limited in length.
+        source: what errors call the file.
+
+    Raises:
+        ArtifactError: not UTF-8, not JSON, not an object, a key given twice, a number that is not finite, or nested
+            too deeply. Its `field` is `source`.
+    """
+    try:
+        data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return _json_object(source, data, DEEPEST_JSON + 4)  # settings lie a few levels below the file's top
+    except FieldError as error:
+        raise ArtifactError(source, error.problem, f"{_WRITE_AGAIN}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(source, f"is not strict JSON: {error}", f"{_WRITE_AGAIN}.") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("a key is given twice")
+    return data
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _section_to_dict(section: Any) -> dict[str, Any]:
+    """A section's fields as JSON values."""
+    values = {}
+    for item in fields(section):
+        value = getattr(section, item.name)
+        is_section = item.name in _SECTIONS and value is not None
+        values[item.name] = _section_to_dict(value) if is_section else deepcopy(value)
+    return values
+
+
+def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -> _Section:
+    """Build one section from exactly the keys that it has."""
+    if not isinstance(data, Mapping):
+        raise ArtifactError(where, f"must be a JSON object, got {_shown(data)}", f"{_WRITE_AGAIN}.")
+    known = {item.name: item for item in fields(kind)}
+    for key in data:
+        if key not in known:
+            raise ArtifactError(
+                f"{where}{separator}{key}", "is not a key of this section", f"Remove the key. {_WRITE_AGAIN}."
+            )
+    for key, item in known.items():
+        if key not in data and item.default is MISSING and item.default_factory is MISSING:
+            raise ArtifactError(f"{where}{separator}{key}", "is missing", f"{_WRITE_AGAIN}.")
+    with _naming_the_path(where + separator):
+        return kind(**data)
+
+
+@contextmanager
+def _naming_the_path(prefix: str) -> Iterator[None]:
+    """Turn what a constructor refuses into an `ArtifactError` that names where in the file it stands."""
+    try:
+        yield
+    except FieldError as error:
+        raise ArtifactError(prefix + error.field, error.problem, f"{error.fix}. {_WRITE_AGAIN}.") from error
+
+
+def _without_folders(name: str) -> tuple[str, str | None, bool]:
+    """A model's name without the folders above it, the commit where the Hub's cache tells it, and whether the name is
+    that of a local folder."""
+    windows = "\\" in name or PureWindowsPath(name).drive
+    path = PureWindowsPath(name) if windows else PurePosixPath(name)
+    if not (path.is_absolute() or path.drive or name.startswith("~")):
+        return name, None, name.startswith(".")
+    for folder, snapshots, commit in zip(path.parts, path.parts[1:], path.parts[2:], strict=False):
+        if folder.startswith("models--") and snapshots == "snapshots" and _COMMIT.fullmatch(commit):
+            return folder.removeprefix("models--").replace("--", "/"), commit, False
+    return path.name or "model", None, True
+
+
+def _checked_results(results: Any) -> list[dict[str, Any]]:
+    if not isinstance(results, list | tuple):
+        raise FieldError("results", f"must be a list of rows, got {_shown(results)}", "Give a list")
+    rows = [_json_object("results", row) for row in results]
+    for row in rows:
+        if not isinstance(row.get("workload"), str):
+            raise FieldError("results", "a row does not name its workload", 'Give each row a text "workload"')
+        if any(isinstance(value, dict | list) for value in row.values()):
+            raise FieldError("results", "a row holds a list or an object", "Give each row only numbers and text")
+    return rows
+
+
+def _json_object(name: str, value: Any, deepest: int = DEEPEST_JSON) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise FieldError(name, f"must be a JSON object, got {_shown(value)}", "Give a dictionary of JSON values")
+    return _plain_json(name, value, deepest)
+
+
+def _plain_json(name: str, value: Any, deepest: int) -> Any:
+    """A deep copy made of nothing but what JSON can say."""
+    if deepest < 0:
+        raise FieldError(name, "is nested too deeply", f"Nest values at most {DEEPEST_JSON} deep")
+    if isinstance(value, Mapping):
+        for key in value:
+            _require_text(f"{name}: a key", key)
+        return {key: _plain_json(name, item, deepest - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_json(name, item, deepest - 1) for item in value]
+    if isinstance(value, str) and value:
+        _require_text(name, value)
+    elif not (value is None or isinstance(value, bool | str | int)):
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise FieldError(name, f"holds {_shown(value)}, which JSON cannot say", "Give only JSON values")
+    return value
+
+
+def _require_format_version(value: Any) -> None:
+    if isinstance(value, bool) or value != FORMAT_VERSION:
+        raise FieldError(
+            "format_version",
+            f"is {_shown(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
+            "Install the hf_dynspec that wrote the artifact",
+        )
+
+
+def _require_integer(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        problem = f"must be a whole number from {least} to {most}, got {_shown(value)}"
+        raise FieldError(name, problem, "Give a number in that range")
+
+
+def _require_probability(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise FieldError(name, f"must be a number from 0 to 1, got {_shown(value)}", "Give a number in that range")
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value or _LONE_SURROGATE.search(value):
+        raise FieldError(name, f"must be text, got {_shown(value)}", "Give Unicode text that is not empty")
+
+
+def _require_pattern(name: str, value: Any, pattern: re.Pattern[str], description: str) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise FieldError(name, f"must be {description}, got {_shown(value)}", f"Give {description}")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: never longer than a line, whatever a file held."""
+    if isinstance(value, Mapping | Iterable) and not isinstance(value, str | bytes):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "an absurdly large number"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
