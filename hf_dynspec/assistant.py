@@ -317,12 +317,16 @@ class Conversation(Bindable):
             raise NotBoundError("bind the assistant to a target before starting a conversation.")
         self.assistant = assistant
         self.session: DraftSession | None = None
-        attach(assistant.target, self)
 
     @property
     def target(self) -> PreTrainedModel | None:
         """The model that the assistant is bound to, or None."""
         return self.assistant.target
+
+    @property
+    def owner(self) -> DynSpecAssistant:
+        """The assistant."""
+        return self.assistant
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -28,7 +28,10 @@ class DrafterState(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Shorten the cache to its first `length` tokens, `length <= self.length`."""
+        """Shorten the cache to its first `length` tokens, `length <= self.length`.
+
+        May keep fewer where the cache no longer holds what was asked for; `self.length` tells.
+        """
 
 
 class Drafter(ABC):

@@ -46,9 +46,9 @@ class CausalLMDrafter(Drafter):
         hidden = self.decoder(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.head.device)
         bias = self.head.bias
         actual = self.head._finish(torch.nn.functional.linear(hidden, self.head.weight, bias).float())[0]
-        scale = expected.abs().max().clamp_min(1.0)
-        # Half-precision models round their logits; a missing scale, cap or transform is off by far more than this.
-        if not bool(((actual - expected).abs() <= 0.05 * scale).all()):
+        # What rounding may do to the logits; a missing scale, cap or transform is off by more.
+        tolerance = (1e-3 if self.head.weight.dtype == torch.float32 else 5e-2) * expected.abs().max()
+        if not bool(((actual - expected).abs() <= tolerance).all()):
             raise UnsupportedError(
                 f"{type(self.model).__name__} does something between its decoder and its logits that this package "
                 "does not know, so shortlist logits would be wrong. Use another drafter."
@@ -60,11 +60,16 @@ class CausalLMState(DrafterState):
 
     def __init__(self, drafter: CausalLMDrafter):
         self._decoder = drafter.decoder
-        self._head_device = drafter.head.device
-        self._cache = DynamicCache(config=drafter.model.config)
+        self._head_weight = drafter.head.weight
+        self._config = drafter.model.config
+        self._clear()
+
+    def _clear(self) -> None:
+        self._cache = DynamicCache(config=self._config)
         # Sliding-window layers must keep what a rejected draft pushed out of the window.
         self._cache.activate_past_recording()
         self._length = 0
+        self._settled = 0
 
     @property
     def length(self) -> int:
@@ -73,9 +78,13 @@ class CausalLMState(DrafterState):
     def extend(self, token_ids: torch.Tensor) -> torch.Tensor:
         outputs = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=self._cache, use_cache=True)
         self._length += token_ids.shape[0]
-        return outputs[0][0].to(self._head_device)
+        return outputs[0][0].to(self._head_weight)
 
     def truncate(self, length: int) -> None:
+        if length < self._settled and any(self._cache.is_sliding):
+            # Sliding-window layers have let go of what came before, so the text has to be read again.
+            self._clear()
+            return
         # Also called when nothing is to be removed: sliding-window layers let go of surplus states here.
         self._cache.crop(length - self._length)
-        self._length = length
+        self._length = self._settled = length

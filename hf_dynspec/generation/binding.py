@@ -22,6 +22,8 @@ from ..stats import Stopwatch
 
 _FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
+_CACHES_THAT_CAN_BE_CROPPED = (None, "dynamic", "dynamic_full", "offloaded")
+
 
 class Call(ABC):
     """One `generate` call of a bound assistant."""
@@ -38,6 +40,11 @@ class Bindable(ABC):
     @abstractmethod
     def target(self) -> PreTrainedModel | None:
         """The model that this is bound to."""
+
+    @property
+    def owner(self) -> "Bindable":
+        """What has to be bound for this to be accepted: itself, or the assistant that it belongs to."""
+        return self
 
     @abstractmethod
     def open_call(self) -> AbstractContextManager[Call]:
@@ -82,9 +89,10 @@ class TargetHook:
         assistant = kwargs.get("assistant_model")
         if not isinstance(assistant, Bindable):
             return generate(target, *args, **kwargs)
-        if assistant not in self.assistants:
+        if assistant.owner not in self.assistants:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {_FIX}.")
         check_call(target, args, kwargs)
+        kwargs = _with_dynamic_cache(target, kwargs)
         with assistant.open_call() as call:
             token = _current_call.set(call)
             try:
@@ -191,6 +199,21 @@ def _check_sharding(target: PreTrainedModel) -> None:
         )
 
 
+def _asked_cache_implementation(kwargs: dict[str, Any]) -> str | None:
+    """The cache that the caller asked for, by keyword or in a configuration of this call."""
+    config = kwargs.get("generation_config")
+    return kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+
+
+def _with_dynamic_cache(target: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Ask for a dynamic cache where only the target's own defaults name another, as Gemma 2's do."""
+    default = target.generation_config.cache_implementation
+    asked = _asked_cache_implementation(kwargs)
+    if default in _CACHES_THAT_CAN_BE_CROPPED or asked is not None or kwargs.get("past_key_values") is not None:
+        return kwargs
+    return {**kwargs, "cache_implementation": "dynamic"}
+
+
 def check_call(target: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what assisted generation cannot do, before any work is done.
 
@@ -202,6 +225,8 @@ def check_call(target: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
 
     def setting(name: str) -> Any:
         return kwargs.get(name, getattr(config, name, None))
+
+    cache_implementation = _asked_cache_implementation(kwargs)
 
     refusals = [
         (
@@ -223,9 +248,9 @@ def check_call(target: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
             "use_cache=False is not supported, as verification rolls the cache back: leave use_cache at True.",
         ),
         (
-            setting("cache_implementation") not in (None, "dynamic", "dynamic_full"),
-            f"cache_implementation={setting('cache_implementation')!r} cannot be rolled back to the accepted tokens: "
-            "leave it unset for a dynamic cache.",
+            cache_implementation not in _CACHES_THAT_CAN_BE_CROPPED,
+            f"cache_implementation={cache_implementation!r} cannot be rolled back to the accepted tokens: leave it "
+            "unset for a dynamic cache.",
         ),
         (
             isinstance(kwargs.get("past_key_values"), StaticCache),

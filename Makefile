@@ -1,0 +1,33 @@
+# `make quickstart` and `make test` do everything on a fresh machine with Python 3.10 to 3.13 and git.
+
+PYTHON ?= python3
+# Pinned, so that the first run does what it did here. TORCH=torch takes the newest.
+TORCH ?= torch==2.13.0
+VENV := .venv
+READY := $(VENV)/ready
+
+.PHONY: quickstart test lint format clean
+
+quickstart: $(READY)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/quickstart.py
+
+test: $(READY)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(READY): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --upgrade pip
+	$(VENV)/bin/python -m pip install "$(TORCH)"
+	$(VENV)/bin/python -m pip install --editable ".[test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
