@@ -277,14 +277,18 @@ class DynSpecAssistant(Bindable):
             finally:
                 call.close()
 
+    def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
+        """Return the EOS ids of a call that the drafter can score, without repeats."""
+        eos = _eos_token_ids(generation_config)
+        return tuple(dict.fromkeys(token_id for token_id in eos if token_id < self._vocabulary_size))
+
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
-        eos = tuple(dict.fromkeys(token_id for token_id in eos_token_ids if token_id < self._vocabulary_size))
         with self._lock:
             for index, session in enumerate(self._idle_sessions):
-                if session.vocabulary.eos_token_ids == eos:
+                if session.vocabulary.eos_token_ids == eos_token_ids:
                     return self._idle_sessions.pop(index)
-        vocabulary = VocabularyInfo(self._vocabulary_size, eos, self.drafter.head.device)
+        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, self.drafter.head.device)
         return DraftSession(self.drafter, self.policy, vocabulary)
 
     def return_session(self, session: DraftSession) -> None:
@@ -361,11 +365,11 @@ class GenerateCall(Call):
         """See `Call.candidate_generator`."""
         assistant = self._assistant
         generation_config = arguments["generation_config"]
-        continues = self._conversation is not None and self._conversation.session is not None
-        if continues:
-            self._session = self._conversation.session
-        else:
-            self._session = assistant.take_session(_eos_token_ids(generation_config))
+        eos = assistant.scored_eos_token_ids(generation_config)
+        kept = None if self._conversation is None else self._conversation.session
+        # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew.
+        continues = kept is not None and kept.vocabulary.eos_token_ids == eos
+        self._session = kept if continues else assistant.take_session(eos)
         self._session.stats = self._stats
         self._session.stopwatch = self._stopwatch
         self._generator = ShortlistCandidateGenerator(

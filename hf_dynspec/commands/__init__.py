@@ -2,6 +2,7 @@
 
 import typer
 
+from .bench import bench
 from .build import build_app
 
 app = typer.Typer(
@@ -11,6 +12,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(build_app, name="build")
+app.command()(bench)
 
 
 def main() -> None:

@@ -28,10 +28,7 @@ class DrafterState(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Shorten the cache to its first `length` tokens, `length <= self.length`.
-
-        May keep fewer where the cache no longer holds what was asked for; `self.length` tells.
-        """
+        """Shorten the cache to its first `length` tokens, `length <= self.length`."""
 
 
 class Drafter(ABC):

@@ -56,20 +56,17 @@ class CausalLMDrafter(Drafter):
 
 
 class CausalLMState(DrafterState):
-    """A growing key-value cache that is rolled back to the verified prefix after each round."""
+    """A growing key-value cache that is rolled back to the verified prefix after each round.
+
+    Every layer keeps all positions, those with a sliding window too (their masks still hide what lies outside it): a
+    window that forgets could not be rolled back past what a rejected draft pushed out of it.
+    """
 
     def __init__(self, drafter: CausalLMDrafter):
         self._decoder = drafter.decoder
         self._head_weight = drafter.head.weight
-        self._config = drafter.model.config
-        self._clear()
-
-    def _clear(self) -> None:
-        self._cache = DynamicCache(config=self._config)
-        # Sliding-window layers must keep what a rejected draft pushed out of the window.
-        self._cache.activate_past_recording()
+        self._cache = DynamicCache()
         self._length = 0
-        self._settled = 0
 
     @property
     def length(self) -> int:
@@ -81,10 +78,5 @@ class CausalLMState(DrafterState):
         return outputs[0][0].to(self._head_weight)
 
     def truncate(self, length: int) -> None:
-        if length < self._settled and any(self._cache.is_sliding):
-            # Sliding-window layers have let go of what came before, so the text has to be read again.
-            self._clear()
-            return
-        # Also called when nothing is to be removed: sliding-window layers let go of surplus states here.
         self._cache.crop(length - self._length)
-        self._length = self._settled = length
+        self._length = length

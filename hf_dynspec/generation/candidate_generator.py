@@ -144,7 +144,9 @@ class ShortlistCandidateGenerator(CandidateGenerator):
             self._first_unseen = self._padded_length - self._prompt.shape[0] + kept
             if not self._user_wants_hidden_states:
                 # The last hidden state is enough: projecting it in chunks never holds the whole prompt's logits.
-                self.model_kwargs_overrides["output_hidden_states"] = [-1]
+                # Releases of transformers differ in whether entry 0 is the embedding, so that one of these is the last.
+                layers = self._target.config.get_text_config().num_hidden_layers
+                self.model_kwargs_overrides["output_hidden_states"] = [layers - 1, layers]
 
     def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
