@@ -144,7 +144,7 @@ class ShortlistCandidateGenerator(CandidateGenerator):
             self._first_unseen = self._padded_length - self._prompt.shape[0] + kept
             if not self._user_wants_hidden_states:
                 # The last hidden state is enough: projecting it in chunks never holds the whole prompt's logits.
-                # Releases of transformers differ in whether entry 0 is the embedding, so that one of these is the last.
+                # Releases of transformers differ in whether entry 0 is the embedding: one of these is the last.
                 layers = self._target.config.get_text_config().num_hidden_layers
                 self.model_kwargs_overrides["output_hidden_states"] = [layers - 1, layers]
 
@@ -188,7 +188,8 @@ class ShortlistCandidateGenerator(CandidateGenerator):
         if self._needs.verify_top_k:
             drafted = self._candidates.token_ids.shape[0]
             logits = model_outputs.logits[0, -drafted - 1 :][: accepted + 1]
-            top_ids = top_k_ids(logits, self._needs.verify_top_k).to(self._device)
+            with self._session.stopwatch.section("policy"):
+                top_ids = top_k_ids(logits, self._needs.verify_top_k).to(self._device)
         self._session.observe(verified, top_ids)
         self._candidates = None
 
@@ -204,8 +205,9 @@ class ShortlistCandidateGenerator(CandidateGenerator):
             return
         head = self._target.get_output_embeddings()
         chunks = hidden_states[-1][0, start:end].split(_PROMPT_CHUNK)
-        # A scale or cap after the projection does not change which tokens are the most probable.
-        top_ids = [top_k_ids(head(chunk), self._needs.prompt_top_k) for chunk in chunks]
+        with self._session.stopwatch.section("policy"):
+            # A scale or cap after the projection does not change which tokens are the most probable.
+            top_ids = [top_k_ids(head(chunk), self._needs.prompt_top_k) for chunk in chunks]
         self._session.observe_prompt_logits(torch.cat(top_ids).to(self._device))
 
     def _record_coverage(self, scores: torch.Tensor, accepted: int) -> None:

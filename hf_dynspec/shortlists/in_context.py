@@ -13,8 +13,8 @@ from .base import ShortlistPolicy, ShortlistState
 
 EVICTIONS = ("stream", "lru")
 
-# Up to this many stream elements are matched against all slots at once; longer stretches of context are sorted in.
-_LARGEST_PUSH = 256
+# Up to this many stream elements are compared with each other at once; longer stretches of context are sorted in.
+_LARGEST_PUSH = 512
 
 
 class InContextShortlist(ShortlistPolicy):
@@ -96,6 +96,8 @@ class InContextState(ShortlistState):
         # Stream positions count from 1; 0 marks a slot that never held a token.
         self._last_seen = torch.zeros(window, dtype=torch.int64, device=device)
         self._length = torch.zeros((), dtype=torch.int64, device=device)
+        # Which slot a token was last put into. The entry past the vocabulary takes what must not be remembered.
+        self._slot_of = torch.zeros(vocabulary.size + 1, dtype=torch.int64, device=device)
         self._version = 0
         self._shortlist = self._make_shortlist(replaced=None)
 
@@ -143,9 +145,10 @@ class InContextState(ShortlistState):
         last_equal = (n - 1) - equal.flip(1).to(torch.int8).argmax(1)
         leads = admissible & ~equal.triu(1).any(1)
         window_slots = self._slots[self._eos.shape[0] :]
-        holds = (ids.unsqueeze(1) == window_slots) & (self._last_seen > 0)
-        is_held = holds.any(1)
-        held_slot = holds.to(torch.int8).argmax(1)
+        # Entries of tokens that were evicted stay in the table, so the slot is asked whether it still holds the id.
+        entries = torch.where(admissible, ids, self._vocabulary_size)
+        held_slot = self._slot_of[entries]
+        is_held = (window_slots[held_slot] == ids) & (self._last_seen[held_slot] > 0) & admissible
 
         # A held token that is seen again becomes recent first, so that its companions do not evict it.
         seen = torch.where(leads & is_held, positions, 0)
@@ -160,6 +163,7 @@ class InContextState(ShortlistState):
         written = torch.where(admissible, ids, window_slots[slot])
         self._slots = torch.cat([self._eos, window_slots.scatter(0, slot, written)])
         self._last_seen = self._last_seen.scatter_reduce(0, slot, torch.where(is_new, positions, 0), "amax")
+        self._slot_of.scatter_(0, entries, slot)
         return slot + self._eos.shape[0]
 
     def _rebuild(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -169,6 +173,8 @@ class InContextState(ShortlistState):
         latest = torch.where(_is_latest(ids, last_seen), last_seen, 0).topk(self._window)
         self._last_seen = latest.values
         self._slots = torch.cat([self._eos, torch.where(latest.values > 0, ids[latest.indices], 0)])
+        entries = torch.where(latest.values > 0, ids[latest.indices], self._vocabulary_size)
+        self._slot_of.scatter_(0, entries, torch.arange(self._window, device=entries.device))
 
     def _admissible(self, ids: torch.Tensor) -> torch.Tensor:
         """bool: ids that the drafter can score and that do not sit in the EOS slots already."""

@@ -180,11 +180,11 @@ class HybridShortlist(UnionShortlist):
     def __init__(
         self,
         ranking: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
-        core_size: int = 4096,
+        core_size: int = 6144,
         window: int = 2048,
-        prompt_top_k: int = 3,
-        verify_top_k: int = 3,
-        prompt_positions: int | None = None,
+        prompt_top_k: int = 50,
+        verify_top_k: int = 50,
+        prompt_positions: int | None = 32,
     ):
         self._core = FrequencyShortlist(ranking, size=core_size)
         self._window = InContextShortlist(window, prompt_top_k, verify_top_k, "lru", prompt_positions)
