@@ -6,10 +6,11 @@ with none, go straight to the methods of the target's class. Unbinding the last 
 """
 
 import contextvars
+import inspect
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -86,17 +87,18 @@ class TargetHook:
         """`target.generate`, with a check of the arguments where the assistant is one of ours."""
         target = self._target()
         generate = type(target).generate
-        assistant = kwargs.get("assistant_model")
+        named = _by_name(generate, args, kwargs)
+        assistant = named.get("assistant_model")
         if not isinstance(assistant, Bindable):
             return generate(target, *args, **kwargs)
         if assistant.owner not in self.assistants:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {_FIX}.")
-        check_call(target, args, kwargs)
-        kwargs = _with_dynamic_cache(target, kwargs)
+        check_call(target, named)
+        named = _with_dynamic_cache(target, named)
         with assistant.open_call() as call:
             token = _current_call.set(call)
             try:
-                return generate(target, *args, **kwargs)
+                return generate(target, **named)
             finally:
                 _current_call.reset(token)
 
@@ -214,17 +216,27 @@ def _with_dynamic_cache(target: PreTrainedModel, kwargs: dict[str, Any]) -> dict
     return {**kwargs, "cache_implementation": "dynamic"}
 
 
-def check_call(target: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by keyword, as `generate` takes its first ones by position too."""
+    names = list(inspect.signature(generate).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def check_call(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Refuse what assisted generation cannot do, before any work is done.
 
     Raises:
         UnsupportedError: names the argument and the alternative.
     """
-    inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    config = kwargs.get("generation_config") or target.generation_config
+    inputs = kwargs.get("inputs")
+    inputs = kwargs.get("input_ids") if inputs is None else inputs
 
     def setting(name: str) -> Any:
-        return kwargs.get(name, getattr(config, name, None))
+        """What transformers resolves it to: the argument, else the call's configuration, else the target's own."""
+        if name in kwargs:
+            return kwargs[name]
+        value = getattr(kwargs.get("generation_config"), name, None)
+        return getattr(target.generation_config, name, None) if value is None else value
 
     cache_implementation = _asked_cache_implementation(kwargs)
 

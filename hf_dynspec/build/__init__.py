@@ -1,0 +1,1 @@
+"""What is made offline from text, prompts and weights, before anything is drafted."""

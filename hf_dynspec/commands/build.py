@@ -1,0 +1,431 @@
+"""`hf-dynspec build`: what is made offline, before anything is drafted."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..build.frequency import Tally
+    from ..configuration import ModelReference, TokenizerFingerprint
+
+build_app = typer.Typer(help="Build artifacts from text, prompts and weights.", no_args_is_help=True)
+
+# Provenance names this many input files; beyond them it keeps their number and their total size.
+MOST_NAMED_INPUTS = 100
+COVERAGE_SIZES = {"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768}
+
+Tokenizer = Annotated[str, typer.Option(help="Folder or Hub id of the tokenizer, or of the model that it belongs to.")]
+Out = Annotated[Path, typer.Option(help="Folder of the artifact.")]
+Size = Annotated[int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace the artifact and drop unfinished counts in the folder.")]
+
+
+@build_app.command()
+def frequency(
+    *,
+    context: typer.Context,
+    out: Out,
+    more: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="More files for --text or --prompts, so that shells can expand *."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH...",
+            help="Files and folders: .txt, .md and other plain text, .jsonl, .parquet; .gz, .xz and .zst too.",
+        ),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
+    from_target: Annotated[
+        str | None, typer.Option(help="Count what this model generates on --prompts, instead of text (VocabTrim).")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE...", help="Prompts for --from-target: `text` or Spec-Bench's `turns` per row."),
+    ] = None,
+    size: Size = 32768,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that count text. Default: one per core, at most 8.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each turn of a prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For --from-target; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For --temperature.")] = 0,
+    chat_template: Annotated[
+        bool, typer.Option(help="Apply the tokenizer's chat template to prompts, if it has one.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="Where the target runs, such as cpu or cuda:0.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="The target's dtype, such as float32 or bfloat16.")] = "auto",
+    save_every: Annotated[float, typer.Option(min=0.0, help="Seconds between two savings of unfinished counts.")] = 20,
+    overwrite: Overwrite = False,
+) -> None:
+    """Rank the whole vocabulary by how often its tokens occur in text, or in what a target generates.
+
+    The end-of-sequence token, other special tokens and single bytes come first, so that every shortlist has them. A
+    run that was stopped continues where it was when the same command is run again.
+    """
+    from .. import __version__
+    from ..build.corpus import CorpusError
+    from ..build.frequency import Tally, load_tokenizer, rank, vocabulary_size
+    from ..hub.fingerprint import fingerprint_tokenizer
+
+    _require_one_source(text, from_target, prompts, tokenizer)
+    _require_free_folder(out, overwrite)
+    name = tokenizer or str(from_target)
+    loaded = load_tokenizer(name)
+    target = None
+
+    def start_tally(units: int, job: dict[str, Any]) -> Tally:
+        # Another version may cut text in other places.
+        job = {**job, "hf_dynspec": __version__}
+        return Tally(vocabulary_size(loaded), units, job, out / "partial", save_every=save_every, fresh=overwrite)
+
+    if from_target is None:
+        paths = [*(text or []), *(more or [])]
+        tally, inputs = _count_text(loaded, paths, start_tally, text_field=text_field, processes=processes)
+    else:
+        paths = [*(prompts or []), *(more or [])]
+        settings = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "use_chat_template": chat_template,
+        }
+        _require_prompts(paths, text_field)
+        model = _load_target(from_target, device, dtype)
+        tally, inputs = _count_generated(model, loaded, paths, start_tally, text_field=text_field, settings=settings)
+        target = _reference(from_target, model)
+    if not tally.tokens:
+        problem = "all texts are empty" if from_target is None else "no prompt fits into the target's context"
+        raise CorpusError(f"no tokens came of {', '.join(map(str, paths))}: {problem}")
+    eos_token_ids = _eos_token_ids(from_target or name, loaded)
+    ranking = rank(tally.counts, loaded, eos_token_ids)
+    provenance = {
+        "command": _command_line(context),
+        **inputs,
+        "documents": tally.documents,
+        "tokens_counted": tally.tokens,
+        "distinct_tokens": int((tally.counts > 0).sum()),
+    }
+    _write(out, ranking, size, fingerprint_tokenizer(loaded, eos_token_ids), provenance, target=target)
+    tally.delete()
+    _print_coverage(tally, ranking)
+    typer.echo(f"{out}: a ranking of {len(ranking)} tokens, to be cut at {size} unless told otherwise")
+
+
+@build_app.command("frequency-import")
+def frequency_import(
+    *,
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="LIST.pt", help="A .pt list of FR-Spec, SGLang or speculators.")],
+    tokenizer: Tokenizer,
+    out: Out,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a shortlist. Default: the length of the list.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
+    from ..build.frequency import complete_ranking, load_tokenizer, vocabulary_size
+    from ..hub.fingerprint import fingerprint_tokenizer
+    from ..hub.frequency_list import import_frequency_list
+
+    _require_free_folder(out, overwrite)
+    loaded = load_tokenizer(tokenizer)
+    eos_token_ids = _eos_token_ids(tokenizer, loaded)
+    leading = import_frequency_list(file, vocabulary_size(loaded), eos_token_ids)
+    provenance = {"command": _command_line(context), "list": file.name, "tokens_listed": len(leading)}
+    ranking = complete_ranking(leading, loaded)
+    _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
+    typer.echo(f"{out}: a ranking of {len(leading)} listed tokens and all others after them")
+
+
+@build_app.command("frequency-export")
+def frequency_export(
+    artifact: Annotated[str, typer.Argument(metavar="DIR", help="Folder or Hub id of a frequency artifact.")],
+    size: Annotated[int, typer.Option(min=1, help="How many tokens to write.")],
+    out: Annotated[Path, typer.Option(help="The .pt file to write.")],
+) -> None:
+    """Write the most frequent tokens as a `.pt` list for FR-Spec, SGLang (--speculative-token-map) or vLLM."""
+    from ..errors import ArtifactError
+    from ..hub.artifact import read_artifact
+    from ..hub.frequency_list import export_frequency_list
+
+    config, tensors = read_artifact(artifact)
+    if config.policy.name != "frequency" or "ranking" not in tensors:
+        problem = f"is the policy {config.policy.name!r}, without a ranking of its own"
+        raise ArtifactError(f"{artifact}: policy", problem, "Give a frequency artifact that holds a ranking")
+    export_frequency_list(tensors["ranking"], size, out)
+    typer.echo(f"{out}: {size} token ids, most frequent first")
+
+
+def _require_one_source(
+    text: list[Path] | None, from_target: str | None, prompts: list[Path] | None, tokenizer: str | None
+) -> None:
+    if (from_target is None) == (not text):
+        raise typer.BadParameter("give either --text or --from-target with --prompts")
+    if (from_target is None) != (not prompts):
+        raise typer.BadParameter("--from-target and --prompts go together")
+    if from_target is None and tokenizer is None:
+        raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
+
+
+def _require_free_folder(out: Path, overwrite: bool) -> None:
+    """Refuse before any work what could not be written after it."""
+    from ..configuration import LIBRARY_NAME
+    from ..errors import ConfigurationError
+
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{out} is a file; give --out a folder")
+    config = out / "config.json"
+    if not config.exists() and not (out / "model.safetensors").exists():
+        return
+    if not overwrite:
+        raise ConfigurationError(f"{out} already holds an artifact or a model; choose another --out or --overwrite it")
+    try:
+        is_ours = json.loads(config.read_bytes()).get("library_name") == LIBRARY_NAME
+    except (OSError, ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
+
+
+def _count_text(
+    tokenizer: Any,
+    paths: list[Path],
+    start_tally: Callable[[int, dict[str, Any]], "Tally"],
+    *,
+    text_field: str,
+    processes: int | None,
+) -> tuple["Tally", dict[str, Any]]:
+    """Count text; return the counts and what provenance says of the inputs."""
+    from ..build.corpus import plan_corpus
+    from ..build.frequency import count_tokens, describe_files, describe_tokenizer
+
+    corpus = plan_corpus(paths, text_field)
+    if corpus.skipped:
+        names = ", ".join(Path(path).name for path in corpus.skipped[:5])
+        typer.echo(f"left out {len(corpus.skipped)} files that are not text: {names} …", err=True)
+    job = {
+        "inputs": describe_files(corpus.files),
+        "units": len(corpus.units),
+        "text field": text_field,
+        "tokenizer": describe_tokenizer(tokenizer),
+    }
+    tally = start_tally(len(corpus.units), job)
+    _tell_resumed(tally)
+    sizes = [corpus.unit_bytes(index) for index in range(len(corpus.units))]
+    with _progress_bar("counting", sizes, tally) as report:
+        count_tokens(
+            tokenizer,
+            corpus.units,
+            tally,
+            text_field=text_field,
+            processes=processes or min(8, os.cpu_count() or 1),
+            report=report,
+        )
+    return tally, _inputs(corpus.files)
+
+
+def _require_prompts(paths: list[Path], text_field: str) -> None:
+    """Read all prompts once, so that a malformed line is told before a target is loaded and anything generated."""
+    from ..build.corpus import CorpusError, read_prompts
+
+    if not sum(1 for _ in read_prompts(paths, text_field)):
+        raise CorpusError(f"there are no prompts in {', '.join(map(str, paths))}")
+
+
+def _count_generated(
+    model: Any,
+    tokenizer: Any,
+    paths: list[Path],
+    start_tally: Callable[[int, dict[str, Any]], "Tally"],
+    *,
+    text_field: str,
+    settings: dict[str, Any],
+) -> tuple["Tally", dict[str, Any]]:
+    """Count what a target generates; return the counts and what provenance says of the inputs."""
+    from ..build.corpus import plan_corpus, read_prompts
+    from ..build.frequency import count_generated, describe_files, describe_tokenizer
+
+    files = plan_corpus(paths, text_field).files
+    total = sum(1 for _ in read_prompts(paths, text_field))
+    job = {
+        "inputs": describe_files(files),
+        "text field": text_field,
+        "tokenizer": describe_tokenizer(tokenizer),
+        "target": _describe_target(model),
+        "generation": {**settings, "dtype": str(model.dtype)},
+    }
+    tally = start_tally(total, job)
+    _tell_resumed(tally)
+    with _progress_bar("generating", [1] * total, tally) as report:
+        count_generated(model, tokenizer, read_prompts(paths, text_field), tally, report=report, **settings)
+    return tally, {**_inputs(files), "prompts": total}
+
+
+def _describe_target(model: Any) -> str:
+    """Tells whether a target is still the same: by its commit on the Hub, or by the files of its folder."""
+    from ..build.frequency import describe_files
+
+    folder = Path(model.name_or_path)
+    if not folder.is_dir():
+        return f"{model.name_or_path} {getattr(model.config, '_commit_hash', None)}"
+    return describe_files((path, path.stat().st_size) for path in sorted(folder.resolve().iterdir()) if path.is_file())
+
+
+def _load_target(name: str, device: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ..errors import ConfigurationError
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device, trust_remote_code=False)
+    except (OSError, ValueError, AttributeError, RuntimeError) as error:
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigurationError(f"the target {name} cannot be loaded on {device} as {dtype}: {problem}") from error
+    return model.eval()
+
+
+def _reference(name: str, model: Any) -> "ModelReference":
+    from ..configuration import ModelReference
+
+    return ModelReference(
+        _shown(name),
+        commit=getattr(model.config, "_commit_hash", None),
+        architecture=type(model).__name__,
+        vocab_size=model.config.get_text_config().vocab_size,
+        local=os.path.isdir(name),
+    )
+
+
+def _eos_token_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text: the generation configuration's, which can name several, and the tokenizer's own."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(name).eos_token_id
+    except (OSError, ValueError):  # a tokenizer without a model beside it
+        generation = None
+    known = set(tokenizer.get_vocab().values())
+    found = [*(generation if isinstance(generation, list) else [generation]), tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id in known))
+
+
+def _write(
+    out: Path,
+    ranking: Any,
+    size: int,
+    tokenizer: "TokenizerFingerprint",
+    provenance: dict[str, Any],
+    *,
+    target: "ModelReference | None" = None,
+) -> None:
+    import torch
+
+    from ..configuration import DynSpecConfig, PolicyConfig
+    from ..hub.artifact import write_artifact
+
+    config = DynSpecConfig(
+        policy=PolicyConfig(name="frequency", settings={"size": size, "position_aware": False}),
+        tokenizer=tokenizer,
+        target=target,
+        provenance=provenance,
+    )
+    write_artifact(out, config, tensors={"ranking": torch.from_numpy(ranking).to(torch.int32)})
+
+
+def _inputs(files: Any) -> dict[str, Any]:
+    """What provenance says of input files: names without folders, and sizes."""
+    named = [f"{Path(path).name} ({size} bytes)" for path, size in files[:MOST_NAMED_INPUTS]]
+    return {"inputs": named, "input_files": len(files), "input_bytes": sum(size for _, size in files)}
+
+
+def _command_line(context: typer.Context) -> str:
+    """The command as it was given, with files and folders reduced to their names."""
+    words = ["hf-dynspec", "build", context.info_name or ""]
+    for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
+        source = context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[parameter.name]
+        if isinstance(value, bool):
+            words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
+            continue
+        if parameter.param_type_name == "option":
+            words.append(parameter.opts[0])
+        words.extend(_shown(item) for item in (value if isinstance(value, list | tuple) else [value]))
+    return shlex.join(words)
+
+
+def _shown(value: Any) -> str:
+    is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
+    return Path(value).resolve().name if is_path else str(value)
+
+
+def _tell_resumed(tally: "Tally") -> None:
+    if tally.finished.any():
+        done, total = int(tally.finished.sum()), len(tally.finished)
+        typer.echo(f"continuing: {done} of {total} parts and {tally.tokens} tokens were counted before", err=True)
+
+
+@contextmanager
+def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Callable[[int], None]]:
+    """A bar over the units, weighted by `sizes`; yields what takes the number of tokens counted so far."""
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    weights = np.array(sizes, np.int64)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=int(weights.sum()), tokens=tally.tokens)
+
+        def report(tokens: int) -> None:
+            progress.update(task, completed=int(weights[tally.finished].sum()), tokens=tokens)
+
+        report(tally.tokens)
+        yield report
+        report(tally.tokens)
+
+
+def _print_coverage(tally: "Tally", ranking: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..build.frequency import coverage
+
+    shares = coverage(tally.counts, ranking, COVERAGE_SIZES.values())
+    table = Table(title="Counted tokens, and the share that the first ids of the ranking cover")
+    row = [f"{tally.documents:,}", f"{tally.tokens:,}", f"{int((tally.counts > 0).sum()):,}"]
+    for heading in ("documents", "tokens", "distinct"):
+        table.add_column(heading, justify="right")
+    for name, size in COVERAGE_SIZES.items():
+        if size in shares:
+            table.add_column(name, justify="right")
+            row.append(f"{shares[size]:.2%}")
+    table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,349 @@
+"""What a benchmark found: figures with their spread, tables, and a JSON file that says where they come from."""
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import transformers
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from ..stats import DRAFT_SECTIONS, DraftingStatistics
+from .benchmark import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS, BenchmarkResult, Generation, shorten_paths
+
+SCHEMA_VERSION = 1
+# Policies that others are compared with, besides the two baselines.
+BASELINE_POLICIES = ("full", "frequency")
+_PACKAGE = Path(__file__).parents[1]
+
+
+# Figures -----------------------------------------------------------------------------------------------------------
+
+
+def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
+    """Figures for every temperature, domain and system; domain None is all of them together.
+
+    Speeds count the prompts that every system has finished in a repeat, so that they are of the same work. A ratio is
+    taken within each repeat, between runs that took turns; median, least and greatest are over the repeats.
+
+    Returns:
+        Dicts of plain numbers. `tokens_per_second` is all new tokens / all seconds, `mean_tokens_per_second` is the
+        mean over prompts as Spec-Bench computes it. What was not measured is None or left out.
+    """
+    domains = [None, *dict.fromkeys(prompt["domain"] for prompt in result.prompts)]
+    rows = []
+    for temperature in result.settings.temperatures:
+        for domain in domains:
+            repeats = _repeats(result, temperature, domain)
+            for label in _labels(result):
+                rows.append({"temperature": temperature, "domain": domain, "system": label})
+                rows[-1].update(_speed(repeats, label, _baselines(result)))
+                rows[-1].update(_drafting(result, temperature, domain, label))
+                if temperature == 0:
+                    rows[-1].update(_identity(result, domain, label))
+    return rows
+
+
+def _labels(result: BenchmarkResult) -> list[str]:
+    """The systems that ran, in the order of the tables."""
+    ran = {generation.system for generation in result.generations}
+    return [label for label in (PLAIN, TRANSFORMERS, *result.policies) if label in ran]
+
+
+def _baselines(result: BenchmarkResult) -> list[str]:
+    named = [label for label, policy in result.policies.items() if policy.name in BASELINE_POLICIES]
+    return [label for label in (PLAIN, TRANSFORMERS, *named) if label in _labels(result)]
+
+
+def _repeats(result: BenchmarkResult, temperature: float, domain: str | None) -> list[dict[str, list[Generation]]]:
+    """For each repeat, the generations of each system on the prompts that all of them have finished."""
+    finished: dict[tuple[int, str], dict[str, Generation]] = {}
+    for generation in result.generations:
+        if generation.temperature == temperature and domain in (None, generation.domain):
+            finished.setdefault((generation.repeat, generation.prompt), {})[generation.system] = generation
+    labels = set(_labels(result))
+    repeats: dict[int, dict[str, list[Generation]]] = {}
+    for (repeat, _), by_system in finished.items():
+        if set(by_system) == labels:
+            for label, generation in by_system.items():
+                repeats.setdefault(repeat, {}).setdefault(label, []).append(generation)
+    return [repeats[repeat] for repeat in sorted(repeats)]
+
+
+def _speed(repeats: list[dict[str, list[Generation]]], label: str, baselines: Iterable[str]) -> dict[str, Any]:
+    if not repeats:
+        return {"prompts": 0}
+    totals = [{name: _total_speed(runs) for name, runs in repeat.items()} for repeat in repeats]
+    return {
+        "prompts": max(len(repeat[label]) for repeat in repeats),
+        "new_tokens": sum(run.tokens for repeat in repeats for run in repeat[label]),
+        "seconds": sum(run.seconds for repeat in repeats for run in repeat[label]),
+        "tokens_per_second": _spread([total[label] for total in totals]),
+        "mean_tokens_per_second": _spread(
+            [fmean(run.tokens / run.seconds for run in repeat[label]) for repeat in repeats]
+        ),
+        "ratios": {base: _spread([total[label] / total[base] for total in totals]) for base in baselines},
+    }
+
+
+def _total_speed(runs: list[Generation]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": median(values), "min": min(values), "max": max(values), "per_repeat": list(values)}
+
+
+def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, label: str) -> dict[str, Any]:
+    """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
+    if label == PLAIN:
+        return {"acceptance_length": 1.0}
+    if label == TRANSFORMERS:
+        counts = [
+            count for key, count in result.forwards.items() if key[0] == temperature and domain in (None, key[1])
+        ]
+        tokens, forwards = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
+        return {"acceptance_length": tokens / forwards} if forwards else {}
+    stats = DraftingStatistics()
+    for (at, system, of_domain), part in result.drafting.items():
+        if (at, system) == (temperature, label) and domain in (None, of_domain):
+            stats.add(part)
+    figures: dict[str, Any] = {}
+    if stats.rounds:
+        figures["drafting"] = stats.to_dict()
+        for name in ("acceptance_length", "acceptance_rate", "active_vocabulary", "active_vocabulary_max"):
+            figures[name] = figures["drafting"][name]
+    if domain is None:
+        figures.update(_studied(result, temperature, label))
+    return figures
+
+
+def _studied(result: BenchmarkResult, temperature: float, label: str) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    profile, coverage = (passes.get((temperature, label)) for passes in (result.profiles, result.coverages))
+    if profile is not None and profile.rounds:
+        total = sum(profile.seconds.values())
+        per_round = {name: 1e3 * seconds / profile.rounds for name, seconds in profile.seconds.items()}
+        figures["profile"] = profile.to_dict()
+        figures["ms_per_round"] = per_round
+        figures["draft_ms_per_round"] = sum(per_round[name] for name in DRAFT_SECTIONS)
+        figures["share_of_round"] = {name: seconds / total for name, seconds in profile.seconds.items()}
+    if coverage is not None:
+        figures["coverage"] = coverage.coverage
+    return figures
+
+
+def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[str, Any]:
+    of_domain = {prompt["identifier"] for prompt in result.prompts if domain in (None, prompt["domain"])}
+    compared = result.compared.get(label, set()) & of_domain
+    mismatches = {name: position for name, position in result.mismatches.get(label, {}).items() if name in of_domain}
+    return {"compared": len(compared), "identical": len(compared) - len(mismatches), "mismatches": mismatches}
+
+
+# Tables ------------------------------------------------------------------------------------------------------------
+
+
+def speed_table(result: BenchmarkResult, temperature: float) -> Table:
+    """One row per system: speed, ratios, acceptance, coverage, active vocabulary and where the time goes."""
+    rows = [row for row in summarize(result) if row["temperature"] == temperature and row["domain"] is None]
+    frequency = next((label for label, policy in result.policies.items() if policy.name == "frequency"), None)
+    baselines = [base for base in (PLAIN, TRANSFORMERS, frequency) if base in _baselines(result)]
+    repeats = max((len(row["tokens_per_second"]["per_repeat"]) for row in rows if row["prompts"]), default=0)
+    spread = f"median \\[least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
+    prompts = rows[0]["prompts"] if rows else 0
+    table = Table(
+        title=f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+        caption=f"{spread}; the acceptance length counts the target's own token of a round; draft ms and other are of "
+        "profiled calls",
+    )
+    table.add_column("system", overflow="fold")
+    headings = ["tokens/s", *(f"vs {base.partition(':')[0]}" for base in baselines), "acceptance\nlength", "coverage"]
+    for heading in [*headings, "active\nvocabulary", "draft ms\nper round", "other, of\na round"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if temperature == 0:
+        table.add_column("identical", justify="right", no_wrap=True)
+    for row in rows:
+        ratios = row.get("ratios", {})
+        cells = [escape(row["system"]), _spread_cell(row.get("tokens_per_second"), ".1f")]
+        cells += ["" if base == row["system"] else _spread_cell(ratios.get(base), ".2f", "×") for base in baselines]
+        cells += [
+            _cell(row.get("acceptance_length"), ".2f"),
+            _cell(row.get("coverage"), ".4f"),
+            _cell(row.get("active_vocabulary"), ",.0f"),
+            _cell(row.get("draft_ms_per_round"), ".2f"),
+            _cell(row.get("share_of_round", {}).get("other"), ".1%"),
+        ]
+        if temperature == 0:
+            cells.append("" if row["system"] == PLAIN else f"{row['identical']}/{row['compared']}")
+        table.add_row(*cells)
+    return table
+
+
+def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
+    """Acceptance lengths: one row per system that drafts, one column per domain."""
+    domains = list(dict.fromkeys(prompt["domain"] for prompt in result.prompts))
+    lengths = {
+        (row["system"], row["domain"]): row.get("acceptance_length")
+        for row in summarize(result)
+        if row["temperature"] == temperature
+    }
+    table = Table(title=f"Acceptance length, {_temperature_name(result, temperature)}")
+    table.add_column("system", overflow="fold")
+    for domain in domains:
+        table.add_column(escape(domain), justify="right")
+    for label in _labels(result):
+        if label != PLAIN:
+            table.add_row(escape(label), *(_cell(lengths[label, domain], ".2f") for domain in domains))
+    return table
+
+
+def _temperature_name(result: BenchmarkResult, temperature: float) -> str:
+    if temperature == 0:
+        return "Greedy"
+    top_k = result.settings.top_k
+    return f"Temperature {temperature:g}, " + (f"top-k {top_k}" if top_k else "all tokens")
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> str:
+    if spread is None:
+        return "–"
+    text = f"{spread['median']:{form}}{unit}"
+    if len(spread["per_repeat"]) > 1:
+        text += f"\n\\[{spread['min']:{form}}, {spread['max']:{form}}]"
+    return text
+
+
+# The file ----------------------------------------------------------------------------------------------------------
+
+
+def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> dict[str, Any]:
+    """All that was measured and where it comes from, as JSON values. Holds no path beyond its last two parts.
+
+    Args:
+        result: what was measured.
+        command: the words of the command line (None: the measurement was called from Python).
+    """
+    settings = {name: value for name, value in vars(result.settings).items() if name != "policies"}
+    for name in ("target", "drafter"):
+        settings[name] = None if settings[name] is None else shorten_paths(str(settings[name]))
+    settings["prompts"] = [shorten_paths(str(path)) for path in settings["prompts"]]
+    settings["temperatures"] = list(settings["temperatures"])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "complete": result.complete,
+        "notes": result.notes,
+        "provenance": {
+            "command": None if command is None else [shorten_paths(word) for word in command],
+            "started": result.started,
+            "finished": result.finished,
+            "git": git_revision(),
+            "versions": versions(),
+            "hardware": {**hardware(), "threads": result.threads},
+        },
+        "settings": {**settings, "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH},
+        "models": result.models,
+        "policies": {
+            label: {"name": policy.name, "settings": policy.settings()} for label, policy in result.policies.items()
+        },
+        "prompts": result.prompts,
+        "results": summarize(result),
+        "generations": [asdict(generation) for generation in result.generations],
+    }
+
+
+def write_json(path: Path, result: BenchmarkResult, command: Sequence[str] | None = None) -> None:
+    """Write `to_dict` to a file, which is replaced in one step."""
+    text = json.dumps(to_dict(result, command), indent=1, ensure_ascii=False) + "\n"
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".bench-", delete=False) as file:
+        scratch = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            # A scratch file is its owner's alone; results may be read by whoever the process lets read its files.
+            os.chmod(scratch, 0o666 & ~_umask())
+            os.replace(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def versions() -> dict[str, str]:
+    """Versions of what results depend on."""
+    named = {"hf_dynspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**named, "python": platform.python_version(), "tokenizers": metadata.version("tokenizers")}
+
+
+def git_revision() -> dict[str, Any] | None:
+    """The commit of the checkout that this package is run from, and whether its files differ; None in no checkout."""
+    # An installed package may lie below some other project's checkout, so git must know its files.
+    if not _git("ls-files", "--", str(_PACKAGE)):
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", str(_PACKAGE))
+    return None if commit is None else {"commit": commit, "changed": bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(_PACKAGE), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, cores, memory in bytes, GPUs, and how busy the computer has been over the last one and fifteen minutes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg() if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_allowed": allowed,
+        "memory_bytes": _memory_bytes(),
+        "load_average": None if load is None else {"1_minute": load[0], "15_minutes": load[2]},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "platform": platform.platform(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

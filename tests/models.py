@@ -1,0 +1,238 @@
+"""Tiny random models, tokenizers and shortlist policies that the tests share. Nothing is downloaded."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_dynspec.protocol import Shortlist, VocabularyInfo
+from hf_dynspec.shortlists import POLICIES, ShortlistPolicy, ShortlistState
+from hf_dynspec.shortlists.frequency import FrequencyShortlist
+from hf_dynspec.shortlists.in_context import InContextShortlist
+
+VOCABULARY = 301
+PAD, BOS, EOS = 0, 1, 2
+SLIDING_WINDOW = 16
+
+_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_HEAD_DIM = {"head_dim": 8}
+_GPT_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_WINDOW = {"sliding_window": SLIDING_WINDOW}
+_UNTIED = {"tie_word_embeddings": False}
+
+# What each family is here for: its rotary, normalised or biased attention, and what happens to hidden states and logits.
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, _SHAPE),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, _SHAPE),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, _SHAPE | _HEAD_DIM | {"tie_word_embeddings": True}),
+    # Soft-capped logits and attention, every other layer with a sliding window.
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        _SHAPE
+        | _HEAD_DIM
+        | _WINDOW
+        | _UNTIED
+        | {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, _GPT_SHAPE),
+    # A head with a bias.
+    "gptj": (GPTJConfig, GPTJForCausalLM, _GPT_SHAPE | {"rotary_dim": 4}),
+    "phi": (PhiConfig, PhiForCausalLM, _SHAPE | {"num_key_value_heads": 4}),
+    # Every layer with a sliding window.
+    "mistral": (MistralConfig, MistralForCausalLM, _SHAPE | _HEAD_DIM | _WINDOW),
+    # Logits multiplied, divided.
+    "cohere": (CohereConfig, CohereForCausalLM, _SHAPE | _UNTIED | {"logit_scale": 0.25}),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"logit_scale": 0.25}),
+    "granite": (GraniteConfig, GraniteForCausalLM, _SHAPE | {"logits_scaling": 4.0}),
+}
+
+
+def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, whose weights are large enough for clear preferences among tokens."""
+    configuration, architecture, shape = FAMILIES[family]
+    special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    config = configuration(**{"vocab_size": vocabulary, **shape, **special, **changes})
+    torch.manual_seed(seed)
+    model = architecture(config).eval()
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                # A tied head likes to repeat the last token unless the layers speak louder than the embedding.
+                spread = 0.5 if tied else 0.2
+                parameter.copy_(torch.randn_like(parameter) * (spread if parameter is not embedding else 1 - tied * 0.9))
+            elif name.endswith("bias"):
+                parameter.copy_(torch.randn_like(parameter) * 0.5)
+    model.generation_config.pad_token_id = PAD
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def perturbed(model: PreTrainedModel, noise: float = 0.05, seed: int = 100) -> PreTrainedModel:
+    """A drafter that often agrees with the model and often does not: a copy with noise, relative to each weight's
+    own spread."""
+    drafter = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            spread = parameter.std() if parameter.numel() > 1 else 1.0
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * spread * noise)
+    return drafter
+
+
+def prompt(length: int = 12, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """int64 `[1, length]` of ordinary tokens."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, vocabulary, (1, length), generator=generator)
+
+
+def word_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """A tokenizer of `size` entries: token `i` is the word `t<i>`, so that text and ids tell each other."""
+    vocabulary = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{f"t{i}": i for i in range(3, size)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<pad>"
+    )
+
+
+class ForwardCounter:
+    """Counts the forwards of modules while it is open."""
+
+    def __init__(self, *modules: torch.nn.Module):
+        self._modules = modules
+        self.count = 0
+
+    def __enter__(self) -> "ForwardCounter":
+        self._hooks = [module.register_forward_pre_hook(self._add) for module in self._modules]
+        return self
+
+    def _add(self, module: torch.nn.Module, args: tuple) -> None:
+        self.count += 1
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+# Policies ------------------------------------------------------------------------------------------------------------
+
+
+class RandomShortlist(ShortlistPolicy):
+    """A terrible policy: other random tokens at every draft step, which the context has no say in."""
+
+    name = "random"
+
+    def __init__(self, size: int = 20, seed: int = 0):
+        self.size = size
+        self.seed = seed
+
+    def start(self, vocabulary: VocabularyInfo) -> "RandomState":
+        return RandomState(self.size, self.seed, vocabulary)
+
+
+class RandomState(ShortlistState):
+    def __init__(self, size: int, seed: int, vocabulary: VocabularyInfo):
+        self._size = size
+        self._vocabulary = vocabulary
+        self._generator = torch.Generator().manual_seed(seed)
+        self._version = 0
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        self._version += 1
+        eos = torch.tensor(self._vocabulary.eos_token_ids, dtype=torch.int64)
+        ids = torch.randperm(self._vocabulary.size, generator=self._generator)
+        ids = torch.cat([eos, ids[~torch.isin(ids, eos)]])[: self._size]
+        return Shortlist(ids.to(self._vocabulary.device), self._version, is_transient=True)
+
+
+class EosOnlyShortlist(ShortlistPolicy):
+    """The most terrible policy: all it ever drafts is the end of the text."""
+
+    name = "eos_only"
+
+    def start(self, vocabulary: VocabularyInfo) -> "EosOnlyState":
+        return EosOnlyState(vocabulary)
+
+
+class EosOnlyState(ShortlistState):
+    def __init__(self, vocabulary: VocabularyInfo):
+        self._shortlist = Shortlist(torch.tensor(vocabulary.eos_token_ids, device=vocabulary.device), version=0)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        return self._shortlist
+
+
+# Settings that make a policy of the table small enough for tiny vocabularies, or that it cannot be made without.
+_SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
+    "frequency": lambda: POLICIES["frequency"](torch.arange(VOCABULARY).flip(0), size=90),
+    "in_context": lambda: POLICIES["in_context"](window=40),
+    "union": lambda: POLICIES["union"](FrequencyShortlist(size=25), InContextShortlist(30, 2, 2)),
+    "hybrid": lambda: POLICIES["hybrid"](core_size=40, window=30),
+}
+_MORE: dict[str, Callable[[], ShortlistPolicy]] = {
+    "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
+    "in_context, lru": lambda: InContextShortlist(window=25, eviction="lru"),
+    "in_context, nothing of the target": lambda: InContextShortlist(20, prompt_top_k=0, verify_top_k=0),
+    "in_context, end of the prompt": lambda: InContextShortlist(60, prompt_top_k=5, prompt_positions=3),
+    "union of three": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"),
+        FrequencyShortlist(torch.arange(200, 290), size=30, position_aware=True),
+        InContextShortlist(30),
+    ),
+}
+# Every policy of the table, by itself as soon as it is in the table, and variants of some.
+POLICY_CASES: dict[str, Callable[[], ShortlistPolicy]] = {
+    **{name: _SMALL.get(name, policy) for name, policy in POLICIES.items()},
+    **_MORE,
+}
+TERRIBLE: dict[str, Callable[[], ShortlistPolicy]] = {
+    "random": RandomShortlist,
+    "random with the EOS alone": lambda: RandomShortlist(size=1),
+    "eos_only": EosOnlyShortlist,
+    "union with random": lambda: POLICIES["union"](FrequencyShortlist(size=25), RandomShortlist()),
+}

@@ -1,0 +1,969 @@
+"""Artifacts on disk: what is written is read back, and what is damaged ends in an error that names the damage.
+
+Every damage is done to the bytes of a real artifact. Unless a test is about the digest, the digest in `config.json` is
+forged to match, as an attacker would do, so that the check behind it is what answers.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from hf_dynspec.configuration import (
+    DynSpecConfig,
+    ModelReference,
+    PolicyConfig,
+    TokenizerFingerprint,
+    parse_strict_json,
+)
+from hf_dynspec.errors import ArtifactError, ConfigurationError
+from hf_dynspec.hub import artifact as artifact_module
+from hf_dynspec.hub import (
+    fingerprint_tokenizer,
+    read_artifact,
+    rebuild_policy,
+    render_card,
+    require_same_tokenizer,
+    write_artifact,
+)
+from hf_dynspec.hub import weights as weights_module
+from hf_dynspec.hub.card import is_unedited_card
+from hf_dynspec.shortlists import (
+    FrequencyShortlist,
+    FullShortlist,
+    HybridShortlist,
+    InContextShortlist,
+    UnionShortlist,
+)
+
+SIZE = 50
+TOKENIZER = TokenizerFingerprint(size=SIZE, sha256="ab" * 32, eos_token_ids=(2, 7))
+RANKING = torch.arange(SIZE).flip(0)
+
+
+def configuration(policy=None, **changes) -> DynSpecConfig:
+    policy = policy or FrequencyShortlist(RANKING, size=20)
+    fields = {
+        "policy": PolicyConfig(policy.name, policy.settings()),
+        "tokenizer": TOKENIZER,
+        "drafter": ModelReference("acme/small", commit="1" * 40, architecture="SmallForCausalLM", vocab_size=64),
+        "target": ModelReference("acme/large", commit="2" * 40, architecture="LargeForCausalLM", vocab_size=128),
+        "num_assistant_tokens": 6,
+        "assistant_confidence_threshold": 0.4,
+        "provenance": {"license": "apache-2.0", "datasets": ["acme/texts"], "corpus": {"tokens": 10}},
+    }
+    return DynSpecConfig(**{**fields, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A sound artifact with a ranking."""
+    return write_artifact(tmp_path / "artifact", configuration(), {"ranking": RANKING})
+
+
+def edit_config(folder: Path, change) -> None:
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def forge_weights(folder: Path, data: bytes) -> None:
+    """Put other weights in place, with a digest that fits."""
+    (folder / "model.safetensors").write_bytes(data)
+    digest = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    edit_config(folder, lambda config: config.update(weights=digest))
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, check=False, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+
+
+def container(header, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(dtype: str, shape: list, start: int, end: int) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def refusal(folder: Path, **options) -> ArtifactError:
+    """The error that reading ends in, from the reader or from building the policy."""
+    with pytest.raises(ArtifactError) as caught:
+        rebuild_policy(*read_artifact(folder, **options))
+    assert caught.value.field in str(caught.value)
+    return caught.value
+
+
+# --- What is written is read back ---
+
+
+POLICIES = [
+    FullShortlist(),
+    FrequencyShortlist(size=12, position_aware=True),
+    FrequencyShortlist(RANKING, size=12),
+    FrequencyShortlist(RANKING.to(torch.int32), size=12),
+    InContextShortlist(window=16),
+    HybridShortlist(RANKING, core_size=8, window=16),
+    UnionShortlist(FrequencyShortlist(RANKING), UnionShortlist(InContextShortlist(), FrequencyShortlist(RANKING))),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_round_trip(tmp_path, policy):
+    config = configuration(policy)
+    tensors = policy.tensors()
+    assert write_artifact(tmp_path, config, tensors) == tmp_path
+    names = {"config.json", "README.md"} | ({"model.safetensors"} if tensors else set())
+    assert set(os.listdir(tmp_path)) == names
+    read_config, read_tensors = read_artifact(tmp_path, tokenizer_fingerprint=TOKENIZER)
+    assert read_config == config
+    assert read_tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensors[name], tensor) and read_tensors[name].dtype == tensor.dtype
+    rebuilt = rebuild_policy(read_config, read_tensors)
+    assert type(rebuilt) is type(policy) and rebuilt.settings() == policy.settings()
+
+
+def test_a_frequency_artifact_stores_the_whole_ranking(tmp_path):
+    policy = FrequencyShortlist(RANKING, size=5)
+    write_artifact(tmp_path, configuration(policy), policy.tensors())
+    config, tensors = read_artifact(tmp_path)
+    assert config.policy.settings["size"] == 5
+    assert torch.equal(tensors["ranking"], RANKING)
+
+
+def test_an_int32_ranking_stays_int32_on_disk(tmp_path):
+    write_artifact(tmp_path, configuration(), {"ranking": RANKING.to(torch.int32)})
+    assert read_artifact(tmp_path)[1]["ranking"].dtype == torch.int32
+
+
+def test_the_configuration_names_everything(folder):
+    data = json.loads((folder / "config.json").read_text())
+    assert data["library_name"] == "hf_dynspec" and data["format_version"] == 1
+    assert data["drafter"]["commit"] == "1" * 40 and data["target"]["name_or_path"] == "acme/large"
+    assert data["tokenizer"] == {"size": SIZE, "sha256": "ab" * 32, "eos_token_ids": [2, 7]}
+    assert data["policy"] == {"name": "frequency", "settings": {"size": 20, "position_aware": False}}
+
+
+def test_a_snapshot_of_links_is_read(folder, tmp_path):
+    """The Hub's cache keeps files as links to blobs."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(folder / name)
+    assert torch.equal(read_artifact(snapshot)[1]["ranking"], RANKING)
+
+
+# --- Models by reference, without anyone's folders ---
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "commit", "local"),
+    [
+        ("acme/small", "acme/small", None, False),
+        ("models/../small", "models/../small", None, False),
+        ("./small", "./small", None, True),
+        ("/home/jane/models/small/", "small", None, True),
+        ("~/small", "small", None, True),
+        ("C:\\Users\\jane\\small", "small", None, True),
+        ("/x/hub/models--acme--small/snapshots/" + "3" * 40, "acme/small", "3" * 40, False),
+    ],
+)
+def test_model_references_are_reduced(given, name, commit, local):
+    reference = ModelReference(given)
+    assert (reference.name_or_path, reference.commit, reference.local) == (name, commit, local)
+    assert reference.hub_id == ("acme/small" if name == "acme/small" else None)
+
+
+def test_an_artifact_does_not_tell_its_authors_folders(tmp_path):
+    config = configuration(drafter=ModelReference("/home/jane/secret/small"))
+    write_artifact(tmp_path, config, {"ranking": RANKING})
+    for path in tmp_path.iterdir():
+        assert b"jane" not in path.read_bytes() and b"secret" not in path.read_bytes()
+    assert read_artifact(tmp_path)[0].drafter == ModelReference("small", local=True)
+
+
+# --- A configuration that a user builds ---
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: TokenizerFingerprint(0, "ab" * 32, ()), "size"),
+        (lambda: TokenizerFingerprint(True, "ab" * 32, ()), "size"),
+        (lambda: TokenizerFingerprint(2**40, "ab" * 32, ()), "size"),
+        (lambda: TokenizerFingerprint(5, "AB" * 32, ()), "sha256"),
+        (lambda: TokenizerFingerprint(5, "ab" * 32, 2), "eos_token_ids"),
+        (lambda: TokenizerFingerprint(5, "ab" * 32, (5,)), "eos_token_ids"),
+        (lambda: TokenizerFingerprint(5, "ab" * 32, (2, 2)), "eos_token_ids"),
+        (lambda: ModelReference(""), "name_or_path"),
+        (lambda: ModelReference("a/b", commit="main"), "commit"),
+        (lambda: ModelReference("a/b", vocab_size=1.5), "vocab_size"),
+        (lambda: ModelReference("a/b", architecture=3), "architecture"),
+        (lambda: ModelReference("a/b", local="yes"), "local"),
+        (lambda: PolicyConfig(3), "name"),
+        (lambda: PolicyConfig("full", {"size": float("nan")}), "settings"),
+        (lambda: PolicyConfig("full", {"size": torch.tensor(3)}), "settings"),
+        (lambda: PolicyConfig("full", {3: "size"}), "settings"),
+        (lambda: PolicyConfig("full", {"text": "\ud800"}), "settings"),
+        (lambda: configuration(num_assistant_tokens=0), "num_assistant_tokens"),
+        (lambda: configuration(assistant_confidence_threshold=1.5), "assistant_confidence_threshold"),
+        (lambda: configuration(assistant_confidence_threshold=float("nan")), "assistant_confidence_threshold"),
+        (lambda: configuration(policy=None) and DynSpecConfig(policy="full"), "policy"),
+        (lambda: configuration(tokenizer={"size": 5}), "tokenizer"),
+        (lambda: configuration(results={"speedup": 2}), "results"),
+        (lambda: configuration(results=[{"speedup": 2}]), "results"),
+        (lambda: configuration(results=[{"workload": "code", "all": [1]}]), "results"),
+        (lambda: configuration(provenance=[]), "provenance"),
+        (lambda: configuration(format_version=2), "format_version"),
+    ],
+)
+def test_a_user_is_told_which_field_is_wrong(build, field):
+    with pytest.raises(ConfigurationError, match=f"^{field}"):
+        build()
+
+
+def test_a_configuration_shares_nothing_with_its_caller():
+    settings = {"sizes": [1, 2]}
+    config = DynSpecConfig(PolicyConfig("full", settings))
+    settings["sizes"].append(3)
+    config.to_dict()["policy"]["settings"]["sizes"].append(4)
+    assert config.policy.settings == {"sizes": [1, 2]}
+
+
+def test_importing_the_configuration_does_not_load_torch():
+    code = "import sys, hf_dynspec.configuration; sys.exit('torch' in sys.modules)"
+    assert run_python(code).returncode == 0
+
+
+# --- Damaged config.json ---
+
+
+def _set(*path, to):
+    def change(config):
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = to
+
+    return change
+
+
+def _drop(*path):
+    def change(config):
+        for key in path[:-1]:
+            config = config[key]
+        del config[path[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (_set("library_name", to="transformers"), "config.json: library_name"),
+        (_drop("library_name"), "config.json: library_name"),
+        (_set("format_version", to=2), "config.json: format_version"),
+        (_set("format_version", to=True), "config.json: format_version"),
+        (_drop("format_version"), "config.json: format_version"),
+        (_set("auto_map", to={"AutoModel": "evil.Model"}), "config.json: auto_map"),
+        (_set("policy", "class", to="os.system"), "config.json: policy.class"),
+        (_set("policy", "name", to="os.system"), "config.json: policy.name"),
+        (_set("policy", "name", to=["full"]), "config.json: policy.name"),
+        (_set("policy", to="full"), "config.json: policy"),
+        (_set("policy", to=None), "config.json: policy"),
+        (_drop("policy"), "config.json: policy"),
+        (_drop("policy", "name"), "config.json: policy.name"),
+        (_set("policy", "settings", to=[1]), "config.json: policy.settings"),
+        (_set("policy", "settings", "size", to="big"), "config.json: policy.settings"),
+        (_set("policy", "settings", "size", to=-1), "config.json: policy.settings"),
+        (_set("policy", "settings", "speed", to=1), "config.json: policy.settings"),
+        (_set("policy", "settings", "ranking", to=[1, 2]), "config.json: policy.settings"),
+        (_set("tokenizer", to=None), "config.json: tokenizer"),
+        (_drop("tokenizer"), "config.json: tokenizer"),
+        (_drop("tokenizer", "sha256"), "config.json: tokenizer.sha256"),
+        (_set("tokenizer", "size", to="50"), "config.json: tokenizer.size"),
+        (_set("tokenizer", "size", to=10**15), "config.json: tokenizer.size"),
+        (_set("tokenizer", "size", to=int("9" * 500)), "config.json: tokenizer.size"),
+        (_set("tokenizer", "eos_token_ids", to=[50]), "config.json: tokenizer.eos_token_ids"),
+        (_set("tokenizer", "eos_token_ids", to=[-1]), "config.json: tokenizer.eos_token_ids"),
+        (_set("drafter", "name_or_path", to=3), "config.json: drafter.name_or_path"),
+        (_set("drafter", "trust_remote_code", to=True), "config.json: drafter.trust_remote_code"),
+        (_set("target", "commit", to="main"), "config.json: target.commit"),
+        (_set("num_assistant_tokens", to=10**9), "config.json: num_assistant_tokens"),
+        (_set("num_assistant_tokens", to=True), "config.json: num_assistant_tokens"),
+        (_set("assistant_confidence_threshold", to="0.4"), "config.json: assistant_confidence_threshold"),
+        (_set("results", to=[3]), "config.json: results"),
+        (_set("weights", to=None), None),
+        (_set("weights", "size", to=-1), "config.json: weights.size"),
+        (_set("weights", "sha256", to="short"), "config.json: weights.sha256"),
+        (_set("weights", "file", to="../../etc/passwd"), "config.json: weights.file"),
+    ],
+)
+def test_a_damaged_configuration_names_its_field(folder, change, field):
+    edit_config(folder, change)
+    if field is None:
+        # Without weights a frequency policy is the tokenizer's merge order: sound, and not what is on the disk.
+        assert read_artifact(folder)[1] == {}
+    else:
+        assert refusal(folder).field == field
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'"text"',
+        b"{",
+        b"\xff\xfe{}",
+        b'{"library_name": "hf_dynspec", "num_assistant_tokens": NaN}',
+        b'{"library_name": "hf_dynspec", "num_assistant_tokens": 1e999}',
+        b'{"library_name": "hf_dynspec", "library_name": "hf_dynspec"}',
+        b'{"library_name": "hf_dynspec", "provenance": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"library_name": "hf_dynspec", "provenance": ' + b"[" * 60 + b"]" * 60 + b"}",
+        b'{"library_name": "\\ud800"}',
+        b'{"library_name": ' + b"9" * 5000 + b"}",
+        pickle.dumps({"library_name": "hf_dynspec"}),
+    ],
+    ids=range(13),
+)
+def test_a_configuration_that_is_not_strict_json(folder, text):
+    (folder / "config.json").write_bytes(text)
+    assert refusal(folder).field == "config.json"
+
+
+def test_a_huge_configuration_is_refused_by_its_size(folder):
+    os.truncate(folder / "config.json", 2**40)  # sparse: takes no room on the disk
+    assert refusal(folder).field == "config.json"
+
+
+def test_a_configuration_that_is_a_pipe_is_not_waited_for(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert refusal(folder).field == "config.json"
+
+
+# --- Damaged model.safetensors ---
+
+ids_64 = RANKING.numpy().tobytes()
+VALID_ENTRY = entry("I64", [SIZE], 0, 8 * SIZE)
+
+DAMAGED_FILES = {
+    "empty": (b"", "model.safetensors: header"),
+    "shorter than its prefix": (b"\x08\x00", "model.safetensors: header"),
+    "header of 2**60 bytes": (struct.pack("<Q", 2**60) + b"{}", "model.safetensors: header"),
+    "header past the end": (struct.pack("<Q", 1000) + b"{}", "model.safetensors: header"),
+    "header of negative length": (struct.pack("<q", -1) + b"{}", "model.safetensors: header"),
+    "header padded too far": (
+        container(json.dumps({"ranking": VALID_ENTRY}).encode() + b" " * 2**20, ids_64),
+        "model.safetensors: header",
+    ),
+    "header not JSON": (container(b"not json", b""), "model.safetensors: header"),
+    "header a list": (container([], b""), "model.safetensors: header"),
+    "header nested": (container(b"[" * 50_000 + b"]" * 50_000, b""), "model.safetensors: header"),
+    "tensor named twice": (
+        container(json.dumps({"ranking": VALID_ENTRY}).encode()[:-1] * 2 + b"}", ids_64),
+        "model.safetensors: header",
+    ),
+    "tensor listed twice": (
+        container(
+            b'{"ranking": '
+            + json.dumps(VALID_ENTRY).encode()
+            + b', "ranking": '
+            + json.dumps(VALID_ENTRY).encode()
+            + b"}",
+            ids_64,
+        ),
+        "model.safetensors: header",
+    ),
+    "metadata with numbers": (
+        container({"__metadata__": {"n": 3}, "ranking": VALID_ENTRY}, ids_64),
+        "model.safetensors: header: __metadata__",
+    ),
+    "too many tensors": (
+        container({f"{index}.ranking": entry("I64", [0], 0, 0) for index in range(65)}, b""),
+        "model.safetensors: header",
+    ),
+    "entry a list": (container({"ranking": [1]}, b""), "model.safetensors: ranking"),
+    "entry with another key": (
+        container({"ranking": {**VALID_ENTRY, "loader": "pickle"}}, ids_64),
+        "model.safetensors: ranking",
+    ),
+    "unknown dtype": (
+        container({"ranking": entry("U8", [8 * SIZE], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking.dtype",
+    ),
+    "dtype a list": (
+        container({"ranking": {**VALID_ENTRY, "dtype": ["I64"]}}, ids_64),
+        "model.safetensors: ranking.dtype",
+    ),
+    "shape of 10**12": (
+        container({"ranking": entry("I64", [10**12], 0, 8 * 10**12)}, ids_64),
+        "model.safetensors: header",
+    ),
+    "shape of 10**12, honest offsets": (
+        container({"ranking": entry("I64", [10**12], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking.shape",
+    ),
+    "shape that overflows 64 bits": (
+        container({"ranking": entry("I64", [2**32, 2**32, 50], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking.shape",
+    ),
+    "shape of a huge number": (
+        container({"ranking": entry("I64", [10**300], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking",
+    ),
+    "shape negative": (
+        container({"ranking": entry("I64", [-SIZE], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking",
+    ),
+    "shape null": (container({"ranking": entry("I64", None, 0, 8)}, ids_64[:8]), "model.safetensors: ranking"),
+    "shape a fraction": (
+        container({"ranking": entry("I64", [50.0], 0, 8 * SIZE)}, ids_64),
+        "model.safetensors: ranking",
+    ),
+    "offsets reversed": (
+        container({"ranking": entry("I64", [SIZE], 8 * SIZE, 0)}, ids_64),
+        "model.safetensors: ranking.shape",
+    ),
+    "offsets three": (
+        container({"ranking": {**VALID_ENTRY, "data_offsets": [0, 8, 400]}}, ids_64),
+        "model.safetensors: ranking",
+    ),
+    "offsets after a gap": (
+        container({"ranking": entry("I64", [SIZE], 8, 8 * SIZE + 8)}, b"\0" * 8 + ids_64),
+        "model.safetensors: ranking.data_offsets",
+    ),
+    "offsets overlapping": (
+        container({"0.ranking": VALID_ENTRY, "1.ranking": entry("I64", [SIZE], 8, 8 * SIZE + 8)}, ids_64 + b"\0" * 8),
+        "model.safetensors: 1.ranking.data_offsets",
+    ),
+    "data cut short": (container({"ranking": VALID_ENTRY}, ids_64[:-1]), "model.safetensors: header"),
+    "data left over": (container({"ranking": VALID_ENTRY}, ids_64 + b"hidden"), "model.safetensors: header"),
+    "renamed zip": (b"PK\x03\x04" + b"\0" * 100, "model.safetensors"),
+    "renamed pickle": (pickle.dumps({"ranking": [1, 2, 3]}), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_FILES)
+def test_a_damaged_weights_file_names_its_damage(folder, name):
+    data, field = DAMAGED_FILES[name]
+    forge_weights(folder, data)
+    assert refusal(folder).field == field
+
+
+def test_a_huge_file_is_refused_by_its_size(folder):
+    size = weights_module.LARGEST_FILE + 1
+    os.truncate(folder / "model.safetensors", size)  # sparse: takes no room on the disk
+    edit_config(folder, _set("weights", "size", to=size))
+    error = refusal(folder)
+    assert error.field == "model.safetensors" and f"{weights_module.LARGEST_FILE} are the most" in str(error)
+
+
+DAMAGED_TENSORS = {
+    "id at the size": ({"ranking": torch.cat([RANKING[1:], torch.tensor([SIZE])])}, "ranking"),
+    "huge id": ({"ranking": torch.cat([RANKING[1:], torch.tensor([2**62])])}, "ranking"),
+    "negative id": ({"ranking": torch.cat([RANKING[1:], torch.tensor([-1])])}, "ranking"),
+    "repeated id": ({"ranking": torch.cat([RANKING[1:], torch.tensor([5])])}, "ranking"),
+    "missing EOS": ({"ranking": RANKING[RANKING != 7]}, "ranking"),
+    "float ids": ({"ranking": RANKING.float()}, "ranking.dtype"),
+    "float ids with NaN": ({"ranking": torch.full((SIZE,), float("nan"))}, "ranking.dtype"),
+    "half ids": ({"ranking": RANKING.half()}, "ranking.dtype"),
+    "bytes": ({"ranking": RANKING.to(torch.uint8)}, "ranking.dtype"),
+    "bool": ({"ranking": RANKING > 3}, "ranking.dtype"),
+    "two dimensions": ({"ranking": RANKING.reshape(5, 10)}, "ranking.shape"),
+    "no dimension": ({"ranking": torch.tensor(3)}, "ranking.shape"),
+    "no ids": ({"ranking": RANKING[:0]}, "ranking.shape"),
+    "more ids than tokens": ({"ranking": torch.arange(SIZE + 1)}, "ranking.shape"),
+    "another tensor": ({"ranking": RANKING, "backdoor": RANKING + 0}, "backdoor"),
+    "another's ranking": ({"ranking": RANKING, "7.ranking": RANKING + 0}, "7.ranking"),
+    "a path for a name": ({"../ranking": RANKING}, "../ranking"),
+    "an odd owner": ({"a.ranking": RANKING}, "a.ranking"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_TENSORS)
+def test_a_damaged_tensor_is_named(folder, name):
+    tensors, field = DAMAGED_TENSORS[name]
+    forge_weights(folder, save(tensors))
+    error = refusal(folder)
+    # A tensor that is sound in itself and that nothing uses is named when the policy is built.
+    assert error.field in (f"model.safetensors: {field}", "config.json: policy.settings")
+    if name != "another's ranking":
+        assert error.field == f"model.safetensors: {field}"
+
+
+@pytest.mark.parametrize("name", [name for name in DAMAGED_TENSORS if name != "another's ranking"])
+def test_what_reading_would_refuse_is_not_written(tmp_path, name):
+    tensors, field = DAMAGED_TENSORS[name]
+    with pytest.raises(ArtifactError) as caught:
+        write_artifact(tmp_path / "new", configuration(), tensors)
+    assert caught.value.field == f"model.safetensors: {field}"
+    assert not (tmp_path / "new").exists()
+
+
+def test_float_weights_must_be_finite(folder, monkeypatch):
+    """No policy stores floats yet; the reader looks at them all the same as soon as a rule allows them."""
+    rule = weights_module.TensorRule(("F32",), 1, lambda tokenizer: 100, lambda *arguments: None)
+    monkeypatch.setitem(weights_module.TENSOR_RULES, "gate", rule)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        forge_weights(folder, save({"gate": torch.tensor([1.0, value])}))
+        with pytest.raises(ArtifactError) as caught:
+            read_artifact(folder)
+        assert caught.value.field == "model.safetensors: gate"
+    forge_weights(folder, save({"gate": torch.tensor([1.0, 2.0])}))
+    assert read_artifact(folder)[1]["gate"].tolist() == [1.0, 2.0]
+
+
+def test_tensors_need_a_tokenizer(tmp_path):
+    with pytest.raises(ArtifactError) as caught:
+        write_artifact(tmp_path, configuration(tokenizer=None), {"ranking": RANKING})
+    assert caught.value.field == "config.json: tokenizer"
+
+
+NESTED = "config.json: policy.settings.policies"
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"name": "union", "settings": []}, f"{NESTED}[1].settings"),
+        ({"name": "union", "settings": None}, f"{NESTED}[1].settings"),
+        ({"name": "os.system", "settings": {}}, f"{NESTED}[1].name"),
+        ({"name": ["full"], "settings": {}}, f"{NESTED}[1].name"),
+        ({"name": "union", "settings": {"policies": [{"name": "?", "settings": {}}]}}, None),
+        ({"name": "union", "settings": {"policies": 3}}, "config.json: policy.settings"),
+        ({"name": "union", "settings": {"policies": [3]}}, "config.json: policy.settings"),
+        ({"name": "union", "settings": {"policies": []}}, "config.json: policy.settings"),
+        ({"name": "union", "settings": {"others": []}}, "config.json: policy.settings"),
+        ({"name": "full"}, "config.json: policy.settings"),
+        (3, "config.json: policy.settings"),
+    ],
+)
+def test_nested_policies_that_are_damaged(tmp_path, part, field):
+    policy = UnionShortlist(FullShortlist(), FullShortlist())
+    write_artifact(tmp_path, configuration(policy), {})
+    edit_config(tmp_path, _set("policy", "settings", "policies", 1, to=part))
+    assert refusal(tmp_path).field == (field or f"{NESTED}[1].settings.policies[0].name")
+
+
+def test_tensors_and_policies_must_match(tmp_path):
+    policy = UnionShortlist(FrequencyShortlist(RANKING), InContextShortlist())
+    for tensors, field in (
+        ({"0.ranking": RANKING, "7.ranking": RANKING + 0}, "7.ranking"),
+        ({"0.ranking": RANKING, "ranking": RANKING + 0}, "ranking"),
+    ):
+        write_artifact(tmp_path, configuration(policy), tensors)
+        assert refusal(tmp_path).field == f"model.safetensors: {field}"
+    # A ranking among the settings would get past the checks of tensors.
+    write_artifact(tmp_path, configuration(FrequencyShortlist()), {})
+    edit_config(tmp_path, _set("policy", "settings", "ranking", to=[3, 1, 2]))
+    assert refusal(tmp_path).field == "model.safetensors: ranking"
+
+
+@pytest.mark.parametrize("position", [0, 9, 60, -200, -1])
+def test_a_flipped_byte_is_found(folder, position):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+    assert refusal(folder).field.startswith("model.safetensors")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 50, -8, -1])
+def test_a_truncated_file_is_found(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    error = refusal(folder)
+    assert error.field == "model.safetensors" and "bytes" in str(error)
+
+
+def test_weights_of_another_artifact_are_not_mixed_in(folder, tmp_path):
+    other = write_artifact(tmp_path / "other", configuration(), {"ranking": torch.arange(SIZE)})
+    (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    error = refusal(folder)
+    assert error.field == "model.safetensors" and "SHA-256" in str(error)
+
+
+def test_hostile_files_take_no_memory(folder, tmp_path):
+    """Read in a process that may not grow by more than 64 MiB, less than any of the files claims."""
+    hostile = [container({"ranking": entry("I64", [10**12], 0, 8 * 10**12)}, ids_64)]
+    hostile.append(struct.pack("<Q", 2**60) + b"{}")
+    hostile.append(container({"ranking": entry("I64", [2**25], 0, 2**28)}, b""))  # the file is grown to fit below
+    hostile.append(container({"ranking": entry("F32", [2**26], 0, 2**28)}, b""))
+    folders = []
+    for index, data in enumerate(hostile):
+        copy = write_artifact(tmp_path / str(index), configuration(), {"ranking": RANKING})
+        forge_weights(copy, data)
+        if index >= 2:
+            size = len(data) + 2**28
+            os.truncate(copy / "model.safetensors", size)
+            edit_config(copy, lambda config, size=size: config["weights"].update(size=size))
+        folders.append(str(copy))
+    write_artifact(tmp_path / "configuration", configuration(), {})
+    os.truncate(tmp_path / "configuration" / "config.json", 2**38)
+    folders.append(str(tmp_path / "configuration"))
+    code = """
+        import resource, sys
+        from hf_dynspec.errors import ArtifactError
+        from hf_dynspec.hub import read_artifact
+        read_artifact(sys.argv[1])
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + 64 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        for folder in sys.argv[2:]:
+            try:
+                read_artifact(folder)
+            except ArtifactError as error:
+                print(error.field)
+    """
+    if not sys.platform.startswith("linux"):
+        pytest.skip("limits of address space are Linux's")
+    ran = run_python(code, str(folder), *folders)
+    assert ran.stdout.split("\n")[:-1] == [
+        "model.safetensors: header",
+        "model.safetensors: header",
+        "model.safetensors: ranking.shape",
+        "model.safetensors: ranking.dtype",
+        "config.json",
+    ], ran.stderr
+
+
+# --- Pickles and other strangers ---
+
+
+class Bomb:
+    """Leaves a trace if anything unpickles it."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "policy.pt", "ranking.pkl"])
+def test_a_pickle_is_refused_and_never_opened(folder, tmp_path, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "trace")))
+    error = refusal(folder)
+    assert error.field == name and "weights_only=True" in str(error)
+    (folder / "config.json").unlink()
+    assert refusal(folder).field == name
+    assert not (tmp_path / "trace").exists()
+    pickle.loads((folder / name).read_bytes())
+    assert (tmp_path / "trace").exists()  # the bomb was live
+
+
+def test_missing_files_are_named(folder):
+    (folder / "model.safetensors").unlink()
+    assert refusal(folder).field == "model.safetensors"
+    (folder / "config.json").unlink()
+    assert refusal(folder).field == "config.json"
+
+
+@pytest.mark.parametrize("place", ["./missing", "/missing/folder", "a/b/c", Path("missing")])
+def test_a_missing_folder_is_named(place):
+    assert refusal(place).field == "directory"
+
+
+def test_another_librarys_model_is_neither_read_nor_replaced(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert refusal(tmp_path).field == "config.json: library_name"
+    for _ in range(2):
+        with pytest.raises(ArtifactError) as caught:
+            write_artifact(tmp_path, configuration(), {"ranking": RANKING})
+        assert caught.value.field == "directory"
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        (tmp_path / "config.json").unlink(missing_ok=True)  # weights alone are not ours either
+        before.pop("config.json", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError):
+        write_artifact(tmp_path / "file", configuration(), {})
+
+
+# --- Tokenizers ---
+
+
+class Tokenizer:
+    def __init__(self, vocabulary: dict[str, int], eos_token_id=None):
+        self.vocabulary = vocabulary
+        self.eos_token_id = eos_token_id
+
+    def get_vocab(self):
+        return self.vocabulary
+
+
+def test_fingerprints_tell_vocabularies_apart():
+    words = {"a": 0, "b": 1, "</s>": 2}
+    fingerprint = fingerprint_tokenizer(Tokenizer(words, 2))
+    assert (fingerprint.size, fingerprint.eos_token_ids) == (3, (2,))
+    assert fingerprint_tokenizer(Tokenizer(dict(reversed(words.items())), [2])) == fingerprint
+    others = [
+        {"a": 1, "b": 0, "</s>": 2},
+        {"a": 0, "c": 1, "</s>": 2},
+        {"a": 0, "b": 1, "</s>": 3},
+        {"a:0\n1:b": 0, "x": 1, "</s>": 2},
+        {"a": 0, "\ud800": 1, "</s>": 2},
+    ]
+    digests = {fingerprint_tokenizer(Tokenizer(other, 2)).sha256 for other in others} | {fingerprint.sha256}
+    assert len(digests) == len(others) + 1
+    # One token that looks like two lines is not two tokens.
+    pair, lookalike = ({"a": 0, "b": 1}, {"a:0\nb": 1})
+    assert fingerprint_tokenizer(Tokenizer(pair)).sha256 != fingerprint_tokenizer(Tokenizer(lookalike)).sha256
+    assert fingerprint_tokenizer(Tokenizer(others[2])).size == 4  # ids may be skipped; the size covers the last one
+    assert fingerprint_tokenizer(Tokenizer(words), [2, 1, 2]).eos_token_ids == (2, 1)
+    for broken in (Tokenizer({}), Tokenizer(words, 3)):
+        with pytest.raises(ConfigurationError):
+            fingerprint_tokenizer(broken)
+
+
+def test_a_real_tokenizer_is_fingerprinted_with_its_added_tokens():
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), eos_token="</s>")
+    before = fingerprint_tokenizer(tokenizer)
+    assert before.size == len(tokenizer) == 4 and before.eos_token_ids == (3,)
+    tokenizer.add_tokens(["new"])
+    after = fingerprint_tokenizer(tokenizer)
+    assert after.size == len(tokenizer) == 5 and after.sha256 != before.sha256
+
+
+def test_another_tokenizer_is_refused_before_the_weights_are_looked_at(folder):
+    (folder / "model.safetensors").write_bytes(b"never read")
+    larger = TokenizerFingerprint(SIZE + 1, "ab" * 32, (2, 7))
+    assert refusal(folder, tokenizer_fingerprint=larger).field == "config.json: tokenizer.size"
+    shuffled = TokenizerFingerprint(SIZE, "cd" * 32, (2, 7))
+    assert refusal(folder, tokenizer_fingerprint=shuffled).field == "config.json: tokenizer.sha256"
+    require_same_tokenizer(TOKENIZER, TokenizerFingerprint(SIZE, "ab" * 32, (3,)))
+
+
+def test_the_eos_ids_at_hand_must_be_covered_too(tmp_path):
+    write_artifact(tmp_path, configuration(), {"ranking": RANKING[RANKING != 9]})
+    read_artifact(tmp_path, tokenizer_fingerprint=TokenizerFingerprint(SIZE, "ab" * 32, (8,)))
+    ends_differently = TokenizerFingerprint(SIZE, "ab" * 32, (9,))
+    assert refusal(tmp_path, tokenizer_fingerprint=ends_differently).field == "model.safetensors: ranking"
+
+
+# --- Writing is atomic ---
+
+NEW_RANKING = torch.arange(SIZE)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_failed_save_leaves_the_old_artifact(tmp_path, monkeypatch, failing, exists):
+    folder = tmp_path / "artifact"
+    if exists:
+        write_artifact(folder, configuration(), {"ranking": RANKING})
+    before = files_of(folder) if exists else {}
+    calls = []
+    replace = os.replace
+
+    def fail(source, target):
+        calls.append(target)
+        if len(calls) == failing:
+            raise OSError("the disk is full")
+        replace(source, target)
+
+    monkeypatch.setattr(artifact_module.os, "replace", fail)
+    config = configuration(num_assistant_tokens=9)
+    if not exists and failing == 3:
+        # The third file of a first save is the model card: by then the artifact is complete.
+        with pytest.raises(OSError, match="full"):
+            write_artifact(folder, config, {"ranking": NEW_RANKING})
+        assert read_artifact(folder)[0] == config
+        return
+    with pytest.raises(OSError, match="full"):
+        write_artifact(folder, config, {"ranking": NEW_RANKING})
+    monkeypatch.undo()
+    assert {name: data for name, data in files_of(folder).items() if not name.endswith(".previous")} == before
+    assert [path for path in folder.iterdir() if path.is_dir()] == []
+    write_artifact(folder, config, {"ranking": NEW_RANKING})
+    assert read_artifact(folder)[0] == config
+    assert set(files_of(folder)) == {"config.json", "model.safetensors", "README.md"}
+
+
+KILLED_SAVES = [(kill_at, tensors) for kill_at in (1, 2, 3, 4) for tensors in ("ranking", "none")]
+
+
+def test_a_killed_save_leaves_the_old_artifact_or_the_new_one(tmp_path):
+    """Really killed, right before each rename in turn. One test for all, because a process takes long to start."""
+    folders = [tmp_path / f"{kill_at}-{tensors}" for kill_at, tensors in KILLED_SAVES]
+    for folder in folders:
+        write_artifact(folder, configuration(), {"ranking": RANKING})
+    code = """
+        import os, signal, sys
+        from hf_dynspec.configuration import DynSpecConfig
+        from hf_dynspec.hub import read_artifact, write_artifact
+
+        def save(folder, kill_at, tensors):
+            config, old = read_artifact(folder)
+            calls, replace = [], os.replace
+            def fatal(source, target):
+                calls.append(target)
+                if len(calls) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                replace(source, target)
+            os.replace = fatal
+            changed = DynSpecConfig.from_dict({**config.to_dict(), "num_assistant_tokens": 9})
+            write_artifact(folder, changed, {} if tensors == "none" else {"ranking": old["ranking"].flip(0)})
+
+        for folder in sys.argv[1:]:
+            child = os.fork()
+            if child == 0:
+                kill_at, tensors = os.path.basename(folder).split("-")
+                save(folder, int(kill_at), tensors)
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    ran = run_python(code, *map(str, folders))
+    assert ran.returncode == 0, ran.stderr
+    for folder, exit_code, (kill_at, tensors) in zip(folders, ran.stdout.split(), KILLED_SAVES, strict=True):
+        renames = 4 if tensors == "ranking" else 3
+        assert int(exit_code) == (-signal.SIGKILL if kill_at <= renames else 0)
+        check_killed_save(folder, kill_at, tensors)
+
+
+def check_killed_save(folder: Path, kill_at: int, tensors: str) -> None:
+    config, read = read_artifact(folder)
+    if config.num_assistant_tokens == 6:
+        assert torch.equal(read["ranking"], RANKING)
+    elif tensors == "ranking":
+        assert kill_at == 4 and torch.equal(read["ranking"], NEW_RANKING)
+    else:
+        assert kill_at >= 3 and read == {}
+    # The next save starts from whatever was left, fails between its files, and still leaves it.
+    replace = os.replace
+
+    def fail(source, target):
+        if Path(target).name == "config.json":
+            raise OSError("the disk is full")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifact_module.os, "replace", fail)
+        with pytest.raises(OSError, match="full"):
+            write_artifact(folder, configuration(), {"ranking": torch.roll(RANKING, 1)})
+    again, read_again = read_artifact(folder)
+    assert again == config and read_again.keys() == read.keys()
+    assert all(torch.equal(read_again[name], read[name]) for name in read)
+    # The one after that succeeds and tidies up.
+    write_artifact(folder, configuration(), {"ranking": NEW_RANKING})
+    assert torch.equal(read_artifact(folder)[1]["ranking"], NEW_RANKING)
+    assert set(files_of(folder)) == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_first_save_that_was_killed_can_be_repeated(folder):
+    (folder / "config.json").unlink()  # what is left when the process dies between the two files
+    write_artifact(folder, configuration(), {"ranking": NEW_RANKING})
+    assert torch.equal(read_artifact(folder)[1]["ranking"], NEW_RANKING)
+
+
+def test_saving_without_tensors_removes_the_old_weights(folder):
+    policy = InContextShortlist(window=8)
+    write_artifact(folder, configuration(policy), {})
+    assert set(files_of(folder)) == {"config.json", "README.md"}
+    assert read_artifact(folder) == (configuration(policy), {})
+
+
+def test_an_unknown_policy_is_not_written(tmp_path):
+    with pytest.raises(ArtifactError) as caught:
+        write_artifact(tmp_path / "new", DynSpecConfig(PolicyConfig("telepathy")), {})
+    assert caught.value.field == "config.json: policy.name" and not (tmp_path / "new").exists()
+
+
+def test_a_configuration_too_long_to_be_read_is_not_written(tmp_path):
+    with pytest.raises(ArtifactError) as caught:
+        write_artifact(tmp_path / "new", configuration(provenance={"log": "x" * 2**20}), {"ranking": RANKING})
+    assert caught.value.field == "config.json" and not (tmp_path / "new").exists()
+
+
+# --- Model cards ---
+
+
+def metadata_of(card: str) -> dict:
+    from huggingface_hub import ModelCard
+
+    return ModelCard(card).data.to_dict()
+
+
+def test_the_card_says_what_the_configuration_says():
+    results = [
+        {"workload": "code", "speedup": 1.5, "acceptance_length": 3.25, "device": "cpu"},
+        {"workload": "chat", "speedup": 1.25},
+    ]
+    card = render_card(configuration(results=results), "acme/dynspec")
+    metadata = metadata_of(card)
+    assert metadata["library_name"] == "hf_dynspec" and metadata["license"] == "apache-2.0"
+    assert metadata["base_model"] == ["acme/large", "acme/small"] and metadata["datasets"] == ["acme/texts"]
+    assert {"speculative-decoding", "assisted-generation", "dynamic-vocabulary", "frequency"} <= set(metadata["tags"])
+    measured = {
+        (result["dataset"]["name"], metric["type"]): metric["value"]
+        for result in metadata["model-index"][0]["results"]
+        for metric in result["metrics"]
+    }
+    assert measured == {("code", "speedup"): 1.5, ("code", "acceptance_length"): 3.25, ("chat", "speedup"): 1.25}
+    assert 'DynSpecAssistant.from_pretrained("acme/dynspec", target=target)' in card
+    assert "| workload | speedup | acceptance_length | device |" in card and "| chat | 1.25 | - | - |" in card
+    assert "| size | 20 |" in card and "| corpus.tokens | 10 |" in card and "1" * 40 in card
+
+
+def test_a_card_without_measurements_claims_none():
+    metadata = metadata_of(render_card(DynSpecConfig(PolicyConfig("full"))))
+    assert "model-index" not in metadata and "base_model" not in metadata
+    card = render_card(configuration(drafter=ModelReference("/models/small")))
+    assert "Nothing was measured" in card
+    assert "target=target, drafter=drafter)" in card  # a local drafter cannot be looked up
+    assert metadata_of(card)["base_model"] == "acme/large" or metadata_of(card)["base_model"] == ["acme/large"]
+
+
+def test_values_cannot_break_out_of_the_card():
+    hostile = "x | y\n\n<script>alert(1)</script>\n<!-- `{{ card_data }}`"
+    card = render_card(configuration(provenance={"note": hostile}))
+    assert "<script>" not in card
+    assert "| note | x &#124; y &lt;script&gt;alert(1)&lt;/script&gt; &lt;!-- &#96;{{ card_data }}&#96; |" in card
+
+
+def test_an_edited_card_is_kept_and_a_generated_one_replaced(folder):
+    path = folder / "README.md"
+    assert is_unedited_card(path.read_text()) and "| size | 20 |" in path.read_text()
+    write_artifact(folder, configuration(FrequencyShortlist(RANKING, size=30)), {"ranking": RANKING})
+    assert "| size | 30 |" in path.read_text()
+    edited = path.read_text().replace("## Usage", "## How I use it")
+    for text in (edited, "my own words"):
+        path.write_text(text)
+        assert not is_unedited_card(text)
+        write_artifact(folder, configuration(), {"ranking": RANKING}, card="something else")
+        assert path.read_text() == text
+
+
+def test_a_given_card_is_written(tmp_path):
+    write_artifact(tmp_path, configuration(), {"ranking": RANKING}, card="my own words")
+    assert (tmp_path / "README.md").read_text() == "my own words"
+
+
+def test_strict_json_of_the_writer(folder):
+    text = (folder / "config.json").read_bytes()
+    assert parse_strict_json(text, "config.json") == json.loads(text)

@@ -1,0 +1,599 @@
+"""The benchmark: prompts, policies as texts, what is measured and written, and errors before models are loaded."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from hf_dynspec.commands import app
+from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
+from hf_dynspec.errors import ConfigurationError, DynSpecError
+from hf_dynspec.evaluation import benchmark, report
+from hf_dynspec.evaluation.benchmark import BenchmarkSettings, parse_policy, run_benchmark, shorten_paths
+from hf_dynspec.evaluation.report import acceptance_table, speed_table, summarize, to_dict, write_json
+from hf_dynspec.evaluation.workloads import WorkloadError, WorkloadPrompt, encode_workload, read_workload
+from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
+from hf_dynspec.shortlists import FrequencyShortlist
+
+ROOT = Path(__file__).parents[1]
+POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
+SYSTEMS = ["plain", "transformers", *POLICIES]
+NEW_TOKENS = 12
+DRAFTED = 5
+# The twin of the target is right every time, so that 12 tokens take two rounds of 5 drafts and one token more.
+BEST_ACCEPTANCE = 6.0
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, rows: int) -> None:
+    config = Qwen3Config(
+        vocab_size=rows,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target, its twin, a drafter with padded rows, and two files of prompts."""
+    root = tmp_path_factory.mktemp("bench")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = ["drafts are verified by the target", "the law of large numbers", "for index in range(10): print(index)"]
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet))
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    make_model(root / "target", wrapped, seed=0, rows=len(wrapped))
+    make_model(root / "twin", wrapped, seed=0, rows=len(wrapped))
+    make_model(root / "padded", wrapped, seed=1, rows=len(wrapped) + 4)
+    write_rows(root / "code.jsonl", [{"question_id": n, "category": "code", "turns": [text[2], "x"]} for n in (1, 2)])
+    write_rows(root / "law.jsonl", [{"text": text[1]}, {"prompt": text[0]}])
+    return root
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def settings(folder: Path, **changes) -> BenchmarkSettings:
+    given = {
+        "target": str(folder / "target"),
+        "drafter": str(folder / "twin"),
+        "prompts": [folder / "code.jsonl", folder / "law.jsonl"],
+        "policies": POLICIES,
+        "max_new_tokens": NEW_TOKENS,
+        "num_assistant_tokens": DRAFTED,
+        "repeats": 2,
+        "profile_prompts": 1,
+        "device": "cpu",
+    }
+    return BenchmarkSettings(**{**given, **changes})
+
+
+def rendered(table) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+# The whole command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reported(folder) -> tuple[str, dict]:
+    """What the command prints and writes for greedy decoding and sampling."""
+    out = folder / "out.json"
+    words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
+    words += [word for policy in POLICIES for word in ("--policy", policy)]
+    words += ["--temperature", 0, "--temperature", 0.8, "--max-new-tokens", NEW_TOKENS, "--repeats", 2]
+    words += ["--profile-prompts", 1, "--device", "cpu", "--threads", 1, "--by-domain", "--json", out]
+    result = invoke(*words, folder / "law.jsonl")
+    assert result.exit_code == 0, result.exception
+    return result.stdout, json.loads(out.read_text(encoding="utf-8"))
+
+
+def figures(written: dict, system: str, temperature: float, domain: str | None = None) -> dict:
+    keys = {"system": system, "temperature": temperature, "domain": domain}
+    (row,) = (row for row in written["results"] if keys.items() <= row.items())
+    return row
+
+
+def test_every_system_runs_every_prompt_in_every_repeat(reported):
+    _, written = reported
+    assert written["complete"] and not written["notes"]
+    runs = [(run["temperature"], run["repeat"], run["prompt"], run["system"]) for run in written["generations"]]
+    prompts = ["code/1", "code/2", "law/line 1", "law/line 2"]
+    assert sorted(runs) == sorted(
+        (temperature, repeat, prompt, system)
+        for temperature in (0.0, 0.8)
+        for repeat in (0, 1)
+        for prompt in prompts
+        for system in SYSTEMS
+    )
+    assert {run["domain"] for run in written["generations"]} == {"code", "law"}
+    # Interleaved: all systems finish a prompt before any starts the next, and they take turns in going first.
+    in_groups = [runs[start : start + len(SYSTEMS)] for start in range(0, len(runs), len(SYSTEMS))]
+    assert all(len({run[:3] for run in group}) == 1 for group in in_groups)
+    assert {group[0][3] for group in in_groups} == set(SYSTEMS)
+
+
+def test_greedy_tokens_are_the_same_for_all_systems(reported):
+    printed, written = reported
+    for system in SYSTEMS:
+        row = figures(written, system, 0.0)
+        assert (row["identical"], row["compared"], row["mismatches"]) == (4, 4, {})
+        assert "identical" not in figures(written, system, 0.8)
+    assert printed.count("4/4") == len(SYSTEMS) - 1
+
+
+def test_acceptance_coverage_and_active_vocabulary(reported, folder):
+    _, written = reported
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "target"))
+    for system in ("transformers", "full"):
+        for domain in (None, "code", "law"):
+            assert figures(written, system, 0.0, domain)["acceptance_length"] == BEST_ACCEPTANCE
+    assert figures(written, "plain", 0.0)["acceptance_length"] == 1.0
+    full, frequency, window = (figures(written, system, 0.0) for system in POLICIES)
+    assert full["active_vocabulary"] == vocabulary
+    assert full["coverage"] == pytest.approx(1.0, abs=1e-6)
+    assert frequency["active_vocabulary"] == frequency["active_vocabulary_max"] == 64
+    assert 0.0 < frequency["coverage"] < 1.0
+    assert 1 < window["active_vocabulary"] <= 32 + 1
+    assert frequency["acceptance_length"] < BEST_ACCEPTANCE
+
+
+def test_speeds_and_ratios_follow_from_the_generations(reported):
+    _, written = reported
+    for temperature in (0.0, 0.8):
+        speeds = {}
+        for system in SYSTEMS:
+            runs = [
+                [run for run in written["generations"] if (run["system"], run["temperature"]) == (system, temperature)]
+            ][0]
+            by_repeat = [[run for run in runs if run["repeat"] == repeat] for repeat in (0, 1)]
+            speeds[system] = [sum(r["tokens"] for r in part) / sum(r["seconds"] for r in part) for part in by_repeat]
+            means = [fmean(run["tokens"] / run["seconds"] for run in part) for part in by_repeat]
+            row = figures(written, system, temperature)
+            assert row["tokens_per_second"]["per_repeat"] == pytest.approx(speeds[system])
+            assert row["mean_tokens_per_second"]["per_repeat"] == pytest.approx(means)
+            assert row["prompts"] == 4
+        for system in SYSTEMS:
+            ratios = figures(written, system, temperature)["ratios"]
+            assert set(ratios) == {"plain", "transformers", "full", "frequency:size=64"}
+            for base, ratio in ratios.items():
+                pairs = [ours / theirs for ours, theirs in zip(speeds[system], speeds[base], strict=True)]
+                assert ratio["per_repeat"] == pytest.approx(pairs)
+                assert ratio["median"] == pytest.approx(median(pairs))
+                assert (ratio["min"], ratio["max"]) == pytest.approx((min(pairs), max(pairs)))
+
+
+def test_profiles_say_where_a_round_goes(reported):
+    _, written = reported
+    for system in POLICIES:
+        row = figures(written, system, 0.0)
+        sections = {"backbone", "head", "policy", "choice", "verification", "other"}
+        assert set(row["ms_per_round"]) == set(row["share_of_round"]) == sections
+        assert sum(row["share_of_round"].values()) == pytest.approx(1.0)
+        drafting = sum(row["ms_per_round"][name] for name in ("backbone", "head", "policy", "choice"))
+        assert row["draft_ms_per_round"] == pytest.approx(drafting)
+        assert row["profile"]["calls"] == 2  # one prompt of each domain
+        assert row["drafting"]["calls"] == 8  # timed calls: four prompts, two repeats
+        assert row["drafting"]["seconds"] == {}  # and they were not profiled
+
+
+def test_the_file_says_where_it_comes_from_and_names_no_folders(reported, folder):
+    _, written = reported
+    text = json.dumps(written)
+    assert str(folder.parent) not in text and str(Path.home()) + "/" not in text
+    provenance = written["provenance"]
+    assert provenance["command"][:4] == ["hf-dynspec", "bench", "--target", f"{folder.name}/target"]
+    assert f"{folder.name}/law.jsonl" in provenance["command"]
+    assert provenance["versions"]["torch"] == torch.__version__
+    assert {"hf_dynspec", "transformers", "python"} <= set(provenance["versions"])
+    assert provenance["hardware"]["cpu"] and provenance["hardware"]["threads"] == 1
+    assert provenance["hardware"]["memory_bytes"] > 0
+    assert written["settings"]["max_new_tokens"] == NEW_TOKENS
+    assert written["settings"]["top_k"] == 50
+    assert written["settings"]["drafter_settings_of_all_systems"]["assistant_confidence_threshold"] == 0.0
+    assert written["models"]["target"]["dtype"] == "float32"
+    assert written["policies"]["frequency:size=64"]["settings"]["size"] == 64
+
+
+def test_the_tables_show_all_systems(reported):
+    printed, _ = reported
+    assert "Greedy, 4 prompts" in printed and "Temperature 0.8, top-k 50, 4 prompts" in printed
+    for heading in ("vs plain", "vs transformers", "vs frequency", "coverage", "draft ms", "identical"):
+        assert heading in printed
+    for system in SYSTEMS:
+        assert printed.count(f"│ {system} ") >= 2
+    assert printed.count("Acceptance length, ") == 2
+
+
+# From Python ---------------------------------------------------------------------------------------------------------
+
+
+def test_loaded_models_are_left_as_they_were(folder):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    drafter = AutoModelForCausalLM.from_pretrained(folder / "twin")
+    drafter.generation_config.num_assistant_tokens = 9
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    before, threads, state = drafter.generation_config.to_dict(), torch.get_num_threads(), torch.get_rng_state()
+    seen = []
+
+    def watch(activity: str, done: int, total: int) -> None:
+        config = drafter.generation_config
+        seen.append((activity, done, total, config.num_assistant_tokens, config.assistant_confidence_threshold))
+
+    result = run_benchmark(
+        settings(folder, target=None, drafter=None, prompts=(), policies={"mine": parse_policy("full")}, threads=1),
+        target=target,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        prompts=[WorkloadPrompt("a", "letters", "a b c"), WorkloadPrompt("b", "letters", "d e f")],
+        report=watch,
+    )
+    assert result.complete
+    # Three systems: warm-up, two repeats of two prompts; counting on two prompts; profile and coverage on one.
+    assert [done for _, done, *_ in seen] == list(range(3 + 12 + 2 + 2 + 1))
+    assert {total for _, _, total, *_ in seen} == {19}
+    assert {(drafted, threshold) for *_, drafted, threshold in seen} == {(DRAFTED, 0.0)}
+    assert drafter.generation_config.to_dict() == before
+    assert "generate" not in vars(target) and "_get_candidate_generator" not in vars(target)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    (row,) = (row for row in summarize(result) if row["system"] == "mine" and row["domain"] is None)
+    assert row["identical"] == row["compared"] == 2
+    assert "letters" in rendered(acceptance_table(result, 0.0))
+
+
+def test_different_tokens_are_reported(folder, monkeypatch):
+    generate = benchmark._Run._generate
+
+    def change_one_token(self, activity, system, index, temperature, repeat):
+        tokens, seconds = generate(self, activity, system, index, temperature, repeat)
+        if system.label == "full" and index == 2 and repeat == 1:
+            tokens[3] += 1
+        return tokens, seconds
+
+    monkeypatch.setattr(benchmark._Run, "_generate", change_one_token)
+    result = run_benchmark(settings(folder, policies=("full",), profile_prompts=0))
+    rows = {(row["system"], row["domain"]): row for row in summarize(result)}
+    assert rows["full", None]["mismatches"] == {"law/line 1": 3}
+    assert (rows["full", None]["identical"], rows["full", None]["compared"]) == (3, 4)
+    assert rows["full", "code"]["identical"] == 2
+    assert rows["transformers", None]["identical"] == 4
+    assert "3/4" in rendered(speed_table(result, 0.0))
+
+
+def test_sampling_repeats_itself_with_a_seed(folder):
+    runs = []
+    for seed in (3, 3, 4):
+        changes = {"policies": ("frequency:size=64",), "temperatures": (1.5,), "limit": 1, "profile_prompts": 0}
+        result = run_benchmark(settings(folder, seed=seed, transformers_assisted=False, **changes))
+        runs.append([(run.system, run.prompt, run.repeat, run.tokens, run.rounds) for run in result.generations])
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("after", [2, 4, 11])
+def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
+    generate, calls = benchmark._Run._generate, []
+
+    def interrupt(self, *arguments):
+        calls.append(arguments)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(benchmark._Run, "_generate", interrupt)
+    out = folder / "interrupted.json"
+    words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
+    result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--device", "cpu", "--json", out)
+    assert result.exit_code == 130
+    written = json.loads(out.read_text())
+    assert not written["complete"] and "interrupted" in written["notes"][0]
+    assert written["provenance"]["finished"] is None
+    # Three warm-ups, then whole and unfinished prompts; figures count only prompts that all systems finished.
+    assert len(written["generations"]) == max(0, after - 3)
+    if after == 11:
+        assert {run["repeat"] for run in written["generations"]} == {0, 1}
+        row = figures(written, "full", 0.0)
+        assert len(row["tokens_per_second"]["per_repeat"]) == 1 and row["prompts"] == 2
+        assert "one repeat" in result.stdout
+
+
+def test_transformers_is_left_out_where_it_cannot_run(folder):
+    result = run_benchmark(settings(folder, drafter=str(folder / "padded"), policies=("full",), repeats=1))
+    assert "transformers' assisted generation was left out" in result.notes[0]
+    assert {run.system for run in result.generations} == {"plain", "full"}
+    assert "vs transformers" not in rendered(speed_table(result, 0.0))
+
+
+def test_a_benchmark_of_two_policies_alone(folder):
+    result = run_benchmark(
+        settings(folder, policies=("hybrid:core_size=16,window=8",), transformers_assisted=False, profile_prompts=0)
+    )
+    (row,) = (row for row in summarize(result) if row["system"].startswith("hybrid") and row["domain"] is None)
+    assert row["identical"] == 4 and "coverage" not in row and "ms_per_round" not in row
+    assert "–" in rendered(speed_table(result, 0.0))
+
+
+def test_a_ranking_is_read_from_an_artifact(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    ranking = torch.arange(len(tokenizer)).flip(0)
+    policy = FrequencyShortlist(ranking, size=32)
+    config = DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=fingerprint_tokenizer(tokenizer))
+    write_artifact(folder / "ranking", config, policy.tensors())
+    text = f"frequency:ranking={folder / 'ranking'},size=64"
+    result = run_benchmark(settings(folder, policies=(text,), repeats=1, limit=1, transformers_assisted=False))
+    (label,) = result.policies
+    assert label == f"frequency:ranking={folder.name}/ranking,size=64"
+    assert torch.equal(result.policies[label].ranking, ranking)
+    (row,) = (row for row in summarize(result) if row["system"] == label and row["domain"] is None)
+    assert row["active_vocabulary"] == 64 and row["identical"] == 2
+    assert str(folder) not in json.dumps(to_dict(result))
+
+
+def test_the_revision_is_that_of_this_checkout(tmp_path, monkeypatch):
+    if (ROOT / ".git").exists():
+        revision = report.git_revision()
+        assert len(revision["commit"]) == 40 and isinstance(revision["changed"], bool)
+    # Installed below somebody else's checkout, or in no checkout.
+    monkeypatch.setattr(report, "_PACKAGE", tmp_path)
+    assert report.git_revision() is None
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert report.git_revision() is None
+
+
+def test_the_file_is_replaced_in_one_step(folder, tmp_path, monkeypatch):
+    result = run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, profile_prompts=0))
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_json(path, result)
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
+    monkeypatch.undo()
+    write_json(path, result)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(to_dict(result)))
+    assert os.listdir(tmp_path) == ["out.json"]
+    assert stat.S_IMODE(path.stat().st_mode) & stat.S_IRUSR
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("hybrid", "hybrid", {"core_size": 4096}),
+        ("hybrid:core_size=1024,window=2048", "hybrid", {"core_size": 1024, "window": 2048}),
+        ("frequency:size=8,position_aware=true", "frequency", {"size": 8, "position_aware": True}),
+        ("in_context:eviction=lru,prompt_positions=none", "in_context", {"eviction": "lru", "prompt_positions": None}),
+    ],
+)
+def test_policies_are_read_from_texts(text, name, expected):
+    policy = parse_policy(text)
+    assert policy.name == name
+    assert expected.items() <= policy.settings().items()
+
+
+def test_a_plus_sign_makes_a_union():
+    first, second = parse_policy("frequency:size=1024+in_context:window=3072,eviction=lru").policies
+    assert (first.name, first.size) == ("frequency", 1024)
+    assert (second.name, second.window, second.eviction) == ("in_context", 3072, "lru")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "no policy ''"),
+        ("nonsense", "no policy 'nonsense'"),
+        ("frequency+nonsense", "no policy 'nonsense'"),
+        ("full:size=3", "no setting 'size'; it has none"),
+        ("frequency:sise=3", "no setting 'sise'; it has ranking, size, position_aware"),
+        ("frequency:size", "name=value"),
+        ("frequency:", "name=value"),
+        ("frequency:size=", "name=value"),
+        ("frequency:size=0", "size must be a positive number"),
+        ("frequency:size=1.5", "size must be a positive number"),
+        ("frequency:size=1,size=2", "given twice"),
+        ("frequency:position_aware=1", "position_aware must be True or False"),
+        ("in_context:eviction=mru", "eviction must be one of"),
+        ("union", r"join policies with \+"),
+    ],
+)
+def test_texts_that_are_no_policy_are_refused(text, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"policies": ("full", "full")}, "given twice"),
+        ({"policies": ()}, "no policy to measure"),
+        ({"policies": {"plain": parse_policy("full")}}, "one of the baselines"),
+        ({"repeats": 0}, "repeats must be"),
+        ({"max_new_tokens": None}, "max_new_tokens must be"),
+        ({"temperatures": (-0.1,)}, "temperatures must be"),
+        ({"temperatures": (0.0, 0.0)}, "given twice"),
+        ({"temperatures": (float("nan"),)}, "temperatures must be"),
+        ({"dtype": "float33"}, "dtype must be"),
+        ({"device": "nowhere"}, "device 'nowhere'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        BenchmarkSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("word", "shortened"),
+    [
+        ("/data/models/large/target", "large/target"),
+        ("--json=/data/results/out.json", "--json=results/out.json"),
+        ("../../models/target", "models/target"),
+        ("~/secret/models/target", "models/target"),
+        (f"{Path.home()}/target", "~/target"),
+        ("frequency:ranking=/data/made/rank,size=3", "frequency:ranking=made/rank,size=3"),
+        ("in_context+frequency:ranking=/data/a/b+full", "in_context+frequency:ranking=a/b+full"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("hybrid:core_size=3", "hybrid:core_size=3"),
+    ],
+)
+def test_paths_are_shortened(word, shortened):
+    assert shorten_paths(word) == shortened
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_read_and_grouped(tmp_path):
+    first = write_rows(
+        tmp_path / "spec.jsonl",
+        [
+            {"question_id": 81, "category": "writing", "turns": ["one", "more"]},
+            {"question_id": 82, "category": "writing", "turns": ["two"]},
+            {"question_id": "q", "category": "math", "turns": ["three"]},
+        ],
+    )
+    second = tmp_path / "plain.jsonl"
+    second.write_bytes(b'\xef\xbb\xbf{"text": "four"}\r\n\r\n{"prompt": "f\xc3\xbcnf", "category": "math"}\n')
+    assert read_workload([first, second], limit=1) == [
+        WorkloadPrompt("spec/81", "writing", "one"),
+        WorkloadPrompt("spec/q", "spec/math", "three"),
+        WorkloadPrompt("plain/line 1", "plain", "four"),
+        WorkloadPrompt("plain/line 3", "plain/math", "fünf"),
+    ]
+    assert len(read_workload([first])) == 3
+
+
+MALFORMED = [
+    (b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
+    (b'{"text": "\xff"}\n', "line 1: not UTF-8"),
+    (b"[1]\n", "line 1: a row must be a JSON object"),
+    (b'{"body": "a"}\n', "line 1: a row needs turns"),
+    (b'{"turns": []}\n', "line 1: turns must be a list"),
+    (b'{"turns": [3]}\n', "line 1: the first turn must be a text"),
+    (b'{"text": ""}\n', "line 1: text must be a text"),
+    (b'{"text": "\\ud800"}\n', "line 1: text holds half of a surrogate pair"),
+    (b'{"text": "a", "category": 3}\n', "line 1: category must be text"),
+    (b'{"text": "a", "question_id": [1]}\n', "line 1: question_id must be"),
+    (b'{"text": "a", "question_id": 1}\n{"text": "b", "question_id": 1}\n', "line 2: a second prompt"),
+    (b"[" * 100_000 + b"\n", "line 1: "),
+    (b"\n \n", "holds no prompts"),
+]
+
+
+@pytest.mark.parametrize(("data", "problem"), MALFORMED)
+def test_malformed_prompts_are_refused_by_file_and_line(tmp_path, data, problem):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(WorkloadError) as caught:
+        read_workload([path])
+    assert str(caught.value).startswith(str(path)) and problem in str(caught.value)
+
+
+def test_long_prompts_are_refused_or_shortened(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    prompt = WorkloadPrompt("law/7", "law", "the law of large numbers " * 9)
+    (whole,) = encode_workload([prompt], tokenizer, None)
+    with pytest.raises(WorkloadError, match=f"prompt law/7 has {len(whole)} tokens, and the models have room for 20"):
+        encode_workload([prompt], tokenizer, 20)
+    assert encode_workload([prompt], tokenizer, 20, truncate_to=20) == [whole[-20:]]
+    with pytest.raises(WorkloadError, match="no chat template"):
+        encode_workload([prompt], tokenizer, None, use_chat_template=True)
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    (chat,) = encode_workload([prompt], tokenizer, None, use_chat_template=True)
+    assert tokenizer.decode(chat).startswith("<user>the law")
+    with pytest.raises(WorkloadError, match="room for 16"):
+        run_benchmark(settings(folder, max_new_tokens=112), prompts=[prompt])
+
+
+# Errors of the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--policy", "nonsense"], "no policy 'nonsense'"),
+        (["--policy", "frequency:size=none"], "size must be"),
+        (["--policy", "frequency:ranking=./no/such/folder"], "no/such/folder"),
+        (["--temperature", "-1"], "temperatures must be"),
+        (["--repeats", "0"], "repeats must be"),
+        (["--dtype", "tiny"], "dtype must be"),
+        (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
+        (["missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["bad.jsonl"], "bad.jsonl, line 1: not valid JSON"),
+    ],
+)
+def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, words, problem):
+    def refuse(*_, **__):
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text("{")
+    write_rows(Path("good.jsonl"), [{"text": "a"}])
+    result = invoke("--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *words)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, DynSpecError)
+    assert problem in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_errors_take_one_line(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": \n')
+    words = ["bench", "--target", "no-model", "--drafter", "no-model", "--prompts", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-c", "from hf_dynspec.commands import main; main()", *words],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {path}, line 2: not valid JSON")
+
+
+def test_models_that_cannot_be_loaded_are_named(folder):
+    with pytest.raises(ConfigurationError, match=r"the drafter .*law\.jsonl cannot be loaded"):
+        run_benchmark(settings(folder, drafter=str(folder / "law.jsonl")))
+    with pytest.raises(ConfigurationError, match="name the target"):
+        run_benchmark(settings(folder, target=None))
