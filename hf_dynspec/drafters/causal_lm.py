@@ -1,11 +1,12 @@
 """Any decoder-only causal language model of transformers as an independent drafter."""
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..head import DynamicLMHead
 from .base import Drafter, DrafterState
+from .traced_step import cache_of, layers_of, trace_step
 
 
 class CausalLMDrafter(Drafter):
@@ -34,6 +35,7 @@ class CausalLMDrafter(Drafter):
         self.decoder = model.get_decoder()
         self.head = DynamicLMHead.from_model(model)
         self._require_agreement()
+        self.step = trace_step(model)
 
     def start(self) -> "CausalLMState":
         return CausalLMState(self)
@@ -64,8 +66,9 @@ class CausalLMState(DrafterState):
 
     def __init__(self, drafter: CausalLMDrafter):
         self._decoder = drafter.decoder
+        self._step = drafter.step
         self._head_weight = drafter.head.weight
-        self._cache = DynamicCache()
+        self._layers: list[torch.Tensor] = []
         self._length = 0
 
     @property
@@ -73,10 +76,17 @@ class CausalLMState(DrafterState):
         return self._length
 
     def extend(self, token_ids: torch.Tensor) -> torch.Tensor:
-        outputs = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=self._cache, use_cache=True)
+        if self._step is not None and self._layers and token_ids.shape[0] == 1:
+            position = torch.full((1, 1), self._length, dtype=torch.int64, device=token_ids.device)
+            hidden, *self._layers = self._step(token_ids.unsqueeze(0), position, *self._layers)
+        else:
+            cache = cache_of(self._layers)
+            hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True)[0]
+            self._layers = layers_of(cache)
         self._length += token_ids.shape[0]
-        return outputs[0][0].to(self._head_weight)
+        return hidden[0].to(self._head_weight)
 
     def truncate(self, length: int) -> None:
-        self._cache.crop(length - self._length)
+        if length < self._length:
+            self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
         self._length = length
