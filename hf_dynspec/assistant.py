@@ -447,6 +447,7 @@ def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
     eos = generation_config.eos_token_id
     if eos is None:
         return ()
+    eos = eos.tolist() if hasattr(eos, "tolist") else eos
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
 
 

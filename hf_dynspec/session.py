@@ -77,7 +77,8 @@ class DraftSession:
         """
         self._prefix = prefix
         token_ids, used_logits, shortlists = [], [], []
-        fresh = prefix[self._backbone.length :]
+        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
+        fresh = prefix[self._backbone.length :].clamp_max(self._head.weight.shape[0] - 1)
         for depth in range(count):
             with self.stopwatch.section("backbone"):
                 hidden = self._backbone.extend(fresh)[-1:]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -104,7 +104,9 @@ def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **c
             if parameter.dim() >= 2:
                 # A tied head likes to repeat the last token unless the layers speak louder than the embedding.
                 spread = 0.5 if tied else 0.2
-                parameter.copy_(torch.randn_like(parameter) * (spread if parameter is not embedding else 1 - tied * 0.9))
+                parameter.copy_(
+                    torch.randn_like(parameter) * (spread if parameter is not embedding else 1 - tied * 0.9)
+                )
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
     model.generation_config.pad_token_id = PAD
@@ -138,6 +140,14 @@ def word_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<pad>"
     )
+
+
+def character_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """A tokenizer of `size` entries, each of which is one character, so that strings are found across tokens."""
+    letters = {chr(ord("a") + i if i < 26 else 0x400 + i): i + 3 for i in range(size - 3)}
+    backend = Tokenizer(models.BPE({"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **letters}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 class ForwardCounter:

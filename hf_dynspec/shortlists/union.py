@@ -180,8 +180,8 @@ class HybridShortlist(UnionShortlist):
     def __init__(
         self,
         ranking: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
-        core_size: int = 6144,
-        window: int = 2048,
+        core_size: int = 4096,
+        window: int = 1024,
         prompt_top_k: int = 50,
         verify_top_k: int = 50,
         prompt_positions: int | None = 32,
