@@ -16,7 +16,7 @@ from .configuration import DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, as_drafter
 from .errors import ArtifactError, ConfigurationError, NotBoundError
 from .generation.binding import Bindable, Call, attach, check_target, detach, timed_forwards
-from .generation.candidate_generator import ShortlistCandidateGenerator
+from .generation.drafting import ChainDrafting
 from .protocol import VocabularyInfo
 from .session import DraftSession
 from .shortlists import ShortlistPolicy, as_policy
@@ -348,21 +348,21 @@ class Conversation(Bindable):
 
 
 class GenerateCall(Call):
-    """What one `generate` call uses: a session, counts, and the candidate generator that drives it."""
+    """What one `generate` call uses: a session, counts, and the drafting that uses it."""
 
     def __init__(self, assistant: DynSpecAssistant, conversation: Conversation | None):
         self._assistant = assistant
         self._conversation = conversation
         self._session: DraftSession | None = None
-        self._generator: ShortlistCandidateGenerator | None = None
+        self._drafting: ChainDrafting | None = None
         self._stats = DraftingStatistics()
         self._stats.calls = 1
         devices = (assistant.drafter.head.device, assistant.target.device)
         self._stopwatch = Stopwatch(assistant.profile, devices)
         self._start = 0.0
 
-    def candidate_generator(self, **arguments: Any) -> ShortlistCandidateGenerator:
-        """See `Call.candidate_generator`."""
+    def drafting(self, **arguments: Any) -> ChainDrafting:
+        """See `Call.drafting`."""
         assistant = self._assistant
         generation_config = arguments["generation_config"]
         eos = assistant.scored_eos_token_ids(generation_config)
@@ -372,11 +372,13 @@ class GenerateCall(Call):
         self._session = kept if continues else assistant.take_session(eos)
         self._session.stats = self._stats
         self._session.stopwatch = self._stopwatch
-        self._generator = ShortlistCandidateGenerator(
+        self._drafting = ChainDrafting(
             self._session,
             assistant.policy.needs,
             assistant.target,
             generation_config,
+            arguments["input_ids"],
+            arguments["model_kwargs"],
             assistant.generation_config,
             arguments["logits_processor"],
             continues,
@@ -384,7 +386,7 @@ class GenerateCall(Call):
         )
         if self._stopwatch.enabled:
             self._start = self._stopwatch.now()
-        return self._generator
+        return self._drafting
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -397,7 +399,7 @@ class GenerateCall(Call):
 
     def close(self) -> None:
         """Give the session back and publish the counts."""
-        if self._generator is None:
+        if self._drafting is None:
             return
         if self._stopwatch.enabled:
             elapsed = self._stopwatch.now() - self._start
@@ -405,7 +407,7 @@ class GenerateCall(Call):
             self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
         config = self._assistant.generation_config
         if config.num_assistant_tokens_schedule == "heuristic":
-            config.num_assistant_tokens = self._generator.num_assistant_tokens
+            config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if self._conversation is not None:
             self._conversation.session = self._session
         else:

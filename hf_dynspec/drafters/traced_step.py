@@ -6,11 +6,14 @@ graph is used only after it has agreed with the model at lengths other than the 
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 # Lengths of cached context: one to trace at, the others to compare at.
 _TRACED_LENGTH = 7
@@ -60,15 +63,27 @@ def trace_step(model: PreTrainedModel) -> torch.jit.ScriptModule | None:
         return None
     step = _Step(model.get_decoder()).eval()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # Tracing warns of every value that it takes for a constant; the comparison below tells whether it may.
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), _without_warnings():
             traced = torch.jit.trace(step, _example(model, _TRACED_LENGTH), check_trace=False)
             agrees = all(_agrees(step, traced, _example(model, length)) for length in _COMPARED_LENGTHS)
     # A model may do anything in its forward; whatever keeps it from being traced only costs the speed of the trace.
     except Exception:
         return None
     return traced if agrees else None
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Tracing warns of every value that it takes for a constant, which the comparison checks, and of every attribute
+    that it looks at."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _has_steady_steps(model: PreTrainedModel) -> bool:

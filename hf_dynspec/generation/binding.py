@@ -1,11 +1,12 @@
 """How an assistant attaches to one target model, and to nothing else.
 
-Binding sets two attributes on the target object: `generate`, which refuses what cannot work before any work is done,
-and `_get_candidate_generator`, where transformers asks for the object that drafts. Calls with another assistant, or
-with none, go straight to the methods of the target's class. Unbinding the last assistant removes both attributes.
+Binding sets one attribute on the target object: a `generate` that refuses what cannot work before any work is done, and
+otherwise runs the target's own `generate` with the decoding loop of this package in it. Calls with another assistant,
+or with none, go straight to the method of the target's class. Unbinding the last assistant removes the attribute.
 """
 
-import contextvars
+import copy
+import functools
 import inspect
 import threading
 import weakref
@@ -15,11 +16,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers import PreTrainedModel, StaticCache, StoppingCriteriaList, StopStringCriteria
 
 from ..errors import NotBoundError, UnsupportedError
 from ..stats import Stopwatch
+from .decoding import decode_chains
+from .drafting import ChainDrafting
 
 _FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
@@ -30,8 +32,8 @@ class Call(ABC):
     """One `generate` call of a bound assistant."""
 
     @abstractmethod
-    def candidate_generator(self, **arguments: Any) -> CandidateGenerator:
-        """Return the object that drafts, given what transformers passes to `_get_candidate_generator`."""
+    def drafting(self, **arguments: Any) -> ChainDrafting:
+        """Return the object that drafts, given `generation_config`, `input_ids`, `logits_processor`, `model_kwargs`."""
 
 
 class Bindable(ABC):
@@ -69,11 +71,8 @@ class Bindable(ABC):
         raise NotBoundError(f"this assistant is bound to another model than the one that generates: {_FIX}.")
 
 
-_current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("hf_dynspec_call", default=None)
-
-
 class TargetHook:
-    """The two methods that stand in for the target's own while assistants are bound to it."""
+    """The `generate` that stands in for the target's own while assistants are bound to it."""
 
     def __init__(self, target: PreTrainedModel):
         self._target = weakref.ref(target)
@@ -94,23 +93,11 @@ class TargetHook:
         if assistant.owner not in self.assistants:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {_FIX}.")
         check_call(target, named)
-        named = _with_dynamic_cache(target, named)
+        named = _with_stop_strings(_with_dynamic_cache(target, named))
+        del named["assistant_model"]
         with assistant.open_call() as call:
-            token = _current_call.set(call)
-            try:
-                return generate(target, **named)
-            finally:
-                _current_call.reset(token)
-
-    def get_candidate_generator(self, **arguments: Any) -> CandidateGenerator:
-        """`target._get_candidate_generator`, which transformers calls once its loop is set up."""
-        target = self._target()
-        if not isinstance(arguments.get("assistant_model"), Bindable):
-            return type(target)._get_candidate_generator(target, **arguments)
-        call = _current_call.get()
-        if call is None:
-            raise NotBoundError("call target.generate(…), not the method of its class, so that the binding is used.")
-        return call.candidate_generator(**arguments)
+            loop = functools.partial(decode_chains, drafting_call=call, token_streamer=named.get("streamer"))
+            return generate(target, **{**named, "custom_generate": loop})
 
 
 @contextmanager
@@ -144,7 +131,6 @@ def attach(target: PreTrainedModel, assistant: Bindable) -> None:
     if hook is None:
         hook = TargetHook(target)
         target.generate = hook.generate
-        target._get_candidate_generator = hook.get_candidate_generator
     hook.assistants.add(assistant)
 
 
@@ -156,7 +142,6 @@ def detach(target: PreTrainedModel, assistant: Bindable) -> None:
     hook.assistants.discard(assistant)
     if not hook.assistants:
         del target.generate
-        del target._get_candidate_generator
 
 
 def _hook_of(target: PreTrainedModel) -> TargetHook | None:
@@ -212,8 +197,26 @@ def _with_dynamic_cache(target: PreTrainedModel, kwargs: dict[str, Any]) -> dict
     default = target.generation_config.cache_implementation
     asked = _asked_cache_implementation(kwargs)
     if default in _CACHES_THAT_CAN_BE_CROPPED or asked is not None or kwargs.get("past_key_values") is not None:
-        return kwargs
+        return dict(kwargs)
     return {**kwargs, "cache_implementation": "dynamic"}
+
+
+def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Turn stop strings into a criterion here, as `generate` keeps the tokenizer they need from a loop of one's own."""
+    config = kwargs.get("generation_config")
+    strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
+    if strings is None:
+        return kwargs
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise UnsupportedError("stop_strings are found in text: pass the target's tokenizer as tokenizer=… too.")
+    kwargs = {**kwargs, "stop_strings": None}
+    if config is not None and config.stop_strings is not None:
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].stop_strings = None
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    return kwargs
 
 
 def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,34 +1,11 @@
 """How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under the call's processors."""
 
 import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessorList, MinLengthLogitsProcessor
 
 from ..head import widen
 from ..protocol import Shortlist
-
-# These look at the values of logits and never at which token a column stands for, so that they give the same
-# distribution on a shortlist as on the full vocabulary with −inf elsewhere.
-_VALUE_PROCESSORS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from .processing import divide, draw
 
 
 class TokenChoice:
@@ -46,10 +23,8 @@ class TokenChoice:
 
     def __init__(self, do_sample: bool, processors: LogitsProcessorList, vocabulary_rows: int, device: torch.device):
         # A minimum length keeps EOS from the output, not from drafts that reach past it.
-        processors = [one for one in processors if not isinstance(one, MinLengthLogitsProcessor)]
-        cut = max((i + 1 for i, one in enumerate(processors) if type(one) not in _VALUE_PROCESSORS), default=0)
-        self._by_id = LogitsProcessorList(processors[:cut])
-        self._by_value = LogitsProcessorList(processors[cut:])
+        drafting = [one for one in processors if not isinstance(one, MinLengthLogitsProcessor)]
+        self._by_id, self._by_value = divide(drafting)
         self._do_sample = do_sample
         self._vocabulary_rows = vocabulary_rows
         self._device = device
@@ -67,7 +42,7 @@ class TokenChoice:
             logits = self._process_by_id(logits, shortlist, drafted)
         if self._by_value:
             logits = self._by_value(self._prefix[None, -1:], logits.unsqueeze(0))[0]
-        slot = draw(logits) if self._do_sample else logits.argmax(-1, keepdim=True)
+        slot = draw(logits.softmax(-1)) if self._do_sample else logits.argmax(-1, keepdim=True)
         return shortlist.scored_slots[slot], logits
 
     def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
@@ -81,14 +56,3 @@ class TokenChoice:
             narrow = narrow.masked_fill(~shortlist.scored_occupied, -torch.inf)
         # Processors may forbid all of a small shortlist. Something must be drafted, and the target will refuse it.
         return torch.where((narrow > -torch.inf).any(), narrow, logits)
-
-
-def draw(logits: torch.Tensor) -> torch.Tensor:
-    """Draw an index, int64 `[1]`, from the softmax of logits `[n]`, with torch's default generator.
-
-    Inverts the cumulative distribution in fp64, which takes one random number where `torch.multinomial` takes `n`. An
-    index of probability 0 is never drawn, as it adds nothing to the sum.
-    """
-    cumulative = logits.softmax(-1).double().cumsum(-1)
-    uniform = torch.rand(1, dtype=torch.float64, device=logits.device)
-    return torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True).clamp_max_(logits.shape[0] - 1)

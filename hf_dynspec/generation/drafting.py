@@ -1,12 +1,10 @@
-"""Chains inside transformers' own assisted-decoding loop, which keeps streamers, criteria and outputs as usual."""
+"""The drafting side of one call: hands the text to the session, asks for candidates, and feeds the verdicts back."""
 
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..head import widen
 from ..kernels import top_k_ids
 from ..protocol import Candidates, Needs
 from ..session import DraftSession
@@ -16,14 +14,16 @@ from .token_choice import TokenChoice
 _PROMPT_CHUNK = 64
 
 
-class ShortlistCandidateGenerator(CandidateGenerator):
+class ChainDrafting:
     """Drafts chains for one `generate` call and feeds the target's verdicts back to the session.
 
     Args:
         session: the drafting session, not yet begun.
         needs: what the session's policy asks to be shown.
-        target: the model whose loop this serves.
+        target: the model that verifies.
         generation_config: the call's resolved configuration.
+        input_ids: int64 `[1, n]`: the prompt, padding included.
+        model_kwargs: what the target is called with.
         drafting_config: `num_assistant_tokens`, its schedule and `assistant_confidence_threshold`.
         logits_processor: the call's logits processors.
         continues: the session goes on with a longer text.
@@ -31,20 +31,21 @@ class ShortlistCandidateGenerator(CandidateGenerator):
             vocabulary for every verified position.
     """
 
-    requires_model_outputs = True
-
     def __init__(
         self,
         session: DraftSession,
         needs: Needs,
         target: PreTrainedModel,
         generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
         drafting_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         continues: bool = False,
         measure_coverage: bool = False,
     ):
-        self.model_kwargs_overrides: dict[str, Any] = {}
+        # What the target's next forward is asked for besides logits.
+        self.model_inputs: dict[str, Any] = {}
         self.num_assistant_tokens = int(drafting_config.num_assistant_tokens)
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
         self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
@@ -52,85 +53,64 @@ class ShortlistCandidateGenerator(CandidateGenerator):
         self._device = session.vocabulary.device
         self._needs = needs
         self._target = target
-        self._do_sample = bool(generation_config.do_sample)
         self._max_length = generation_config.max_length
         self._mask_length = getattr(generation_config, "_mask_length", None)
         self._user_wants_hidden_states = bool(generation_config.output_hidden_states)
-        self._vocabulary_rows = target.get_output_embeddings().weight.shape[0]
-        self._choose = TokenChoice(self._do_sample, logits_processor, self._vocabulary_rows, target.device)
-        self._continues = continues
+        rows = target.get_output_embeddings().weight.shape[0]
+        self._choose = TokenChoice(bool(generation_config.do_sample), logits_processor, rows, target.device)
         self._measure_coverage = measure_coverage
         self._candidates: Candidates | None = None
         self._prefix_length = 0
-        self._wide_table: torch.Tensor | None = None
-        self._widened: Candidates | None = None
+        self._begin(input_ids, model_kwargs, continues)
 
-    # What transformers calls ---------------------------------------------------------------------------------------
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """How many leading tokens of the prompt the target's cache holds already."""
+        return self._skipped
 
-    def get_candidates(
-        self,
-        input_ids: torch.LongTensor,
-        model_kwargs: dict[str, Any],
-        model_outputs: Any,
-        is_first_iteration: bool,
-        n_last_matches: int,
-        **kwargs,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Return the verified tokens with candidates appended, and when sampling the logits they were drawn by.
+    def propose(self, input_ids: torch.Tensor, outputs: Any) -> Candidates | None:
+        """Draft the candidates of one round.
 
         Args:
             input_ids: int64 `[1, n]`: all verified tokens, padding included.
-            model_kwargs: what the target is called with.
-            model_outputs: the target's output of the last round, None in the first.
-            is_first_iteration: whether the target has not read the prompt yet.
-            n_last_matches: how many candidates of the last round were accepted.
+            outputs: the target's output of the last round, None in the first.
 
         Returns:
-            int64 `[1, n + k]`, and fp32 `[1, k, V]` with −inf outside the shortlists, or None when drafting by argmax.
+            A chain, or None where only one more token is wanted.
         """
-        if is_first_iteration:
-            self._begin(input_ids, model_kwargs)
-        else:
-            self.model_kwargs_overrides = {}
-            self._observe(input_ids, model_outputs, int(n_last_matches))
+        if outputs is not None:
+            self._observe(input_ids, outputs)
+            self.model_inputs = {}
         self._prefix_length = input_ids.shape[1]
         count = min(self.num_assistant_tokens, self._max_length - input_ids.shape[1] - 1)
         if count < 1:
-            return input_ids, None
+            return None
         prefix = self._without_padding(input_ids)
         self._choose.start_round(prefix)
         self._candidates = self._session.draft(prefix, count, self._choose, self._threshold)
-        drafted = self._candidates.token_ids.to(input_ids.device)
-        candidate_ids = torch.cat([input_ids, drafted.unsqueeze(0)], dim=1)
-        if is_first_iteration:
-            self._skip_cached_prompt(candidate_ids, model_kwargs)
-        return candidate_ids, self._widened_logits() if self._do_sample else None
+        return self._candidates
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def observe_verification(self, input_ids: torch.Tensor, scores: torch.Tensor, accepted: int) -> None:
         """Count the round and adapt the draft length as transformers' schedules do.
 
         Args:
             input_ids: int64 `[1, n + a + 1]`: all verified tokens.
-            scores: fp32 `[1, k + 1, V]`: the target's processed logits.
-            num_matches: how many candidates were accepted.
+            scores: fp32 `[k + 1, V]`: the target's processed logits.
+            accepted: how many candidates came out.
         """
-        accepted = int(num_matches)
         self._session.stats.record_verification(accepted)
         if self._candidates is not None:
             verified = input_ids[0, self._prefix_length :].to(self._device)
             self._session.stats.record_verified_tokens(self._candidates, verified)
             if self._measure_coverage:
-                self._record_coverage(scores[0], accepted)
-        if self._widened is not None:
-            self._clear_widened_logits()
+                self._record_coverage(scores, accepted)
         if self._schedule in ("heuristic", "heuristic_transient"):
-            accepted_all = accepted == scores.shape[1] - 1
-            change = 2 if accepted_all else -1
+            change = 2 if accepted == scores.shape[0] - 1 else -1
             self.num_assistant_tokens = max(1, self.num_assistant_tokens + change)
 
     # The prompt ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    def _begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], continues: bool) -> None:
         """Hand the prompt to the session and settle what the target's first forward must process and return."""
         self._prompt = input_ids[0]
         self._padded_length = input_ids.shape[1]
@@ -138,7 +118,7 @@ class ShortlistCandidateGenerator(CandidateGenerator):
         if mask is not None and mask.shape[1] == self._padded_length:
             self._prompt = self._prompt[mask[0].to(input_ids.device).bool()]
         self._prompt = self._prompt.to(self._device)
-        kept = self._session.begin(self._prompt, self._continues)
+        kept = self._session.begin(self._prompt, continues)
         self._skipped = self._cached_tokens_in(input_ids, model_kwargs)
         if self._needs.prompt_top_k:
             self._first_unseen = self._padded_length - self._prompt.shape[0] + kept
@@ -146,7 +126,7 @@ class ShortlistCandidateGenerator(CandidateGenerator):
                 # The last hidden state is enough: projecting it in chunks never holds the whole prompt's logits.
                 # Releases of transformers differ in whether entry 0 is the embedding: one of these is the last.
                 layers = self._target.config.get_text_config().num_hidden_layers
-                self.model_kwargs_overrides["output_hidden_states"] = [layers - 1, layers]
+                self.model_inputs["output_hidden_states"] = [layers - 1, layers]
 
     def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
@@ -161,33 +141,19 @@ class ShortlistCandidateGenerator(CandidateGenerator):
         holds_all = mask_length is None or mask_length == input_ids.shape[1]
         return cached if holds_all else 0
 
-    def _skip_cached_prompt(self, candidate_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """Keep the target from reading again what a passed-in cache holds, which the loop itself does not see to."""
-        if self._skipped == 0:
-            return
-        self.model_kwargs_overrides["input_ids"] = candidate_ids[:, self._skipped :]
-        if model_kwargs.get("position_ids") is not None:
-            mask = model_kwargs.get("attention_mask")
-            if mask is None:
-                mask = torch.ones_like(candidate_ids)
-            else:
-                mask = torch.cat([mask, mask.new_ones(1, candidate_ids.shape[1] - mask.shape[1])], dim=1)
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)
-            self.model_kwargs_overrides["position_ids"] = positions[:, self._skipped :]
-
     # The verdict ---------------------------------------------------------------------------------------------------
 
-    def _observe(self, input_ids: torch.Tensor, model_outputs: Any, accepted: int) -> None:
+    def _observe(self, input_ids: torch.Tensor, outputs: Any) -> None:
         """Show the session what the target said of the last round."""
         if self._padded_length == self._prefix_length and self._needs.prompt_top_k:
-            self._observe_prompt_logits(getattr(model_outputs, "hidden_states", None))
+            self._observe_prompt_logits(getattr(outputs, "hidden_states", None))
         if self._candidates is None:
             return
         verified = input_ids[0, self._prefix_length :].to(self._device)
         top_ids = None
         if self._needs.verify_top_k:
             drafted = self._candidates.token_ids.shape[0]
-            logits = model_outputs.logits[0, -drafted - 1 :][: accepted + 1]
+            logits = outputs.logits[0, -drafted - 1 :][: verified.shape[0]]
             with self._session.stopwatch.section("policy"):
                 top_ids = top_k_ids(logits, self._needs.verify_top_k).to(self._device)
         self._session.observe(verified, top_ids)
@@ -217,25 +183,3 @@ class ShortlistCandidateGenerator(CandidateGenerator):
             for i, shortlist in enumerate(self._candidates.shortlists[:positions])
         ]
         self._session.stats.record_coverage(torch.stack(mass))
-
-    # The distribution that candidates were drawn from --------------------------------------------------------------
-
-    def _widened_logits(self) -> torch.Tensor:
-        """fp32 `[1, k, V]`: the logits of this round's draws over the target's ids, −inf outside the shortlists.
-
-        The table is kept for the whole call: each round writes to a few columns and clears them again.
-        """
-        candidates = self._candidates
-        drafted = candidates.token_ids.shape[0]
-        if self._wide_table is None or self._wide_table.shape[0] < drafted:
-            rows = max(drafted, self.num_assistant_tokens)
-            self._wide_table = torch.full((rows, self._vocabulary_rows), -torch.inf, device=self._device)
-        for row, logits, shortlist in zip(self._wide_table, candidates.logits, candidates.shortlists, strict=False):
-            widen(logits, shortlist, row)
-        self._widened = candidates
-        return self._wide_table[:drafted].unsqueeze(0)
-
-    def _clear_widened_logits(self) -> None:
-        for row, shortlist in zip(self._wide_table, self._widened.shortlists, strict=False):
-            row.index_fill_(0, shortlist.scored_slots, -torch.inf)
-        self._widened = None

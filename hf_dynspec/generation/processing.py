@@ -1,0 +1,47 @@
+"""Logits processors, divided into those that must know which token a column stands for and those that need not."""
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+# These look at the values of logits only, and at each row by itself. They give the same distribution on a shortlist as
+# on the full vocabulary with −inf elsewhere, and may take all positions of a draft at once.
+_BY_VALUE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+def divide(processors: list) -> tuple[LogitsProcessorList, LogitsProcessorList]:
+    """Divide processors, in their order, into a first part that ends with the last one that looks at token ids, and
+    the rest, which looks at values only."""
+    cut = max((index + 1 for index, one in enumerate(processors) if type(one) not in _BY_VALUE), default=0)
+    return LogitsProcessorList(processors[:cut]), LogitsProcessorList(processors[cut:])
+
+
+def draw(weights: torch.Tensor) -> torch.Tensor:
+    """Draw an index, int64 `[1]`, in proportion to weights `[n]`, with torch's default generator.
+
+    Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
+    weight 0 is never drawn, as it adds nothing to the sum.
+    """
+    cumulative = weights.double().cumsum(-1)
+    uniform = torch.rand(1, dtype=torch.float64, device=weights.device)
+    index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
+    # Rounding can only pass the end of the last positive weight.
+    return torch.minimum(index, (cumulative < cumulative[-1:]).sum(-1, keepdim=True))
