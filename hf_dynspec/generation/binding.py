@@ -1,8 +1,8 @@
 """How an assistant attaches to one target model, and to nothing else.
 
-Binding sets one attribute on the target object: a `generate` that refuses what cannot work before any work is done, and
-otherwise runs the target's own `generate` with the decoding loop of this package in it. Calls with another assistant,
-or with none, go straight to the method of the target's class. Unbinding the last assistant removes the attribute.
+Binding sets one attribute on the target object: a `generate` that refuses what cannot work before any work is done,
+and otherwise runs the target's own `generate` with the decoding loop of this package in it. Calls with another
+assistant, or with none, go straight to the method of the class. Unbinding the last assistant removes the attribute.
 """
 
 import copy
@@ -33,7 +33,7 @@ class Call(ABC):
 
     @abstractmethod
     def drafting(self, **arguments: Any) -> ChainDrafting:
-        """Return the object that drafts, given `generation_config`, `input_ids`, `logits_processor`, `model_kwargs`."""
+        """Return the object that drafts, given the decoding loop's own arguments by name."""
 
 
 class Bindable(ABC):
@@ -202,7 +202,7 @@ def _with_dynamic_cache(target: PreTrainedModel, kwargs: dict[str, Any]) -> dict
 
 
 def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn stop strings into a criterion here, as `generate` keeps the tokenizer they need from a loop of one's own."""
+    """Turn stop strings into a criterion here: `generate` keeps the tokenizer that they need from other loops."""
     config = kwargs.get("generation_config")
     strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
     if strings is None:

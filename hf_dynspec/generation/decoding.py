@@ -1,9 +1,9 @@
 """The decoding loop: propose, verify in one forward of the target, keep what holds. Entered through `custom_generate`.
 
 transformers prepares the call (inputs, cache, processors, criteria) and hands it over. The loop differs from its
-assisted-decoding loop in four ways: stopping criteria see every token, so that none comes out after the one that stops;
-a passed-in cache is not read again; processors that look at values only take all positions at once; and sampling draws
-one random number where a multinomial draws one for each token of the vocabulary.
+assisted-decoding loop in four ways: stopping criteria see every token, so that none comes out after the one that
+stops; a passed-in cache is not read again; processors that look at values only take all positions at once; and
+sampling draws one random number where a multinomial draws one for each token of the vocabulary.
 """
 
 import copy
@@ -112,7 +112,7 @@ def _forward(
     model_kwargs: dict[str, Any],
     more_inputs: dict[str, Any],
 ) -> Any:
-    """Run the target on the last `unread` of these tokens (None: all), for the logits after the last `k + 1` of them."""
+    """Run the target on the last `unread` tokens (None: all), for the logits after each of the last `k + 1`."""
     kwargs = _prepare_attention_mask(copy.copy(model_kwargs), candidate_ids.shape[1], False)
     kwargs = _prepare_token_type_ids(kwargs, candidate_ids.shape[1])
     positions = kwargs.get("position_ids")

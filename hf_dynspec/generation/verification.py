@@ -35,13 +35,12 @@ def verify_sampled(scores: torch.Tensor, drafted: torch.Tensor, candidates: Cand
     Returns:
         As `verify_greedy`.
     """
-    probabilities = scores.softmax(-1)
     k = drafted.shape[0]
     accepted = 0
     if k:
         drafter_probabilities = [logits.softmax(-1) for logits in candidates.logits]
         # A token holds one occupied slot; unoccupied ones have probability 0.
-        of_drafted = torch.stack(
+        of_drafter = torch.stack(
             [
                 torch.where(shortlist.scored_slots == token_id, one, 0.0).amax()
                 for one, shortlist, token_id in zip(
@@ -49,10 +48,11 @@ def verify_sampled(scores: torch.Tensor, drafted: torch.Tensor, candidates: Cand
                 )
             ]
         ).to(scores.device)
-        by_target = probabilities[:-1].gather(1, drafted.unsqueeze(1)).squeeze(1)
-        is_accepted = torch.rand(k, device=scores.device) * of_drafted < by_target
+        # The target's probabilities of the candidates alone, which writes no full-vocabulary softmax for each of them.
+        of_target = (scores[:-1].gather(1, drafted.unsqueeze(1)).squeeze(1) - scores[:-1].logsumexp(-1)).exp()
+        is_accepted = torch.rand(k, device=scores.device) * of_drafter < of_target
         accepted = int(is_accepted.long().cumprod(0).sum())
-    weights = probabilities[accepted]
+    weights = scores[accepted].softmax(-1)
     if accepted < k:
         slots = candidates.shortlists[accepted].scored_slots.to(scores.device)
         lost = drafter_probabilities[accepted].to(scores.device)
