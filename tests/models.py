@@ -57,7 +57,7 @@ _GPT_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _WINDOW = {"sliding_window": SLIDING_WINDOW}
 _UNTIED = {"tie_word_embeddings": False}
 
-# What each family is here for: its rotary, normalised or biased attention, and what happens to hidden states and logits.
+# What families differ in: attention, normalisation, and what happens between hidden states and logits.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, _SHAPE),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _SHAPE),

@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import (
     _prepare_position_ids,
     _prepare_token_type_ids,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput, _split_model_outputs
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import UnsupportedError
 from ..protocol import Candidates
@@ -95,8 +95,7 @@ def decode_chains(
         cache.crop(kept - 1 - k)
         drafting.observe_verification(input_ids, scores, kept - 1)
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
-        read = length - skipped if is_first else length
-        record.add_states(outputs, read, read + kept if is_first else kept)
+        record.add_states(outputs, k, kept, length)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()
@@ -191,14 +190,19 @@ class _Record:
         if self._logits is not None:
             self._logits = self._logits[: length - self._prompt_length]
 
-    def add_states(self, outputs: Any, length: int, added: int) -> None:
-        """Add the attentions and hidden states of one round: `added` positions after the first `length`."""
+    def add_states(self, outputs: Any, drafted: int, kept: int, length: int) -> None:
+        """Add the attentions and hidden states of one round.
+
+        Args:
+            outputs: the target's.
+            drafted: how many candidates it read.
+            kept: how many new tokens came out.
+            length: of the sequence before the round.
+        """
         if self._attentions is not None and outputs.attentions[0] is not None:
-            self._attentions = _split_model_outputs(
-                self._attentions, outputs.attentions, length, added, is_decoder_attention=True
-            )
+            self._attentions += _split_by_token(outputs.attentions, drafted, kept, not self._attentions, length)
         if self._hidden_states is not None:
-            self._hidden_states = _split_model_outputs(self._hidden_states, outputs.hidden_states, length, added)
+            self._hidden_states += _split_by_token(outputs.hidden_states, drafted, kept, not self._hidden_states, None)
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
@@ -212,3 +216,24 @@ class _Record:
             hidden_states=self._hidden_states,
             past_key_values=cache,
         )
+
+
+def _split_by_token(
+    states: tuple[torch.Tensor, ...], drafted: int, kept: int, is_first: bool, keys: int | None
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Give each new token the states of the position that it was predicted at; the first of all has the prompt's too.
+
+    Args:
+        states: for each layer `[…, rows, width]`; the last `drafted + 1` rows are those that predict.
+        drafted: how many candidates the target read.
+        kept: how many new tokens came out.
+        is_first: whether the round is the first.
+        keys: for attentions, how many positions the first of these tokens looked back on; None for hidden states.
+    """
+    first_row = states[0].shape[-2] - drafted - 1
+    entries = []
+    for token in range(kept):
+        rows = slice(0 if is_first and token == 0 else first_row + token, first_row + token + 1)
+        width = slice(None if keys is None else keys + token)
+        entries.append(tuple(layer[..., rows, width] for layer in states))
+    return tuple(entries)

@@ -1,0 +1,404 @@
+"""Binding attaches to one model object and to nothing else, and unbinding leaves it as it was."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from models import EOS, POLICY_CASES, ForwardCounter, perturbed, prompt, tiny, word_tokenizer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_dynspec import DynSpecAssistant, DynSpecError, NotBoundError, UnsupportedError
+
+
+@pytest.fixture
+def target():
+    return tiny()
+
+
+@pytest.fixture
+def drafter(target):
+    return perturbed(target)
+
+
+def greedy(target, assistant=None, seed=0, **arguments):
+    return target.generate(
+        prompt(seed=seed), **{"max_new_tokens": 16, "do_sample": False, "assistant_model": assistant, **arguments}
+    )
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=301, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    ).eval()
+
+
+# Attaching -----------------------------------------------------------------------------------------------------------
+
+
+def test_unbinding_restores_the_target(target, drafter):
+    before = dict(target.__dict__)
+    assistant = DynSpecAssistant(drafter, target=target)
+    assert set(target.__dict__) - set(before) == {"generate"}
+    assert assistant.target is target
+    assistant.unbind()
+    assert target.__dict__ == before
+    assert all(target.__dict__[name] is value for name, value in before.items())
+    assert assistant.target is None
+    assistant.unbind()
+
+
+def test_unbinding_restores_the_target_while_a_conversation_is_open(target, drafter):
+    before = dict(target.__dict__)
+    assistant = DynSpecAssistant(drafter, target=target)
+    conversation = assistant.conversation()
+    greedy(target, conversation)
+    assistant.unbind()
+    assert target.__dict__ == before
+    with pytest.raises(NotBoundError):
+        greedy(target, conversation)
+
+
+def test_no_other_model_and_no_class_is_touched(target, drafter):
+    names = ("generate", "_get_candidate_generator", "_assisted_decoding")
+    classes = [vars(cls).copy() for cls in type(target).__mro__]
+    bystander = tiny(seed=2)
+    before = dict(bystander.__dict__)
+    drafter_before = dict(drafter.__dict__)
+    assistant = DynSpecAssistant(drafter, target=target)
+    greedy(target, assistant)
+    assert bystander.__dict__ == before
+    assert drafter.__dict__ == drafter_before
+    for cls, own in zip(type(target).__mro__, classes, strict=True):
+        assert {name: vars(cls).get(name) for name in names} == {name: own.get(name) for name in names}
+
+
+def test_binding_again_moves_the_assistant(target, drafter):
+    other = tiny(seed=4)
+    assistant = DynSpecAssistant(drafter, target=target)
+    first = greedy(target, assistant)
+    assert assistant.bind(other) is assistant
+    assert "generate" not in target.__dict__
+    assert torch.equal(greedy(other, assistant), greedy(other))
+    with pytest.raises(NotBoundError):
+        greedy(target, assistant)
+    assistant.bind(target)
+    assert "generate" not in other.__dict__
+    assert torch.equal(greedy(target, assistant), first)
+    assistant.bind(target)
+    assert torch.equal(greedy(target, assistant), first)
+
+
+def test_a_refused_target_leaves_the_old_binding(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    with pytest.raises(UnsupportedError):
+        assistant.bind(tiny(vocabulary=3000))
+    assert assistant.target is target
+    assert torch.equal(greedy(target, assistant), greedy(target))
+
+
+def test_two_assistants_on_one_target(target, drafter):
+    first = DynSpecAssistant(drafter, "full", target=target)
+    second = DynSpecAssistant(perturbed(target, 0.2), POLICY_CASES["hybrid"](), target=target)
+    expected = greedy(target)
+    assert torch.equal(greedy(target, first), expected)
+    assert torch.equal(greedy(target, second), expected)
+    first.unbind()
+    assert torch.equal(greedy(target, second), expected)
+    with pytest.raises(NotBoundError):
+        greedy(target, first)
+    second.unbind()
+    assert "generate" not in target.__dict__
+
+
+# Copies --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_a_bound_target_is_a_model_of_its_own(how, target, drafter):
+    # This policy asks for none of the target's hidden states. Capturing some, with an assistant or without, leaves
+    # hooks of transformers on a model that cannot be pickled.
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    expected = greedy(target, assistant)
+    if how == "deepcopy":
+        twin = copy.deepcopy(target)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(target))
+    else:
+        file = io.BytesIO()
+        torch.save(target, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(greedy(twin), expected)
+    with ForwardCounter(target) as original, ForwardCounter(twin) as own:
+        greedy(twin)
+    assert original.count == 0 and own.count > 0
+    with pytest.raises(NotBoundError):
+        greedy(twin, assistant)
+    own_assistant = DynSpecAssistant(drafter, "full", target=twin)
+    assert torch.equal(greedy(twin, own_assistant), expected)
+    assert torch.equal(greedy(target, assistant), expected)
+    own_assistant.unbind()
+    assert torch.equal(greedy(target, assistant), expected)
+
+
+def test_a_bound_target_is_saved_as_before(target, drafter, tmp_path):
+    target.save_pretrained(tmp_path / "before")
+    DynSpecAssistant(drafter, target=target)
+    target.save_pretrained(tmp_path / "bound")
+    for file in (tmp_path / "before").iterdir():
+        assert file.read_bytes() == (tmp_path / "bound" / file.name).read_bytes()
+
+
+# Lifetimes -----------------------------------------------------------------------------------------------------------
+
+
+def test_neither_keeps_the_other_alive(target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target)
+    expected = greedy(target, assistant)
+    watched = weakref.ref(assistant)
+    del assistant
+    gc.collect()
+    assert watched() is None
+    assert torch.equal(greedy(target), expected)
+
+    assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=tiny())
+    gc.collect()
+    assert assistant.target is None
+    with pytest.raises(NotBoundError):
+        assistant.config  # noqa: B018
+
+
+def test_a_call_with_a_conversation_leaves_nothing_behind(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    conversation = assistant.conversation()
+    greedy(target, conversation)
+    watched = weakref.ref(conversation)
+    session = weakref.ref(conversation.session)
+    del conversation
+    gc.collect()
+    assert watched() is None and session() is None
+
+
+# Other ways to generate ----------------------------------------------------------------------------------------------
+
+
+def test_other_assistants_work_on_a_bound_target(target, drafter):
+    """Plain drafters and prompt lookup go the way they always go, with the same output and the same drafter calls."""
+    expected = greedy(target)
+    ways = [{"assistant": drafter}, {"prompt_lookup_num_tokens": 3}, {"assistant": None}]
+    counts = []
+    for bound in (False, True):
+        if bound:
+            assistant = DynSpecAssistant(drafter, target=target)
+        for way in ways:
+            with ForwardCounter(target, drafter) as forwards:
+                assert torch.equal(greedy(target, **way), expected)
+            counts.append(forwards.count)
+    assert counts[:3] == counts[3:]
+    assert assistant.stats_total.calls == 0
+    assert torch.equal(greedy(target, assistant), expected)
+
+
+def test_a_custom_decoding_method_works_on_a_bound_target(target, drafter):
+    DynSpecAssistant(drafter, target=target)
+
+    def last_token_again(model, input_ids, **kwargs):
+        return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+
+    output = target.generate(prompt(), custom_generate=last_token_again, max_new_tokens=1)
+    assert output[0, -1] == output[0, -2]
+
+
+# Refusals: typed, at once, and naming the fix ------------------------------------------------------------------------
+
+
+def refused(error, match, target, drafter, call) -> None:
+    with ForwardCounter(target, drafter, target.get_decoder(), drafter.get_decoder()) as forwards:
+        with pytest.raises(error, match=match) as caught:
+            call()
+    assert isinstance(caught.value, DynSpecError)
+    assert forwards.count == 0, "work was done before the call was refused"
+
+
+def test_an_unbound_assistant_is_refused(target, drafter):
+    assistant = DynSpecAssistant(drafter)
+    refused(NotBoundError, r"bind\(target\)", target, drafter, lambda: greedy(target, assistant))
+    DynSpecAssistant(drafter, target=target)
+    refused(NotBoundError, r"bind\(target\)", target, drafter, lambda: greedy(target, assistant))
+    with pytest.raises(NotBoundError, match="bind"):
+        assistant.conversation()
+
+
+def test_an_assistant_bound_to_another_model_is_refused(target, drafter):
+    other = tiny(seed=3)
+    assistant = DynSpecAssistant(drafter, target=other)
+    refused(NotBoundError, r"bind\(target\)", target, drafter, lambda: greedy(target, assistant))
+    DynSpecAssistant(drafter, target=target)
+    refused(NotBoundError, r"bind\(target\)", target, drafter, lambda: greedy(target, assistant))
+
+
+def test_the_method_of_the_class_is_refused(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    refused(
+        NotBoundError,
+        r"target\.generate",
+        target,
+        drafter,
+        lambda: type(target).generate(target, prompt(), assistant_model=assistant, max_new_tokens=3),
+    )
+
+
+UNSUPPORTED = {
+    "a batch": ({"inputs": prompt().expand(2, -1)}, "once for each"),
+    "a batch as input_ids": ({"inputs": None, "input_ids": prompt().expand(2, -1)}, "once for each"),
+    "beams": ({"num_beams": 2}, "num_beams=1"),
+    "return sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=1"),
+    "no cache": ({"use_cache": False}, "use_cache"),
+    "a static cache by name": ({"cache_implementation": "static"}, "dynamic cache"),
+    "embeddings": ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "input_ids"),
+    "a custom loop": ({"custom_generate": lambda *args, **kwargs: None}, "leave one of the two out"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "assistant_model"),
+    "sharding": ({"synced_gpus": True}, "leave it unset"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_arguments_are_refused(name, target, drafter):
+    arguments, fix = UNSUPPORTED[name]
+    assistant = DynSpecAssistant(drafter, target=target)
+    call = {"inputs": prompt(), "max_new_tokens": 4, "assistant_model": assistant, **arguments}
+    refused(UnsupportedError, fix, target, drafter, lambda: target.generate(**call))
+
+
+PASSED = ("by keyword", "by position", "as the target's own")
+# A cache that only the target's defaults name is not what the caller asked for; it has a test of its own.
+BY_CONFIG = [
+    (name, passed)
+    for name in ("beams", "return sequences", "no cache", "a static cache by name")
+    for passed in PASSED
+    if (name, passed) != ("a static cache by name", "as the target's own")
+]
+
+
+@pytest.mark.parametrize(("name", "passed"), BY_CONFIG)
+def test_unsupported_settings_of_a_configuration_are_refused(name, passed, target, drafter):
+    arguments, fix = UNSUPPORTED[name]
+    assistant = DynSpecAssistant(drafter, target=target)
+    config = GenerationConfig(**arguments, max_new_tokens=4, eos_token_id=EOS, pad_token_id=0)
+    if passed == "as the target's own":
+        target.generation_config = config
+        refused(UnsupportedError, fix, target, drafter, lambda: target.generate(prompt(), assistant_model=assistant))
+        return
+    args, kwargs = (
+        ((prompt(), config), {}) if passed == "by position" else ((prompt(),), {"generation_config": config})
+    )
+    refused(
+        UnsupportedError, fix, target, drafter, lambda: target.generate(*args, **kwargs, assistant_model=assistant)
+    )
+
+
+def test_a_static_cache_by_default_gives_way_to_a_dynamic_one(target, drafter):
+    expected = greedy(target)
+    target.generation_config.cache_implementation = "static"
+    assistant = DynSpecAssistant(drafter, target=target)
+    output = greedy(target, assistant, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert type(output.past_key_values) is DynamicCache
+    assert target.generation_config.cache_implementation == "static"
+
+
+def test_a_configuration_that_says_nothing_leaves_the_targets_own_refused(target, drafter):
+    """transformers fills the gaps of a passed configuration with the target's own settings."""
+    assistant = DynSpecAssistant(drafter, target=target)
+    target.generation_config.num_beams = 3
+    config = GenerationConfig(max_new_tokens=4)
+    refused(
+        UnsupportedError, "num_beams=1", target, drafter, lambda: greedy(target, assistant, generation_config=config)
+    )
+
+
+def test_an_assistant_passed_by_position(target, drafter):
+    """`assistant_model` is the seventh argument of `generate`."""
+    assistant = DynSpecAssistant(drafter, target=target)
+    config = GenerationConfig(max_new_tokens=16, eos_token_id=EOS, pad_token_id=0)
+    output = target.generate(prompt(), config, None, None, None, None, assistant)
+    assert torch.equal(output, greedy(target))
+    assert assistant.stats.rounds > 0
+
+
+def test_a_static_cache_is_refused(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    cache = StaticCache(target.config, max_cache_len=64)
+    refused(
+        UnsupportedError, "DynamicCache", target, drafter, lambda: greedy(target, assistant, past_key_values=cache)
+    )
+    cache = DynamicCache(config=target.config)
+    assert torch.equal(greedy(target, assistant, past_key_values=cache), greedy(target))
+
+
+# Models that cannot be used ------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_decoder_is_refused_on_either_side(target, drafter):
+    with pytest.raises(UnsupportedError, match="transformers' own"):
+        DynSpecAssistant(tiny_t5())
+    with pytest.raises(UnsupportedError, match="transformers' own"):
+        DynSpecAssistant(drafter, target=tiny_t5())
+
+
+def test_a_recurrent_model_is_refused_on_either_side(drafter):
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=301, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UnsupportedError, match="attention-only"):
+        DynSpecAssistant(recurrent)
+    with pytest.raises(UnsupportedError, match="without an assistant"):
+        DynSpecAssistant(drafter, target=recurrent)
+
+
+@pytest.mark.parametrize("thing", [None, "gpt2", torch.nn.Linear(3, 3)])
+def test_something_else_is_refused_on_either_side(thing, drafter):
+    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
+        DynSpecAssistant(thing)
+    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
+        DynSpecAssistant(drafter).bind(thing)
+
+
+def test_a_model_without_a_head_is_refused(target):
+    with pytest.raises(UnsupportedError, match="output projection"):
+        DynSpecAssistant(target.model)
+    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
+        DynSpecAssistant(target, target=target.model)
+
+
+def test_different_vocabularies_are_refused(target):
+    with pytest.raises(UnsupportedError, match="universal assisted generation"):
+        DynSpecAssistant(tiny(vocabulary=301 + 1024), target=target)
+
+
+def test_different_tokenizers_are_refused(tmp_path):
+    """Models of equal size whose folders hold tokenizers that differ in one word."""
+    names = {"target": "t7", "drafter": "other"}
+    for name, word in names.items():
+        tiny().save_pretrained(tmp_path / name)
+        tokenizer = word_tokenizer()
+        text = tokenizer.backend_tokenizer.to_str().replace('"t7"', f'"{word}"')
+        tokenizer = type(tokenizer)(
+            tokenizer_object=type(tokenizer.backend_tokenizer).from_str(text), eos_token="<eos>", pad_token="<pad>"
+        )
+        tokenizer.save_pretrained(tmp_path / name)
+    target, drafter = (type(tiny()).from_pretrained(tmp_path / name) for name in names)
+    with pytest.raises(UnsupportedError, match="family"):
+        DynSpecAssistant(drafter, target=target)
+    twin = type(target).from_pretrained(tmp_path / "target")
+    assert DynSpecAssistant(twin, target=target).target is target

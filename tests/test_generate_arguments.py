@@ -1,0 +1,613 @@
+"""What users pass to `generate` works as without an assistant, or as in transformers' own assisted generation."""
+
+import copy
+
+import pytest
+import torch
+from models import (
+    BOS,
+    EOS,
+    POLICY_CASES,
+    TERRIBLE,
+    VOCABULARY,
+    RandomShortlist,
+    character_tokenizer,
+    perturbed,
+    prompt,
+    tiny,
+    word_tokenizer,
+)
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec.session import DraftSession
+
+# fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def drafter(target) -> PreTrainedModel:
+    return perturbed(target)
+
+
+@pytest.fixture(params=["full", "hybrid", "random"])
+def assistant(request, target, drafter) -> DynSpecAssistant:
+    policy = RandomShortlist(60) if request.param == "random" else POLICY_CASES[request.param]()
+    return DynSpecAssistant(drafter, policy, target=target)
+
+
+@pytest.fixture
+def full(target, drafter) -> DynSpecAssistant:
+    return DynSpecAssistant(drafter, "full", target=target)
+
+
+@pytest.fixture
+def hybrid(target, drafter) -> DynSpecAssistant:
+    return DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target)
+
+
+def generate(target, assistant=None, input_ids=None, **arguments):
+    input_ids = prompt() if input_ids is None else input_ids
+    return target.generate(
+        input_ids, **{"max_new_tokens": 24, "do_sample": False, "assistant_model": assistant, **arguments}
+    )
+
+
+def assert_same(target, assistant, input_ids=None, **arguments) -> torch.Tensor:
+    """The output with the assistant, which is the one without."""
+    actual = generate(target, assistant, input_ids, **arguments)
+    expected = generate(target, None, input_ids, **arguments)
+    assert torch.equal(actual, expected)
+    return actual
+
+
+# Lengths and ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
+@pytest.mark.parametrize("drafted", [1, 2, 5, 20])
+def test_short_outputs_are_not_overshot(new_tokens, drafted, target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target, num_assistant_tokens=drafted)
+    assert assert_same(target, assistant, max_new_tokens=new_tokens).shape[1] == 12 + new_tokens
+    assert assistant.stats.tokens == new_tokens
+    # Drafts are cut to what can still be accepted, as the target adds one token of its own.
+    assert all(depth < new_tokens - 1 for depth in range(len(assistant.stats.drafted_at)))
+
+
+def test_max_length_counts_the_prompt(assistant, target):
+    assert assert_same(target, assistant, max_new_tokens=None, max_length=20).shape[1] == 20
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_prompts(length, assistant, target):
+    assert_same(target, assistant, prompt(length))
+
+
+def test_a_prompt_of_the_bos_alone(assistant, target):
+    assert_same(target, assistant, torch.tensor([[BOS]]))
+    actual = target.generate(max_new_tokens=8, do_sample=False, bos_token_id=BOS, assistant_model=assistant)
+    assert torch.equal(actual, target.generate(max_new_tokens=8, do_sample=False, bos_token_id=BOS))
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_the_end_of_the_text_within_an_accepted_draft(place, target):
+    """A drafter that is always right drafts past the end, at every place within a draft."""
+    plain = generate(target)[0, 12:].tolist()
+    end = plain[place]
+    place = plain.index(end)
+    assistant = DynSpecAssistant(target, "full", target=target, num_assistant_tokens=5)
+    output = assert_same(target, assistant, eos_token_id=end)
+    assert output.shape[1] == 12 + place + 1 and output[0, -1] == end
+    assert assistant.stats.tokens == place + 1
+
+
+def test_several_ends(assistant, target):
+    plain = generate(target)[0, 12:].tolist()
+    ends = [plain[9], EOS, plain[6], plain[13]]
+    output = assert_same(target, assistant, eos_token_id=ends)
+    assert output[0, -1] in ends and output.shape[1] <= 12 + 7
+    session = assistant._idle_sessions[-1]
+    assert set(ends) <= set(session._state.select(0, prompt()[0, -1:], torch.empty(0)).ids().tolist())
+    assert_same(target, assistant, eos_token_id=torch.tensor(ends))
+    # The next call has the model's own EOS again.
+    assert assert_same(target, assistant).shape[1] > output.shape[1]
+
+
+def test_no_end_at_all(assistant, target):
+    model = copy.deepcopy(target)
+    model.generation_config.eos_token_id = None
+    assistant.bind(model)
+    assert assert_same(model, assistant).shape[1] == 12 + 24
+
+
+def test_minimum_lengths(assistant, target):
+    plain = generate(target)[0, 12:].tolist()
+    for arguments in ({"min_new_tokens": 20}, {"min_length": 30}):
+        output = assert_same(target, assistant, eos_token_id=plain[4], **arguments)
+        assert output.shape[1] > 12 + 5
+
+
+# Streamers -----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.puts = self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert self.ends == 0 and value.device.type == "cpu"
+        self.puts += 1
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_a_streamer_gets_every_token_once(assistant, target):
+    streamer = Recorder()
+    output = generate(target, assistant, streamer=streamer)
+    assert streamer.tokens == output[0].tolist() and streamer.ends == 1
+    assert streamer.puts == 1 + assistant.stats.rounds
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_streamed_text(skip_prompt, assistant, target, capsys):
+    tokenizer = word_tokenizer()
+    texts = []
+    for one in (assistant, None):
+        generate(target, one, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt))
+        texts.append(capsys.readouterr().out)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
+        generate(target, one, streamer=streamer)
+        assert "".join(streamer).split() == texts[-1].split()
+    assert texts[0] == texts[1] and len(texts[0].split()) >= 24
+
+
+# Stopping criteria ---------------------------------------------------------------------------------------------------
+
+
+class LongEnough(StoppingCriteria):
+    """Stays true once it is, as criteria are asked after each round and not after each token."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.asked = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        self.asked += 1
+        return torch.full((1,), input_ids.shape[1] >= self.length)
+
+
+def test_a_users_own_criterion_is_asked_after_every_token(assistant, target):
+    criterion = LongEnough(19)
+    output = generate(target, assistant, stopping_criteria=StoppingCriteriaList([criterion]))
+    plain = generate(target)
+    assert output.shape[1] == 19
+    assert torch.equal(output, plain[:, :19])
+
+
+def test_a_criterion_that_counts_is_obeyed_by_the_token(assistant, target):
+    output = generate(target, assistant, stopping_criteria=[MaxLengthCriteria(17)])
+    assert output.shape[1] == 17
+
+
+@pytest.mark.parametrize("place", [2, 5, 6, 11])
+def test_stop_strings(place, target, drafter, hybrid):
+    """The text ends with the token that completes the string, as in plain generation, wherever in a round that is."""
+    tokenizer = character_tokenizer()
+    plain = generate(target)
+    stop = tokenizer.decode(plain[0, 12 + place : 14 + place])
+    arguments = {"stop_strings": [stop], "tokenizer": tokenizer}
+    expected = generate(target, None, **arguments)
+    assert expected.shape[1] <= 14 + place
+    one_by_one = DynSpecAssistant(drafter, TERRIBLE["eos_only"](), target=target)
+    assert torch.equal(generate(target, one_by_one, **arguments), expected)
+    assert torch.equal(generate(target, hybrid, **arguments), expected)
+
+
+# Logits processors ---------------------------------------------------------------------------------------------------
+
+
+class Favour(LogitsProcessor):
+    """Depends on which token a logit belongs to, on how many there are so far, and on the last one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert scores.shape == (1, VOCABULARY), "a processor must see the whole vocabulary"
+        assert input_ids.shape[0] == 1
+        scores = scores.clone()
+        scores[:, (int(input_ids[0, -1]) + input_ids.shape[1]) % VOCABULARY] += 4.0
+        return scores
+
+
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "bad_words_ids": lambda plain: {"bad_words_ids": [[plain[3]], [plain[5], plain[6]]]},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "suppress_tokens": lambda plain: {"suppress_tokens": plain[2:9]},
+    "begin_suppress_tokens": lambda plain: {"begin_suppress_tokens": plain[:1]},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "sequence_bias": lambda plain: {"sequence_bias": {(plain[4],): -20.0, (9,): 5.0}},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (5, 1.2)},
+    "a user's own": {"logits_processor": LogitsProcessorList([Favour()])},
+    "nearly everything forbidden": {"prefix_allowed_tokens_fn": lambda batch, ids: [7, 8, 250 + len(ids) % 40]},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_logits_processors(name, assistant, target):
+    plain = generate(target)
+    arguments = PROCESSORS[name]
+    arguments = arguments(plain[0, 12:].tolist()) if callable(arguments) else arguments
+    output = assert_same(target, assistant, **arguments)
+    assert not torch.equal(output, plain), "the processor changed nothing"
+
+
+def test_drafting_under_the_processors_is_accepted_more_often(target, drafter):
+    """Were they left out of the draft, most of it would be refused; with the target as drafter none is."""
+    assistant = DynSpecAssistant(target, "full", target=target)
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "a user's own", "nearly everything forbidden"):
+        assert_same(target, assistant, **PROCESSORS[name])
+        assert assistant.stats.acceptance_rate == 1.0, name
+
+
+def test_processors_do_not_share_state_with_drafts(full, target):
+    """A processor is asked about the target's logits at the positions, and in the order, of the output."""
+
+    class Order(LogitsProcessor):
+        def __init__(self):
+            self.seen: list[list[int]] = []
+
+        def __call__(self, input_ids, scores):
+            self.seen.append(input_ids[0].tolist())
+            return scores
+
+    order = Order()
+    output = generate(target, full, logits_processor=[order])[0].tolist()
+    for length in range(12, len(output)):
+        assert output[:length] in order.seen
+
+
+# Outputs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outputs(target, assistant):
+    """Everything that can be returned, with the assistant and without."""
+    model = copy.deepcopy(target)
+    model.set_attn_implementation("eager")
+    assistant.bind(model)
+    arguments = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "repetition_penalty": 1.3,
+    }
+    return generate(model, assistant, **arguments), generate(model, None, **arguments)
+
+
+def test_scores_and_logits_have_one_entry_per_token(outputs):
+    actual, expected = outputs
+    assert torch.equal(actual.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert len(ours) == len(theirs) == actual.sequences.shape[1] - 12
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            torch.testing.assert_close(one, other, **CLOSE)
+    assert not torch.allclose(actual.scores[5], actual.logits[5])
+
+
+def test_hidden_states_and_attentions_are_the_targets(outputs):
+    actual, expected = outputs
+    for name in ("hidden_states", "attentions"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert [tensor.shape for tensor in one] == [tensor.shape for tensor in other]
+            for mine, its in zip(one, other, strict=True):
+                torch.testing.assert_close(mine, its, **CLOSE)
+
+
+class Pieces:
+    def __init__(self):
+        self.pieces: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        pass
+
+
+def test_nothing_is_returned_that_was_not_asked_for(hybrid, target):
+    """The policy's need for hidden states is not the user's."""
+    actual = generate(target, hybrid, return_dict_in_generate=True)
+    expected = generate(target, None, return_dict_in_generate=True)
+    assert actual.keys() == expected.keys()
+    assert actual.hidden_states is None and actual.scores is None
+
+
+# Prompts and caches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [1, 5])
+def test_left_padding(padding, assistant, target):
+    padded = torch.cat([torch.zeros(1, padding, dtype=torch.int64), prompt()], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= padding).long().unsqueeze(0)
+    output = assert_same(target, assistant, padded, attention_mask=mask)
+    assert torch.equal(output[:, padding:], generate(target))
+
+
+def test_the_drafter_does_not_see_padding(target, drafter, monkeypatch):
+    prefixes = []
+    draft = DraftSession.draft
+
+    def recording(self, prefix, *arguments):
+        prefixes.append(prefix)
+        return draft(self, prefix, *arguments)
+
+    monkeypatch.setattr(DraftSession, "draft", recording)
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), prompt()], dim=1)
+    mask = (torch.arange(16) >= 4).long().unsqueeze(0)
+    output = generate(target, assistant, padded, attention_mask=mask)
+    assert len(prefixes) > 2
+    for prefix in prefixes:
+        assert torch.equal(prefix, output[0, 4 : 4 + prefix.shape[0]])
+    padded_stats = assistant.stats.to_dict()
+    generate(target, assistant)
+    assert assistant.stats.to_dict() == padded_stats
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_a_cache_from_an_earlier_turn(family, name):
+    target = tiny(family)
+    assistant = DynSpecAssistant(perturbed(target), POLICY_CASES[name](), target=target)
+    text = {True: prompt(20), False: prompt(20)}
+    cache = {True: None, False: None}
+    for turn in range(3):
+        sequences = {}
+        for assisted in (True, False):
+            output = generate(
+                target,
+                assistant if assisted else None,
+                text[assisted],
+                past_key_values=cache[assisted],
+                return_dict_in_generate=True,
+                max_new_tokens=10,
+                eos_token_id=VOCABULARY - 1,
+            )
+            sequences[assisted] = output.sequences
+            cache[assisted] = output.past_key_values
+            # The last token was not fed to the target yet.
+            assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+            text[assisted] = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
+        assert torch.equal(sequences[True], sequences[False])
+    assert assistant.stats_total.accepted > 0 or name != "full"
+
+
+def test_a_cache_of_the_prompt_but_its_last_token(assistant, target):
+    """As made by hand for a prompt that many calls share."""
+    with torch.no_grad():
+        cache = target(prompt()[:, :-1], past_key_values=DynamicCache(config=target.config)).past_key_values
+    actual = generate(target, assistant, past_key_values=copy.deepcopy(cache))
+    assert torch.equal(actual, generate(target, None, past_key_values=cache))
+    assert torch.equal(actual, generate(target))
+
+
+def test_a_cache_and_left_padding(hybrid, target):
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt()], dim=1)
+    mask = (torch.arange(15) >= 3).long().unsqueeze(0)
+    sequences = []
+    for assistant in (hybrid, None):
+        first = generate(
+            target, assistant, padded, attention_mask=mask, return_dict_in_generate=True, max_new_tokens=8
+        )
+        text = torch.cat([first.sequences, prompt(4, seed=9)], dim=1)
+        longer = torch.cat([mask, mask.new_ones(1, text.shape[1] - 15)], dim=1)
+        sequences.append(
+            generate(target, assistant, text, attention_mask=longer, past_key_values=first.past_key_values)
+        )
+    assert torch.equal(*sequences)
+
+
+# Draft length and threshold ------------------------------------------------------------------------------------------
+
+
+def test_settings_come_from_the_constructor_the_drafter_or_the_defaults(target, drafter):
+    plain = DynSpecAssistant(drafter).generation_config
+    assert (plain.num_assistant_tokens, plain.num_assistant_tokens_schedule) == (5, "constant")
+    assert plain.assistant_confidence_threshold == 0.0
+    own = copy.deepcopy(drafter)
+    own.generation_config.num_assistant_tokens = 7
+    own.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
+    own.generation_config.assistant_confidence_threshold = 0.25
+    config = DynSpecAssistant(own).generation_config
+    assert (config.num_assistant_tokens, config.num_assistant_tokens_schedule) == (7, "heuristic_transient")
+    assert config.assistant_confidence_threshold == 0.25
+    config = DynSpecAssistant(own, num_assistant_tokens=3, assistant_confidence_threshold=0.0).generation_config
+    assert config.num_assistant_tokens == 3 and config.assistant_confidence_threshold == 0.0
+    assert own.generation_config.num_assistant_tokens == 7
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "5"])
+def test_a_wrong_draft_length_is_refused(wrong, drafter):
+    with pytest.raises(ConfigurationError, match="num_assistant_tokens must be a whole number"):
+        DynSpecAssistant(drafter, num_assistant_tokens=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
+def test_a_wrong_threshold_is_refused(wrong, drafter):
+    with pytest.raises(ConfigurationError, match="between 0 and 1"):
+        DynSpecAssistant(drafter, assistant_confidence_threshold=wrong)
+
+
+@pytest.mark.parametrize("drafted", [1, 2, 20])
+def test_draft_lengths(drafted, assistant, target):
+    assistant.generation_config.num_assistant_tokens = drafted
+    assert_same(target, assistant)
+    assert len(assistant.stats.drafted_at) == min(drafted, 23)
+    assert assistant.generation_config.num_assistant_tokens == drafted
+
+
+def lengths_of_drafts(assistant, target, monkeypatch, **arguments) -> tuple[list[int], list[int]]:
+    """How many tokens each round drafted, and how many of them were accepted."""
+    drafted = []
+    draft = DraftSession.draft
+
+    def recording(self, *args):
+        candidates = draft(self, *args)
+        drafted.append(len(candidates.depths))
+        return candidates
+
+    streamer = Pieces()
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftSession, "draft", recording)
+        generate(target, assistant, streamer=streamer, **arguments)
+    return drafted, [len(piece) - 1 for piece in streamer.pieces[1:]]
+
+
+@pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient", "constant"])
+def test_schedules(schedule, target, drafter, monkeypatch):
+    """Two more after a draft that was accepted as a whole, one fewer after any other (transformers' heuristic)."""
+    assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3)
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    assert_same(target, assistant)
+    assistant.generation_config.num_assistant_tokens = 3
+    drafted, accepted = lengths_of_drafts(assistant, target, monkeypatch, max_new_tokens=60, eos_token_id=300)
+    length, expected = 3, []
+    left = 60
+    for own, taken in zip(drafted, accepted, strict=False):
+        expected.append(min(length, left - 1))
+        left -= taken + 1
+        if schedule != "constant":
+            length = length + 2 if taken == own else max(1, length - 1)
+    assert drafted == expected
+    assert len(set(drafted[:-1])) > 1 or schedule == "constant"
+    assert assistant.generation_config.num_assistant_tokens == (length if schedule == "heuristic" else 3)
+
+
+def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, monkeypatch):
+    """The token that falls below it is still drafted, as in transformers."""
+    lengths = []
+    draft = DraftSession.draft
+
+    def checking(self, prefix, count, choose, threshold=0.0):
+        candidates = draft(self, prefix, count, choose, threshold)
+        for depth, (token, logits, shortlist) in enumerate(
+            zip(candidates.token_ids, candidates.logits, candidates.shortlists, strict=True)
+        ):
+            probability = logits.softmax(-1)[shortlist.scored_slots == token].max()
+            is_last = depth == candidates.token_ids.shape[0] - 1
+            assert is_last or probability >= threshold
+            assert not is_last or depth == count - 1 or probability < threshold
+        lengths.append(candidates.token_ids.shape[0])
+        return candidates
+
+    monkeypatch.setattr(DraftSession, "draft", checking)
+    totals = []
+    for threshold in (0.0, 0.05, 1.0):
+        assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold)
+        lengths.clear()
+        assert_same(target, assistant, max_new_tokens=40, eos_token_id=300)
+        totals.append(sum(lengths) / len(lengths))
+    assert totals[0] > totals[1] > totals[2] == 1.0
+
+
+def test_the_drafters_own_configuration_is_left_alone(target, drafter):
+    before = drafter.generation_config.to_dict()
+    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens=2)
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    generate(target, assistant)
+    assert drafter.generation_config.to_dict() == before
+
+
+# Configurations and vocabularies -------------------------------------------------------------------------------------
+
+
+def test_a_generation_config_object(assistant, target):
+    config = GenerationConfig(
+        max_new_tokens=15, do_sample=False, repetition_penalty=1.4, eos_token_id=EOS, pad_token_id=0
+    )
+    before = config.to_dict()
+    actual = target.generate(prompt(), generation_config=config, assistant_model=assistant)
+    assert torch.equal(actual, target.generate(prompt(), generation_config=config))
+    assert torch.equal(actual, target.generate(prompt(), config, assistant_model=assistant))
+    assert config.to_dict() == before
+
+
+def test_sampled_outputs_come_with_everything_too(assistant, target):
+    torch.manual_seed(0)
+    output = generate(
+        target,
+        assistant,
+        do_sample=True,
+        temperature=1.5,
+        top_k=30,
+        repetition_penalty=1.2,
+        return_dict_in_generate=True,
+        output_scores=True,
+        max_new_tokens=20,
+        eos_token_id=300,
+    )
+    assert len(output.scores) == 20 == output.sequences.shape[1] - 12
+    for token, scores in zip(output.sequences[0, 12:], output.scores, strict=True):
+        assert scores[0, token] > -torch.inf
+
+
+REAL = 280
+
+
+@pytest.mark.parametrize(("target_rows", "drafter_rows"), [(400, VOCABULARY), (VOCABULARY, 400), (400, 400)])
+@pytest.mark.parametrize("name", ["full", "hybrid", "in_context", "random"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_padding_rows_are_never_drafted(target_rows, drafter_rows, name, do_sample, monkeypatch):
+    """Padded siblings: more embedding rows than the tokenizer has entries, and not the same number."""
+    target, drafter = tiny(vocabulary=target_rows), tiny(seed=1, vocabulary=drafter_rows)
+    with torch.no_grad():
+        # A padding row that the drafter likes better than anything: what random rows may well be.
+        drafter.get_output_embeddings().weight[REAL:].mul_(20)
+    policy = RandomShortlist(60) if name == "random" else POLICY_CASES[name]()
+    assistant = DynSpecAssistant(drafter, policy, target=target, tokenizer=word_tokenizer(REAL))
+    drafted = []
+    draft = DraftSession.draft
+
+    def recording(self, *arguments):
+        candidates = draft(self, *arguments)
+        drafted.extend(candidates.token_ids.tolist())
+        assert all(int(one.scored_slots.max()) < REAL for one in candidates.shortlists)
+        return candidates
+
+    monkeypatch.setattr(DraftSession, "draft", recording)
+    output = generate(target, assistant, prompt(vocabulary=REAL), do_sample=do_sample)
+    assert drafted and max(drafted) < REAL
+    if not do_sample:
+        assert torch.equal(output, generate(target, None, prompt(vocabulary=REAL)))
+
+
+def test_without_a_tokenizer_the_smaller_model_sets_the_limit():
+    target, drafter = tiny(vocabulary=400), tiny(seed=1, vocabulary=VOCABULARY)
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    assert_same(target, assistant)
+    assert assistant.stats.active_vocabulary == VOCABULARY

@@ -1,0 +1,301 @@
+"""The dynamic head equals the model's own projection on every shortlist, and fast kernels equal their plain twins."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from models import FAMILIES, tiny
+
+from hf_dynspec import UnsupportedError
+from hf_dynspec.head import DynamicLMHead, PackedRows, widen
+from hf_dynspec.kernels import cpu, packed_scores, reference, replace_rows, scattered_scores_for, top_k_ids
+from hf_dynspec.protocol import Shortlist
+
+# Relative to the size of the sums: fp32 sums of up to 200 products in another order differ by less than 1e-5, and bf16
+# results carry 8 significant bits, of which several roundings touch the last two.
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-6, "atol": 2**-5}}
+DTYPES = [torch.float32, torch.bfloat16]
+V, D = 211, 37
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some_ids(count: int, seed: int = 0, limit: int = V) -> torch.Tensor:
+    return torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+def truth(hidden, weight, bias, ids, scale=1.0, cap=None) -> torch.Tensor:
+    """The same in fp64, on copies of the rows, one step at a time."""
+    logits = hidden.double() @ weight.double()[ids].T
+    if bias is not None:
+        logits = logits + bias.double()[ids]
+    logits = logits * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits.float()
+
+
+# The head ------------------------------------------------------------------------------------------------------------
+
+
+def forms_of(ids: torch.Tensor) -> dict[str, Shortlist]:
+    """The ways in which a shortlist may be laid out."""
+    occupied = torch.arange(ids.shape[0]) % 3 != 1
+    return {
+        "packed": Shortlist(ids, 4),
+        "packed, in part": Shortlist(ids, 4, size=ids.shape[0] // 2),
+        "occupied in part": Shortlist(ids, 4, occupied=occupied),
+        "occupied and scored in part": Shortlist(ids, 4, size=ids.shape[0] - 2, occupied=occupied),
+        "prefix": Shortlist(torch.arange(ids.shape[0]), 0, is_prefix=True),
+        "prefix, in part": Shortlist(torch.arange(V), 0, size=ids.shape[0], is_prefix=True),
+        "transient": Shortlist(ids, 9, is_transient=True),
+        "transient, occupied in part": Shortlist(ids, 9, occupied=occupied, is_transient=True),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", forms_of(some_ids(7)))
+@pytest.mark.parametrize("finish", [(1.0, None), (0.3, None), (1.0, 5.0), (2.5, 3.0)])
+def test_scores_on_every_form_of_shortlist(form, dtype, finish, poisoned_memory):
+    weight, bias = random(V, D, dtype=dtype), random(V, seed=1, dtype=dtype)
+    hidden = random(1, D, seed=2, dtype=dtype)
+    scale, cap = finish
+    for count in (3, 31, 100):
+        for used_bias in (None, bias):
+            shortlist = forms_of(some_ids(count))[form]
+            logits = DynamicLMHead(weight, used_bias, scale, cap).scores(hidden, shortlist, PackedRows())
+            assert logits.shape == (1, shortlist.width) and logits.dtype == torch.float32
+            expected = truth(hidden, weight, used_bias, shortlist.scored_slots, scale, cap)
+            occupied = shortlist.scored_occupied
+            if occupied is not None:
+                assert (logits[:, ~occupied] == -torch.inf).all()
+                logits, expected = logits[:, occupied], expected[:, occupied]
+            torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_the_models_own_logits(family):
+    model = tiny(family)
+    head = DynamicLMHead.from_model(model)
+    text = some_ids(9).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(text).logits[0, -1:].float()
+        hidden = model.get_decoder()(text)[0][0, -1:]
+        for shortlist in forms_of(some_ids(40)).values():
+            logits = head.scores(hidden, shortlist, PackedRows())
+            kept = logits > -torch.inf
+            ids = shortlist.scored_slots
+            torch.testing.assert_close(logits[kept], expected[:, ids][kept], rtol=1e-5, atol=1e-4)
+
+
+def test_the_heads_weight_is_neither_copied_nor_written_to():
+    model = tiny()
+    weight = model.get_output_embeddings().weight
+    before = weight.detach().clone()
+    head = DynamicLMHead.from_model(model)
+    assert head.weight.data_ptr() == weight.data_ptr() and not head.weight.requires_grad
+    rows = PackedRows()
+    for form in forms_of(some_ids(20)).values():
+        head.scores(random(1, 32), form, rows)
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("spoil", ["removed", "quantised", "not in memory"])
+def test_models_without_a_plain_projection_are_refused(spoil):
+    model = tiny()
+    if spoil == "removed":
+        model.lm_head = torch.nn.Identity()
+    elif spoil == "quantised":
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros(301, 32, dtype=torch.int8), requires_grad=False)
+    else:
+        model.lm_head.to("meta")
+    with pytest.raises(UnsupportedError, match="unquantised and without offloading"):
+        DynamicLMHead.from_model(model)
+
+
+# Packed rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_updated_one_by_one_equal_rows_packed_anew(dtype, with_bias, poisoned_memory):
+    generator = torch.Generator().manual_seed(5)
+    weight = random(V, D, dtype=dtype)
+    bias = random(V, seed=1, dtype=dtype) if with_bias else None
+    head, rows = DynamicLMHead(weight, bias), PackedRows()
+    slots, version, skipped = some_ids(53), 0, 0
+    for step in range(60):
+        shortlist = Shortlist(slots, version, replaced=replaced if step else None)  # noqa: F821
+        hidden = random(1, D, seed=step, dtype=dtype)
+        if step % 7 == 3:
+            skipped += 1  # a version that was never scored: its changes must not be lost
+        else:
+            actual = head.scores(hidden, shortlist, rows)
+            assert torch.equal(actual, head.scores(hidden, Shortlist(slots, 0), PackedRows()))
+        changed = int(torch.randint(0, 9, (), generator=generator))
+        replaced = torch.randint(0, 53, (changed,), generator=generator)  # with repeats
+        slots = slots.clone()
+        slots[replaced] = torch.randint(0, V, (changed,), generator=generator)
+        version += 1
+    assert skipped > 5
+
+
+def test_rows_change_only_where_the_shortlist_says(poisoned_memory):
+    """Proof that updates are made row by row: a slot that changed unsaid keeps its old row."""
+    head, rows = DynamicLMHead(random(V, D)), PackedRows()
+    hidden, slots = random(1, D, seed=1), some_ids(10)
+    first = head.scores(hidden, Shortlist(slots, 0), rows)
+    changed = slots.clone()
+    changed[2], changed[7] = some_ids(V)[150], some_ids(V)[151]
+    second = head.scores(hidden, Shortlist(changed, 1, replaced=torch.tensor([2])), rows)
+    expected = truth(hidden, head.weight, None, changed)
+    expected[:, 7] = first[:, 7]
+    torch.testing.assert_close(second, expected, **TOLERANCE[torch.float32])
+    # The same version is not looked at again.
+    assert torch.equal(head.scores(hidden, Shortlist(slots, 1), rows), second)
+
+
+def test_rows_follow_shortlists_of_other_lengths(poisoned_memory):
+    head, rows = DynamicLMHead(random(V, D), random(V, seed=1)), PackedRows()
+    hidden = random(2, D, seed=2)
+    for version, count in enumerate((5, 70, 1, 33, 70, 69)):
+        shortlist = Shortlist(some_ids(count, seed=version), version, replaced=torch.tensor([0]))
+        actual = head.scores(hidden, shortlist, rows)
+        torch.testing.assert_close(
+            actual, truth(hidden, head.weight, head.bias, shortlist.slots), **TOLERANCE[torch.float32]
+        )
+
+
+def test_widening_puts_every_logit_at_its_id():
+    slots = torch.tensor([5, 9, 2, 5, 0])
+    occupied = torch.tensor([False, True, True, True, False])
+    logits = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0]).masked_fill(~occupied, -torch.inf)
+    wide = torch.full((11,), -torch.inf)
+    widen(logits, Shortlist(slots, 0, occupied=occupied), wide)
+    expected = torch.full((11,), -torch.inf)
+    expected[9], expected[2], expected[5] = 2.0, -3.0, 4.0
+    assert torch.equal(wide, expected)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+# rows of hidden states, rows of the weight, dimension, rows scored
+ODD_SIZES = [
+    (1, 211, 37, 53),
+    (1, 7, 3, 1),
+    (3, 211, 37, 53),
+    (5, 1031, 129, 257),
+    (1, 1031, 129, 1030),
+    (2, 64, 64, 7),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_reference_kernels(dtype, sizes, with_bias, poisoned_memory):
+    m, rows, d, n = sizes
+    hidden, weight = random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype)
+    bias = random(rows, seed=2, dtype=dtype) if with_bias else None
+    ids = some_ids(n, limit=rows)
+    expected = truth(hidden, weight, bias, ids)
+    scattered = reference.scattered_scores(hidden, weight, ids, bias)
+    packed = packed_scores(hidden, weight[ids], None if bias is None else bias[ids])
+    assert scattered.dtype == packed.dtype == dtype
+    torch.testing.assert_close(scattered.float(), expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(packed.float(), expected, **TOLERANCE[dtype])
+
+
+class Spy:
+    """Calls through and counts."""
+
+    def __init__(self, function):
+        self.function = function
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.function(*args)
+
+
+def must_not_run(*args):
+    raise AssertionError("the plain twin ran in place of the compiled kernel")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(dtype, poisoned_memory, monkeypatch):
+    assert scattered_scores_for(torch.device("cpu")) is cpu.scattered_scores
+    assert scattered_scores_for(torch.device("meta")) is reference.scattered_scores
+    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
+    plain = reference.scattered_scores
+    spy = Spy(cpu._compiled_scores())
+    monkeypatch.setattr(cpu, "_compiled_scores", lambda: spy)
+    monkeypatch.setattr(reference, "scattered_scores", must_not_run)
+    # What other tests compiled in this process must not be counted, nor use up the limit on recompilations.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected_calls = 0
+    for m, rows, d, n in ODD_SIZES:
+        for with_bias in (False, True):
+            hidden, weight = random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype)
+            bias = random(rows, seed=2, dtype=dtype) if with_bias else None
+            ids = some_ids(n, limit=rows)
+            actual = cpu.scattered_scores(hidden, weight, ids, bias)
+            expected_calls += 1
+            assert actual.dtype == torch.float32 and actual.shape == (m, n)
+            # Sums and results in fp32 are closer to the truth than the plain twin, which rounds bf16 results.
+            torch.testing.assert_close(actual, truth(hidden, weight, bias, ids), **TOLERANCE[torch.float32])
+            torch.testing.assert_close(actual, plain(hidden, weight, ids, bias).float(), **TOLERANCE[dtype])
+    assert spy.calls == expected_calls
+    # Compiled for sizes in general: one row, many rows, and a few sizes of 1, but not once for each size.
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_compiler_the_plain_twin_runs_and_one_warning_says_so(dtype, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    cpu._has_compiler.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hidden, weight, bias = random(2, D, dtype=dtype), random(V, D, seed=1, dtype=dtype), random(V, dtype=dtype)
+            ids = some_ids(40)
+            for _ in range(3):
+                actual = cpu.scattered_scores(hidden, weight, ids, bias)
+        assert [str(one.message) for one in caught if "C++ compiler" in str(one.message)] == [str(caught[0].message)]
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, reference.scattered_scores(hidden, weight, ids, bias).float())
+    finally:
+        cpu._has_compiler.cache_clear()
+
+
+def test_replace_rows(poisoned_memory):
+    table = random(V, D)
+    packed = torch.empty(20, D)
+    slots = torch.tensor([3, 19, 3, 0])
+    ids = torch.tensor([7, 200, 7, 9])
+    replace_rows(packed, slots, table, ids)
+    assert torch.equal(packed[slots], table[ids])
+    assert packed[[1, 2, *range(4, 19)]].isnan().all()
+
+
+@pytest.mark.parametrize("columns", [1, 5, 127, 128, 129, 1000, 1024, 3001])
+@pytest.mark.parametrize("m", [1, 3])
+def test_top_k_ids(columns, m):
+    scores = torch.randperm(m * columns, generator=torch.Generator().manual_seed(columns)).view(m, columns).float()
+    for k in {1, 3, 7, 8, 9, 24, columns} - {k for k in (3, 7, 8, 9, 24) if k > columns}:
+        for block in (4, 128):
+            assert torch.equal(top_k_ids(scores, k, block), scores.topk(k, dim=-1).indices)
+
+
+def test_top_k_ids_among_forbidden_tokens():
+    """Rows in which processors left few tokens: those come first, and no id comes twice."""
+    scores = torch.full((2, 1000), -torch.inf)
+    scores[0, 999], scores[0, 3], scores[1, 512] = 1.0, 2.0, 0.5
+    top = top_k_ids(scores, 5)
+    assert top[0, :2].tolist() == [3, 999] and top[1, 0] == 512
+    assert all(row.unique().numel() == 5 for row in top)

@@ -1,0 +1,251 @@
+"""Imports run downhill, and importing the package costs next to nothing."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_dynspec
+
+ROOT = Path(hf_dynspec.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Which rooms (files or folders of the package) each room may import. A room not named here may import any above it.
+DOWNHILL = {
+    "errors": set(),
+    "protocol": set(),
+    "kernels": set(),
+    "head": {"protocol", "kernels", "errors"},
+    "stats": {"protocol"},
+    "shortlists": {"protocol", "kernels", "errors", "head"},
+    "drafters": {"protocol", "kernels", "errors", "head"},
+    "session": {"protocol", "kernels", "errors", "head", "stats", "drafters", "shortlists"},
+}
+# Of the rooms that hold several implementations, the session knows the contracts only.
+CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
+LEAVES = {"build", "hub", "evaluation", "commands"}
+# What reads and writes artifacts, which `from_pretrained` methods and their like may reach for when they are called.
+ENDS = {"hub", "configuration"}
+# transformers is none of their business; torch alone is (and triton, inside functions, for the kernels).
+THIRD_PARTIES = {
+    "errors": set(),
+    "protocol": {"torch"},
+    "kernels": {"torch", "triton"},
+    "head": {"torch"},
+    "shortlists": {"torch"},
+    "session": {"torch"},
+    "stats": {"torch"},
+}
+LAZY_EVERYWHERE = {"triton", "peft", "hnswlib", "matplotlib", "pyarrow", "datasets"}
+PRIVATE_MODULES = ("transformers.generation.candidate_generator",)
+
+
+def module_of(file: Path) -> str:
+    """`generation.binding` for hf_dynspec/generation/binding.py."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def nodes(tree: ast.AST, lazily: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it is reached only when a function is called or types are checked."""
+    for child in ast.iter_child_nodes(tree):
+        inside = isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = inside or (isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test))
+        yield child, lazily or inside
+        yield from nodes(child, lazily or inside)
+
+
+def imports(file: Path, source: str | None = None) -> Iterator[tuple[str, bool]]:
+    """The absolute dotted names that a file imports (each name of a from-import), and whether lazily."""
+    package = ["hf_dynspec", *file.relative_to(ROOT).parent.parts]
+    for node, lazily in nodes(ast.parse(file.read_text(encoding="utf-8") if source is None else source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, lazily
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}", lazily
+
+
+def own_modules(file: Path) -> Iterator[tuple[str, bool]]:
+    """The modules of the package that a file imports: `shortlists.base` for `from .shortlists.base import X`."""
+    known = {module_of(other) for other in FILES}
+    for name, lazily in imports(file):
+        if name.split(".")[0] == "hf_dynspec":
+            parts = name.split(".")[1:]
+            while parts and ".".join(parts) not in known:
+                parts.pop()
+            yield ".".join(parts), lazily
+
+
+def third_parties(file: Path) -> Iterator[tuple[str, bool]]:
+    for name, lazily in imports(file):
+        top = name.split(".")[0]
+        if top != "hf_dynspec" and top not in sys.stdlib_module_names:
+            yield top, lazily
+
+
+def test_the_walk_sees_what_it_looks_for():
+    """Every rule below rests on this."""
+    source = (
+        "import torch\nfrom ..head import widen\nfrom . import base\nfrom .base import A, B\n"
+        "def f():\n    from ..drafters import eagle\n    import triton.language\n"
+    )
+    seen = list(imports(ROOT / "shortlists" / "full.py", source))
+    assert seen == [
+        ("torch", False),
+        ("hf_dynspec.head.widen", False),
+        ("hf_dynspec.shortlists.base", False),
+        ("hf_dynspec.shortlists.base.A", False),
+        ("hf_dynspec.shortlists.base.B", False),
+        ("hf_dynspec.drafters.eagle", True),
+        ("triton.language", True),
+    ]
+    assert len(FILES) > 20
+    assert ("head", False) in own_modules(ROOT / "drafters" / "base.py")
+
+
+@pytest.mark.parametrize("room", DOWNHILL)
+def test_rooms_import_only_rooms_below_them(room):
+    files = [file for file in FILES if room_of(module_of(file)) == room]
+    assert files
+    for file in files:
+        imported = {
+            room_of(module) for module, lazily in own_modules(file) if not (lazily and room_of(module) in ENDS)
+        }
+        imported -= {room, ""}
+        assert imported <= DOWNHILL[room], f"{file.name} imports {imported - DOWNHILL[room]}"
+
+
+@pytest.mark.parametrize("room", THIRD_PARTIES)
+def test_low_rooms_stay_free_of_transformers(room):
+    for file in FILES:
+        if room_of(module_of(file)) == room:
+            assert {name for name, _ in third_parties(file)} <= THIRD_PARTIES[room], file.name
+
+
+def test_the_session_knows_the_contracts_only():
+    modules = {module for module, _ in own_modules(ROOT / "session.py")}
+    assert {module for module in modules if room_of(module) in CONTRACTS} == set(CONTRACTS.values())
+
+
+def test_leaves_are_not_imported_by_the_rooms_above_them():
+    """A method may reach for the Hub when it is called; nothing does so by being imported."""
+    for file in FILES:
+        room = room_of(module_of(file))
+        if room in LEAVES:
+            continue
+        for module, lazily in own_modules(file):
+            if room_of(module) in LEAVES:
+                assert lazily and room_of(module) in ENDS, f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_heavy_optional_packages_are_imported_where_they_are_used():
+    for file in FILES:
+        for name, lazily in third_parties(file):
+            assert lazily or name not in LAZY_EVERYWHERE, f"{file.relative_to(ROOT)} imports {name} with itself"
+
+
+def private_uses(file: Path, source: str | None = None) -> list[str]:
+    """What a file uses of transformers that is not public: names that start with an underscore and modules that
+    transformers does not document. Attributes of `self` and `cls` are the file's own."""
+    source = file.read_text(encoding="utf-8") if source is None else source
+    found = []
+    for name, _ in imports(file, source):
+        parts = name.split(".")
+        private = any(part.startswith("_") for part in parts[1:])
+        if parts[0] == "transformers" and (private or name.startswith(PRIVATE_MODULES)):
+            found.append(name)
+    models = {"target", "model", "drafter", "generation_config", "cache", "_target", "_cache", "_model"}
+    for node, _ in nodes(ast.parse(source)):
+        name = attribute = None
+        if isinstance(node, ast.Attribute):
+            name, attribute = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+                name, attribute = node.args[0], node.args[1].value
+        if attribute is None or not attribute.startswith("_") or attribute.startswith("__"):
+            continue
+        owner = name.attr if isinstance(name, ast.Attribute) else name.id if isinstance(name, ast.Name) else ""
+        own = isinstance(name, ast.Name) and name.id in ("self", "cls")
+        if owner in models and not own:
+            found.append(f"{owner}.{attribute}")
+    return found
+
+
+# The one private fact that other rooms ask of a model. transformers offers no public name for it.
+TOLERATED = {"model._is_stateful"}
+
+
+def test_only_generation_uses_transformers_private_names():
+    users = {}
+    for file in FILES:
+        found = set(private_uses(file)) - TOLERATED
+        if found:
+            users[module_of(file)] = found
+    assert {room_of(module) for module in users} == {"generation"}, users
+
+
+def test_the_search_for_private_names_finds_them():
+    source = (
+        "from transformers.generation.candidate_generator import CandidateGenerator\n"
+        "from transformers.generation.utils import _speculative_sampling\n"
+        "def f(target, generation_config):\n    target._get_candidate_generator()\n"
+        "    getattr(generation_config, '_mask_length', None)\n    self._target = 1\n"
+    )
+    assert private_uses(ROOT / "head.py", source) == [
+        "transformers.generation.candidate_generator.CandidateGenerator",
+        "transformers.generation.utils._speculative_sampling",
+        "target._get_candidate_generator",
+        "generation_config._mask_length",
+    ]
+
+
+# Cost ----------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, time
+import transformers
+start = time.perf_counter()
+import hf_dynspec
+seconds = time.perf_counter() - start
+heavy = [name for name in ("torch", "peft", "hnswlib", "triton", "matplotlib", "pyarrow") if name in sys.modules]
+print(seconds, *heavy)
+"""
+
+
+def run(code: str) -> list[str]:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_the_package_is_cheap():
+    alone = "import sys; import hf_dynspec; print(*[n for n in {names} if n in sys.modules])"
+    heavy = ["torch", "transformers", "peft", "hnswlib", "triton", "matplotlib", "pyarrow", "numpy"]
+    assert run(alone.format(names=heavy)) == []
+    # The quickest of three, as other work on the machine can only slow it down.
+    assert min(float(run(MEASURE)[0]) for _ in range(3)) < 0.3
+
+
+def test_the_public_names_load_and_nothing_else_does():
+    code = (
+        "import sys, hf_dynspec\n"
+        "assert all(getattr(hf_dynspec, name) is not None for name in hf_dynspec.__all__)\n"
+        "assert set(hf_dynspec.__all__) <= set(dir(hf_dynspec))\n"
+        "print(*[n for n in ('peft', 'hnswlib', 'triton', 'matplotlib', 'pyarrow') if n in sys.modules])"
+    )
+    loaded_by_torch = set(run("import sys, torch, transformers; print('triton' if 'triton' in sys.modules else '')"))
+    assert set(run(code)) <= loaded_by_torch
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        hf_dynspec.Nonsense  # noqa: B018

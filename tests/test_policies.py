@@ -1,0 +1,453 @@
+"""What every policy promises, over the whole table; and the in-context window against an obvious reference."""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from models import POLICY_CASES, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from hf_dynspec.shortlists import (
+    POLICIES,
+    FrequencyShortlist,
+    FullShortlist,
+    HybridShortlist,
+    InContextShortlist,
+    ShortlistPolicy,
+    ShortlistState,
+    UnionShortlist,
+    as_policy,
+    policy_class,
+)
+from hf_dynspec.shortlists.frequency import position_aware_size
+from hf_dynspec.shortlists.in_context import _LARGEST_PUSH
+
+PADDED = VOCABULARY + 20  # ids that a padded target may name and the drafter must not draft
+FEATURES = torch.zeros(1, 32)
+
+
+def vocabulary(eos: tuple[int, ...] = (2, 77)) -> VocabularyInfo:
+    return VocabularyInfo(VOCABULARY, eos, torch.device("cpu"))
+
+
+def random_ids(generator: torch.Generator, *shape: int, limit: int = PADDED) -> torch.Tensor:
+    return torch.randint(0, limit, shape, generator=generator)
+
+
+def conversation(seed: int, needs: Needs, rounds: int = 25, prompt_length: int = 30) -> Iterator[Prompt | Verdict]:
+    """What a state is shown in one call: random tokens, with the shapes that the needs ask for."""
+    generator = torch.Generator().manual_seed(seed)
+    yield Prompt(random_ids(generator, prompt_length, limit=VOCABULARY))
+    if needs.prompt_top_k:
+        positions = min(prompt_length, needs.prompt_positions or prompt_length)
+        yield Prompt(torch.empty(0, dtype=torch.int64), random_ids(generator, positions, needs.prompt_top_k))
+    for _ in range(rounds):
+        drafted = int(torch.randint(1, 7, (), generator=generator))
+        accepted = int(torch.randint(0, drafted + 1, (), generator=generator))
+        draft = random_ids(generator, drafted, limit=VOCABULARY)
+        verified = torch.cat([draft[:accepted], random_ids(generator, 1)])
+        top_ids = random_ids(generator, accepted + 1, needs.verify_top_k) if needs.verify_top_k else None
+        yield Verdict(draft, verified, top_ids)
+
+
+def show(state: ShortlistState, event: Prompt | Verdict) -> None:
+    (state.observe_prompt if isinstance(event, Prompt) else state.observe)(event)
+
+
+def select(state: ShortlistState, depth: int = 0) -> Shortlist:
+    return state.select(depth, torch.tensor([5]), FEATURES)
+
+
+def ids_of(shortlist: Shortlist) -> set[int]:
+    ids = shortlist.ids().tolist()
+    assert len(ids) == len(set(ids)), "an id is scored twice"
+    return set(ids)
+
+
+def all_shortlists(state: ShortlistState, seed: int, needs: Needs) -> Iterator[tuple[int, Shortlist]]:
+    """The depth and shortlist of every draft step of a call."""
+    for event in conversation(seed, needs):
+        show(state, event)
+        for depth in range(3):
+            yield depth, select(state, depth)
+
+
+# Every policy --------------------------------------------------------------------------------------------------------
+
+contract = pytest.mark.parametrize("make", POLICY_CASES.values(), ids=POLICY_CASES)
+Make = Callable[[], ShortlistPolicy]
+
+
+def test_every_policy_of_the_table_is_covered():
+    assert set(POLICIES) <= set(POLICY_CASES)
+    for name, policy in POLICIES.items():
+        assert policy.name == name and policy_class(name) is policy
+        assert isinstance(POLICY_CASES[name](), policy)
+
+
+@contract
+@pytest.mark.parametrize("eos", [(), (2,), (2, 77), (VOCABULARY - 1,)])
+def test_shortlists_are_well_formed(make: Make, eos):
+    policy = make()
+    state = policy.start(vocabulary(eos))
+    for _, shortlist in all_shortlists(state, seed=1, needs=policy.needs):
+        assert shortlist.slots.dtype == torch.int64 and shortlist.slots.dim() == 1
+        assert 0 <= int(shortlist.slots.min()) and int(shortlist.slots.max()) < VOCABULARY
+        assert 0 < shortlist.width <= shortlist.slots.shape[0]
+        if shortlist.occupied is not None:
+            assert shortlist.occupied.dtype == torch.bool and shortlist.occupied.shape == shortlist.slots.shape
+        ids = ids_of(shortlist)
+        assert set(eos) <= ids
+        asked = torch.arange(VOCABULARY)
+        assert set(asked[shortlist.contains(asked)].tolist()) == ids
+        if shortlist.is_prefix:
+            assert ids == set(range(shortlist.width))
+
+
+@contract
+def test_versions_tell_when_slots_changed_and_which(make: Make):
+    """The head packs rows by this and nothing else: were it wrong, tokens would be scored by other tokens' rows."""
+    policy = make()
+    state = policy.start(vocabulary())
+    slots_of: dict[int, torch.Tensor] = {}
+    last = None
+    for seed in (1, 2):
+        for _, shortlist in all_shortlists(state, seed, policy.needs):
+            if last is not None:
+                assert shortlist.version >= last.version
+            previous = slots_of.get(shortlist.version - 1)
+            if shortlist.version in slots_of:
+                assert torch.equal(shortlist.slots, slots_of[shortlist.version])
+            elif shortlist.replaced is not None and previous is not None:
+                assert shortlist.slots.shape == previous.shape
+                changed = (shortlist.slots != previous).nonzero()[:, 0]
+                assert set(changed.tolist()) <= set(shortlist.replaced.tolist())
+            slots_of[shortlist.version] = shortlist.slots.clone()
+            last = shortlist
+        state.restart()
+
+
+@contract
+def test_nothing_changes_within_a_round(make: Make):
+    policy = make()
+    state = policy.start(vocabulary())
+    for event in conversation(3, policy.needs):
+        show(state, event)
+        first, again = select(state), select(state)
+        assert first.version == again.version
+        assert torch.equal(first.slots, again.slots) and ids_of(first) == ids_of(again)
+
+
+@contract
+def test_a_policy_survives_being_stored(make: Make):
+    policy = make()
+    settings = json.loads(json.dumps(policy.settings()))
+    tensors = policy.tensors()
+    for tensor in tensors.values():
+        assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    rebuilt = type(policy).from_settings(settings, {name: tensor.clone() for name, tensor in tensors.items()})
+    assert type(rebuilt) is type(policy) and repr(rebuilt) == repr(policy)
+    assert rebuilt.settings() == policy.settings() and rebuilt.needs == policy.needs
+    assert rebuilt.tensors().keys() == tensors.keys()
+    assert all(torch.equal(rebuilt.tensors()[name], tensor) for name, tensor in tensors.items())
+    states = policy.start(vocabulary()), rebuilt.start(vocabulary())
+    for (_, own), (_, other) in zip(*(all_shortlists(state, 4, policy.needs) for state in states), strict=True):
+        assert ids_of(own) == ids_of(other)
+
+
+@contract
+def test_unknown_settings_are_refused(make: Make):
+    policy = make()
+    with pytest.raises(ConfigurationError):
+        type(policy).from_settings({**policy.settings(), "no_such_setting": 1}, policy.tensors())
+
+
+@contract
+def test_a_restarted_state_knows_no_more_than_a_new_one(make: Make):
+    policy = make()
+    used, fresh = policy.start(vocabulary()), policy.start(vocabulary())
+    for _ in all_shortlists(used, 5, policy.needs):
+        pass
+    used.restart()
+    assert ids_of(select(used)) == ids_of(select(fresh))
+    for (_, own), (_, other) in zip(
+        all_shortlists(used, 6, policy.needs), all_shortlists(fresh, 6, policy.needs), strict=True
+    ):
+        assert ids_of(own) == ids_of(other)
+
+
+@contract
+def test_states_of_one_policy_share_nothing(make: Make):
+    policy = make()
+    shown, idle = policy.start(vocabulary()), policy.start(vocabulary())
+    before = ids_of(select(idle))
+    settings = json.dumps(policy.settings())
+    for _ in all_shortlists(shown, 7, policy.needs):
+        pass
+    assert ids_of(select(idle)) == before
+    assert json.dumps(policy.settings()) == settings
+
+
+@contract
+def test_a_policy_is_shown_what_it_asked_for_and_no_more(make: Make, monkeypatch):
+    """Through a whole generate call: the shapes of everything observed, and the target's own ranking in it."""
+    target = tiny()
+    policy = make()
+    needs = policy.needs
+    assistant = DynSpecAssistant(perturbed(target), policy, target=target)
+    seen: list[Prompt | Verdict] = []
+    state_class = type(policy.start(vocabulary()))
+    for name in ("observe_prompt", "observe"):
+        own = getattr(state_class, name)
+        monkeypatch.setattr(
+            state_class, name, lambda self, event, own=own: seen.append((self, event)) or own(self, event)
+        )
+    input_ids = prompt(14)
+    output = target.generate(input_ids, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    first = seen[0][0]
+    events = [event for state, event in seen if state is first]
+    with torch.no_grad():
+        logits = target(output).logits[0]
+    assert torch.equal(events[0].token_ids, input_ids[0]) and events[0].top_ids is None
+    rounds = [event for event in events if isinstance(event, Verdict)]
+    prompts = [event for event in events if isinstance(event, Prompt)]
+    assert len(prompts) == 1 + bool(needs.prompt_top_k)
+    if needs.prompt_top_k:
+        positions = min(14, needs.prompt_positions or 14)
+        expected = logits[14 - positions : 14].topk(needs.prompt_top_k).indices
+        assert torch.equal(prompts[1].top_ids, expected)
+    position = 14
+    for verdict in rounds:
+        count = verdict.verified.shape[0]
+        assert torch.equal(verdict.verified, output[0, position : position + count])
+        assert 1 <= count <= verdict.drafted.shape[0] + 1
+        if needs.verify_top_k:
+            expected = logits[position - 1 : position + count - 1].topk(needs.verify_top_k).indices
+            assert torch.equal(verdict.top_ids, expected)
+        else:
+            assert verdict.top_ids is None
+        position += count
+    assert position > 20
+
+
+def test_policies_by_name():
+    assert isinstance(as_policy(None), HybridShortlist)
+    assert isinstance(as_policy("full"), FullShortlist)
+    policy = InContextShortlist(5)
+    assert as_policy(policy) is policy
+    for wrong in ("nonsense", 3, "Full"):
+        with pytest.raises(ConfigurationError, match="the policies are full"):
+            as_policy(wrong)
+    with pytest.raises(ConfigurationError, match="at least one policy"):
+        as_policy("union")
+
+
+WRONG = {
+    "window": lambda: InContextShortlist(window=0),
+    "window, a number": lambda: InContextShortlist(window=2.5),
+    "window, true": lambda: InContextShortlist(window=True),
+    "prompt_top_k": lambda: InContextShortlist(prompt_top_k=-1),
+    "verify_top_k": lambda: InContextShortlist(verify_top_k="3"),
+    "prompt_positions": lambda: InContextShortlist(prompt_positions=0),
+    "eviction": lambda: InContextShortlist(eviction="fifo"),
+    "size": lambda: FrequencyShortlist(size=0),
+    "position_aware": lambda: FrequencyShortlist(position_aware="yes"),
+    "ranking must not repeat": lambda: FrequencyShortlist([1, 2, 1]),
+    "ranking must not hold negative": lambda: FrequencyShortlist([1, -2]),
+    "ranking must be a non-empty": lambda: FrequencyShortlist([]),
+    "ranking must hold integer": lambda: FrequencyShortlist([0.5, 1.0]),
+    "policies, got": lambda: UnionShortlist(FullShortlist(), "full"),
+    "policies": lambda: UnionShortlist.from_settings({"policies": 3}, {}),
+    "policy 0": lambda: UnionShortlist.from_settings({"policies": [{"name": "full"}]}, {}),
+    "no policy 'x'": lambda: UnionShortlist.from_settings({"policies": [{"name": "x", "settings": {}}]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_refused_by_name(case):
+    with pytest.raises(ConfigurationError, match=case.split(",")[0]):
+        WRONG[case]()
+
+
+# Static shortlists ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 40, VOCABULARY, 10**6])
+def test_a_frequency_shortlist_is_the_head_of_its_ranking(size):
+    ranking = torch.randperm(PADDED, generator=torch.Generator().manual_seed(0))
+    kept = [token for token in ranking.tolist() if token < VOCABULARY and token not in (2, 77)]
+    expected = {2, 77, *kept[: max(0, size - 2)]}
+    assert ids_of(select(FrequencyShortlist(ranking, size=size).start(vocabulary()))) == expected
+    merge_order = [token for token in range(VOCABULARY) if token not in (2, 77)]
+    expected = {2, 77, *merge_order[: max(0, size - 2)]}
+    assert ids_of(select(FrequencyShortlist(size=size).start(vocabulary()))) == expected
+
+
+def test_position_aware_shortlists_are_nested_and_shrink_as_published():
+    ranking = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    state = FrequencyShortlist(ranking, size=60, position_aware=True).start(vocabulary())
+    shortlists = [ids_of(select(state, depth)) for depth in range(70)]
+    # DynaSpec, appendix A.1: all at depths 0 and 1, then 1/(depth + 1) of them; here never fewer than the two EOS ids.
+    assert [len(ids) for ids in shortlists] == [60, 60, *(max(2, 60 // (depth + 1)) for depth in range(2, 70))]
+    assert all(deeper <= shallower for shallower, deeper in pairwise(shortlists))
+    assert position_aware_size(60, 100) == 1
+
+
+# The in-context window against a reference ---------------------------------------------------------------------------
+
+
+class Window:
+    """MicroSpec's window as its equations say it, on a Python list. EOS ids and padding never enter the stream."""
+
+    def __init__(self, window: int, eviction: str, info: VocabularyInfo):
+        self._window, self._eviction, self._info = window, eviction, info
+        self.stream: list[int] = []
+
+    def _append(self, ids: list[int]) -> None:
+        self.stream += [token for token in ids if token < self._info.size and token not in self._info.eos_token_ids]
+
+    def _append_set(self, ids: list[int]) -> None:
+        """Each id once, where it occurs last."""
+        self._append([token for i, token in enumerate(ids) if token not in ids[i + 1 :]])
+
+    def show(self, event: Prompt | Verdict) -> None:
+        if isinstance(event, Prompt):
+            self._append(event.token_ids.tolist())
+            if event.top_ids is not None:
+                self._append_set(event.top_ids.flatten().tolist())
+        else:
+            self._append_set(event.drafted.tolist())
+            likely = [] if event.top_ids is None else event.top_ids.flatten().tolist()
+            self._append_set(likely + event.verified.tolist())
+
+    def ids(self) -> set[int]:
+        recent = self.stream[-self._window :]
+        if self._eviction == "lru":
+            recent = list(dict.fromkeys(reversed(self.stream)))[: self._window]
+        return {*recent, *self._info.eos_token_ids}
+
+
+@pytest.mark.parametrize("eviction", ["stream", "lru"])
+@pytest.mark.parametrize("eos", [(), (2,), (2, 77, 40)])
+@pytest.mark.parametrize("window", [1, 2, 7, 40, 200, 700])
+def test_the_window_is_the_published_one(window, eos, eviction):
+    info = vocabulary(eos)
+    policy = InContextShortlist(window, 3, 2, eviction)
+    state = policy.start(info)
+    pushed = rebuilt = 0
+    for seed in range(6):
+        reference = Window(window, eviction, info)
+        length = (3, 40, 300)[seed % 3]
+        for event in conversation(seed, policy.needs, rounds=40, prompt_length=length):
+            version = select(state).version
+            show(state, event)
+            reference.show(event)
+            shortlist = select(state)
+            assert ids_of(shortlist) == reference.ids()
+            rebuilt += shortlist.replaced is None
+            pushed += shortlist.replaced is not None
+            assert shortlist.version == version + 1
+        state.restart()
+        assert ids_of(select(state)) == set(eos)
+    assert rebuilt > 0, "no stretch was long enough to be sorted in"
+    assert pushed > 0 or window < 3, "no stretch was short enough to be pushed in"
+
+
+@pytest.mark.parametrize("eviction", ["stream", "lru"])
+def test_tokens_that_repeat_and_hardly_change(eviction):
+    """A tiny alphabet: nearly every token is held already, is a repeat, an EOS or padding."""
+    info = vocabulary((2,))
+    for window in (1, 2, 3, 5):
+        state = InContextShortlist(window, 0, 2, eviction).start(info)
+        reference = Window(window, eviction, info)
+        generator = torch.Generator().manual_seed(window)
+        alphabet = torch.tensor([2, 3, 4, 5, 6, VOCABULARY, PADDED])
+        for step in range(300):
+            count = 1 + step % 4
+            draft = alphabet[torch.randint(0, 7, (count,), generator=generator)]
+            top_ids = alphabet[torch.randint(0, 7, (1, 2), generator=generator)] if step % 3 else None
+            event = Verdict(draft, draft[-1:], top_ids)
+            show(state, event)
+            reference.show(event)
+            assert ids_of(select(state)) == reference.ids(), step
+
+
+@pytest.mark.parametrize("eviction", ["stream", "lru"])
+def test_pushing_and_sorting_agree(eviction, monkeypatch):
+    """The two ways of taking context in, on the same stream."""
+    policy = InContextShortlist(50, 2, 2, eviction)
+    pushing, sorting = policy.start(vocabulary()), policy.start(vocabulary())
+    for event in conversation(9, policy.needs, rounds=80, prompt_length=20):
+        show(pushing, event)
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_dynspec.shortlists.in_context._LARGEST_PUSH", 0)
+            show(sorting, event)
+        assert select(pushing).replaced is not None
+        assert select(sorting).replaced is None
+        assert ids_of(select(pushing)) == ids_of(select(sorting))
+    assert _LARGEST_PUSH > 50
+
+
+def test_no_context_is_no_change():
+    state = InContextShortlist(5).start(vocabulary())
+    show(state, Prompt(torch.tensor([8, 9])))
+    before = select(state)
+    show(state, Prompt(torch.empty(0, dtype=torch.int64)))
+    assert select(state) is before
+
+
+# Unions --------------------------------------------------------------------------------------------------------------
+
+UNIONS = {
+    "static and window": lambda: [FrequencyShortlist(size=30), InContextShortlist(20, 2, 2)],
+    "window and static": lambda: [InContextShortlist(20, 2, 2), FrequencyShortlist(size=30)],
+    "two windows": lambda: [InContextShortlist(10, 1, 1, "lru"), InContextShortlist(60, 2, 2)],
+    "position-aware": lambda: [FrequencyShortlist(size=60, position_aware=True), InContextShortlist(10, 1, 1)],
+    "all": lambda: [FullShortlist(), InContextShortlist(10, 1, 1)],
+    "one": lambda: [InContextShortlist(10, 1, 1)],
+    "a union within": lambda: [UnionShortlist(FrequencyShortlist(size=9)), InContextShortlist(10, 1, 1)],
+}
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_a_union_holds_what_any_of_its_parts_holds(name):
+    parts = UNIONS[name]()
+    union = UnionShortlist(*parts)
+    assert union.needs.prompt_top_k == max(part.needs.prompt_top_k for part in parts)
+    assert union.needs.verify_top_k == max(part.needs.verify_top_k for part in parts)
+    state = union.start(vocabulary())
+    alone = [part.start(vocabulary()) for part in parts]
+    for seed in (0, 1):
+        for event in conversation(seed, union.needs):
+            for each in (state, *alone):
+                show(each, event)
+            for depth in range(4):
+                assert ids_of(select(state, depth)) == set().union(*(ids_of(select(each, depth)) for each in alone))
+        for each in (state, *alone):
+            each.restart()
+
+
+def test_a_union_of_static_lists_never_changes():
+    state = UnionShortlist(FrequencyShortlist(size=30), FrequencyShortlist(torch.arange(200, 290), size=40)).start(
+        vocabulary()
+    )
+    shortlists = [shortlist for _, shortlist in all_shortlists(state, 1, Needs())]
+    assert all(shortlist is shortlists[0] for shortlist in shortlists)
+
+
+def test_a_union_with_a_transient_part_is_transient():
+    state = UnionShortlist(FrequencyShortlist(size=3), RandomShortlist(5)).start(vocabulary())
+    first, second = select(state), select(state)
+    assert first.is_transient and first.version != second.version and ids_of(first) != ids_of(second)
+
+
+def test_the_needs_of_two():
+    limited, unlimited = Needs(1, 2, 5), Needs(3, 1)
+    assert limited | unlimited == unlimited | limited == Needs(3, 2, None)
+    assert limited | Needs(2, 4, 9) == Needs(2, 4, 9)
+    # A limit counts only where prompt logits are asked for at all.
+    assert limited | Needs(verify_top_k=3) == Needs(3, 2, 5)
+    assert Needs() | Needs() == Needs()
