@@ -20,20 +20,20 @@ POLICIES = ("full", "frequency", "in_context", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
 MAX_NEW_TOKENS = 128
 REPEATS = 5
-PROMPT = '''import os
-import sys
+PROMPT = '''def parse_header(line):
+    """Parse a header line and return the name and the value."""
+    i = line.find(':')
+    if i < 0:
+        raise ValueError("missing colon")
+    name = line[:i].strip()
+    value = line[i+1:].strip()
+    return name, value
 
 
-class ConfigReader:
-    """Read configuration files and keep their values by section and name."""
-
-    def __init__(self, filename, encoding=None):
-        self.filename = filename
-        self.encoding = encoding
-        self.sections = {}
-
-    def read(self):
-        """Read the file and parse its lines. Comments start with '#'."""
+def parse_headers(lines):
+    """Parse header lines and return a dictionary."""
+    headers = {}
+    for line in lines:
 '''
 
 
@@ -84,7 +84,7 @@ def main() -> None:
             speeds[name].append(len(outputs[name]) / seconds)
 
     console.print(PROMPT, style="dim", end="", markup=False, highlight=False)
-    console.print(tokenizer.decode(outputs["plain generate"]), markup=False, highlight=False)
+    console.print(tokenizer.decode(outputs["plain generate"], skip_special_tokens=True), markup=False, highlight=False)
     table = Table("", "tokens/s", "acceptance length", "active vocabulary", "same tokens as plain")
     for name, assistant in assistants.items():
         is_ours = isinstance(assistant, DynSpecAssistant)
