@@ -550,7 +550,7 @@ def main() -> None:
 
     for model, folder in zip((target, drafter), folders, strict=True):
         save_model(model, tokenizer, folder)
-    windows = [cut(encode(tokenizer, texts), 512)[:64] for texts in (held_out.library, held_out.tests)]
+    windows = [cut(encode(tokenizer, texts), 512)[:128] for texts in (held_out.library, held_out.tests)]
     report(arguments.out, *windows, console)
     console.print(f"took {(time.monotonic() - started) / 60:.1f} minutes")
 
