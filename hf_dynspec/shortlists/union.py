@@ -161,7 +161,9 @@ class HybridShortlist(UnionShortlist):
     """A static core of frequent tokens beside an in-context window of distinct tokens. Nothing to train.
 
     A window alone is too small after a short prompt, and a static list misses what the context makes likely; each
-    covers the other's gap. The README shows the measurement that chose the sizes, and the command that repeats it.
+    covers the other's gap. The target's tokens are taken more freely than MicroSpec's 3, as most of them are in the
+    core already and cost no slot. `hf-dynspec bench` compares sizes on your own pair:
+    `--policy hybrid:core_size=1024 --policy hybrid:core_size=4096,window=2048`.
 
     Args:
         ranking: token ids, most frequent first, as for `FrequencyShortlist` (None: the tokenizer's merge order).
