@@ -55,7 +55,7 @@ class Shortlist:
 
     Args:
         slots: int64 `[C]` on the head's device. Slot `i` holds a token id below `VocabularyInfo.size`.
-        version: changes exactly when `slots` does.
+        version: changes whenever `slots` may have changed, and never otherwise than with new context.
         size: the first `size` slots are scored (None: all `C`). Nested shortlists share `slots` and differ in `size`.
         occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied
             slot holds any valid id and its logit is −inf.
@@ -110,15 +110,15 @@ class Candidates:
         parents: for each token the index of its parent among the candidates, −1 for a child of the verified prefix.
         depths: for each token the number of its ancestors among the candidates.
         shortlists: one shortlist for each depth, which is what that depth's tokens were chosen from.
-        logits: only when sampling: for each token the fp32 `[width]` logits over the slots of its depth's shortlist
-            whose softmax it was drawn from. None when drafting by argmax.
+        logits: for each token the processed fp32 logits `[width]`, over the slots of its depth's shortlist, that it was
+            chosen by. When sampling, their softmax is the distribution that it was drawn from.
     """
 
     token_ids: torch.Tensor
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     shortlists: tuple[Shortlist, ...]
-    logits: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)

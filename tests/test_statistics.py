@@ -184,7 +184,9 @@ def test_figures_can_be_printed_and_stored(target, drafter):
 def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     stats = DraftingStatistics()
     shortlist = Shortlist(torch.tensor([4, 5]), 0)
-    candidates = Candidates(torch.tensor([4, 5]), (-1, 0), (0, 1), (shortlist, shortlist))
+    candidates = Candidates(
+        torch.tensor([4, 5]), (-1, 0), (0, 1), (shortlist, shortlist), (torch.zeros(1), torch.zeros(1))
+    )
     stats.record_draft(candidates)
     stats.record_verification(2)
     stats.record_verified_tokens(candidates, torch.tensor([4, 5, 9]))

@@ -61,8 +61,8 @@ class UnionShortlist(ShortlistPolicy):
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
         from . import policy_class
 
-        parts = settings.get("policies")
-        if set(settings) != {"policies"} or not isinstance(parts, list):
+        parts = settings.get("policies") if isinstance(settings, Mapping) else None
+        if not isinstance(parts, list) or set(settings) != {"policies"}:
             raise ConfigurationError("a union's settings are a list named 'policies' and nothing else")
         policies = []
         for index, part in enumerate(parts):
@@ -161,8 +161,8 @@ class HybridShortlist(UnionShortlist):
     """A static core of frequent tokens beside an in-context window of distinct tokens. Nothing to train.
 
     A window alone is too small after a short prompt, and a static list misses what the context makes likely; each
-    covers the other's gap. The target's tokens are taken more freely than MicroSpec's 3, as most of them are in the
-    core already and cost no slot. `hf-dynspec bench` compares sizes on your own pair:
+    covers the other's gap. More of the target's tokens are taken than MicroSpec's 3. A token of the core that is in
+    the window too takes a place there, and is scored once. `hf-dynspec bench` compares sizes on your own pair:
     `--policy hybrid:core_size=1024 --policy hybrid:core_size=4096,window=2048`.
 
     Args:
