@@ -110,8 +110,8 @@ class Candidates:
         parents: for each token the index of its parent among the candidates, −1 for a child of the verified prefix.
         depths: for each token the number of its ancestors among the candidates.
         shortlists: one shortlist for each depth, which is what that depth's tokens were chosen from.
-        logits: for each token the processed fp32 logits `[width]`, over the slots of its depth's shortlist, that it was
-            chosen by. When sampling, their softmax is the distribution that it was drawn from.
+        logits: for each token the processed fp32 logits `[width]` that it was chosen by, over the slots of its depth's
+            shortlist. When sampling, their softmax is the distribution that it was drawn from.
     """
 
     token_ids: torch.Tensor
