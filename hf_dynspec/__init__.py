@@ -20,6 +20,7 @@ _HOMES = {
     "InContextShortlist": ".shortlists",
     "NotBoundError": ".errors",
     "ShortlistPolicy": ".shortlists",
+    "TreeConfig": ".tree",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
 }
@@ -52,3 +53,4 @@ if TYPE_CHECKING:
     from .shortlists import InContextShortlist as InContextShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import UnionShortlist as UnionShortlist
+    from .tree import TreeConfig as TreeConfig

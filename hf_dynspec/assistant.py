@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from .configuration import DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, as_drafter
 from .errors import ArtifactError, ConfigurationError, NotBoundError
-from .generation.binding import Bindable, Call, attach, check_target, detach, timed_forwards
-from .generation.drafting import ChainDrafting
+from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
+from .generation.drafting import Drafting
 from .protocol import VocabularyInfo
 from .session import DraftSession
 from .shortlists import ShortlistPolicy, as_policy
 from .stats import DraftingStatistics, Stopwatch
+from .tree import TreeConfig
 from .vocabulary import local_tokenizer, shared_tokenizer, shared_vocabulary_size
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class DynSpecAssistant(Bindable):
         num_assistant_tokens: tokens drafted per round (default 5).
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
+        tree: draft dynamic trees (EAGLE-2) of this shape, or of the default shape for True, instead of chains of
+            `num_assistant_tokens`.
         profile: measure where the time goes. Slows the call down where it runs on a GPU.
         measure_coverage: measure the target's probability mass on the shortlists, for study; slows the call down.
 
@@ -71,11 +74,13 @@ class DynSpecAssistant(Bindable):
         tokenizer: Any = None,
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
+        tree: bool | TreeConfig = False,
         profile: bool = False,
         measure_coverage: bool = False,
     ):
         self.policy = as_policy(policy)
         self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
+        self.tree = _tree_config(tree)
         self.drafter = as_drafter(drafter)
         self.tokenizer = tokenizer
         self.profile = profile
@@ -107,11 +112,17 @@ class DynSpecAssistant(Bindable):
         size = shared_vocabulary_size(target, self.drafter, tokenizer)
         self._require_tokenizer_of_policy(tokenizer)
         self.unbind()
+        attach(target, self, self.tree is not None)
         self.tokenizer = tokenizer
         self._vocabulary_size = size
         self._target = weakref.ref(target)
-        attach(target, self)
+        self.prepare()
         return self
+
+    def prepare(self) -> None:
+        """Compile what a verification of the usual size uses, which takes seconds the first time, if at all."""
+        drafted = self.generation_config.num_assistant_tokens if self.tree is None else self.tree.total_tokens - 1
+        forward_of(self.target).prepare(drafted + 1)
 
     def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
         if tokenizer is None or not self.policy.tokenizer_fingerprints:
@@ -271,16 +282,18 @@ class DynSpecAssistant(Bindable):
     @contextlib.contextmanager
     def _open_call(self, conversation: "Conversation | None") -> Iterator["GenerateCall"]:
         call = GenerateCall(self, conversation)
-        with call.measured():
-            try:
-                yield call
-            finally:
-                call.close()
+        try:
+            yield call
+        finally:
+            call.close()
 
     def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
         """Return the EOS ids of a call that the drafter can score, without repeats."""
-        eos = _eos_token_ids(generation_config)
-        return tuple(dict.fromkeys(token_id for token_id in eos if token_id < self._vocabulary_size))
+        eos = [one for one in _eos_token_ids(generation_config) if one < self._vocabulary_size]
+        draftable = self.drafter.head.token_ids
+        if draftable is not None:
+            eos = [one for one in eos if bool((draftable == one).any())]
+        return tuple(dict.fromkeys(eos))
 
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
@@ -288,7 +301,8 @@ class DynSpecAssistant(Bindable):
             for index, session in enumerate(self._idle_sessions):
                 if session.vocabulary.eos_token_ids == eos_token_ids:
                     return self._idle_sessions.pop(index)
-        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, self.drafter.head.device)
+        head = self.drafter.head
+        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, head.device, head.token_ids)
         return DraftSession(self.drafter, self.policy, vocabulary)
 
     def return_session(self, session: DraftSession) -> None:
@@ -354,14 +368,14 @@ class GenerateCall(Call):
         self._assistant = assistant
         self._conversation = conversation
         self._session: DraftSession | None = None
-        self._drafting: ChainDrafting | None = None
+        self._drafting: Drafting | None = None
         self._stats = DraftingStatistics()
         self._stats.calls = 1
         devices = (assistant.drafter.head.device, assistant.target.device)
         self._stopwatch = Stopwatch(assistant.profile, devices)
         self._start = 0.0
 
-    def drafting(self, **arguments: Any) -> ChainDrafting:
+    def drafting(self, **arguments: Any) -> Drafting:
         """See `Call.drafting`."""
         assistant = self._assistant
         generation_config = arguments["generation_config"]
@@ -372,30 +386,25 @@ class GenerateCall(Call):
         self._session = kept if continues else assistant.take_session(eos)
         self._session.stats = self._stats
         self._session.stopwatch = self._stopwatch
-        self._drafting = ChainDrafting(
+        assistant.prepare()
+        if self._stopwatch.enabled:
+            self._start = self._stopwatch.now()
+        self._drafting = Drafting(
             self._session,
             assistant.policy.needs,
-            assistant.target,
+            assistant.drafter.reads,
+            forward_of(assistant.target),
             generation_config,
             arguments["input_ids"],
             arguments["model_kwargs"],
             assistant.generation_config,
             arguments["logits_processor"],
-            continues,
-            assistant.measure_coverage,
+            assistant.tree,
+            is_kept=self._conversation is not None,
+            continues=continues,
+            measure_coverage=assistant.measure_coverage,
         )
-        if self._stopwatch.enabled:
-            self._start = self._stopwatch.now()
         return self._drafting
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """Time the target's forwards while profiling."""
-        if not self._stopwatch.enabled:
-            yield
-            return
-        with timed_forwards(self._assistant.target, self._stopwatch):
-            yield
 
     def close(self) -> None:
         """Give the session back and publish the counts."""
@@ -451,6 +460,15 @@ def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
         return ()
     eos = eos.tolist() if hasattr(eos, "tolist") else eos
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
+    """The shape of the trees to draft, or None for chains."""
+    if isinstance(tree, TreeConfig):
+        return tree
+    if not isinstance(tree, bool):
+        raise ConfigurationError(f"tree must be True, False or a TreeConfig, got {tree!r}")
+    return TreeConfig() if tree else None
 
 
 def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:

@@ -4,7 +4,14 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedError
-from .kernels import packed_scores, replace_rows, scattered_scores_for
+from .kernels import (
+    can_compile_dense_scores,
+    dense_scores,
+    packed_scores,
+    prepare_dense_scores,
+    replace_rows,
+    scattered_scores_for,
+)
 from .protocol import Shortlist
 
 # Where configurations of transformers' model families write what happens to the logits after the projection.
@@ -24,29 +31,29 @@ class PackedRows:
         self._capacity = 0
         self._version: int | None = None
 
-    def update(self, weight: torch.Tensor, bias: torch.Tensor | None, shortlist: Shortlist) -> None:
+    def update(self, head: "DynamicLMHead", shortlist: Shortlist) -> None:
         """Make row `i` the head's row for slot `i`. Does nothing where the version is the one already packed."""
         if shortlist.version == self._version and shortlist.slots.shape[0] == self._capacity:
             return
         changed = shortlist.replaced
         if changed is None or shortlist.version - 1 != self._version or shortlist.slots.shape[0] != self._capacity:
-            self._repack(weight, bias, shortlist.slots)
+            self._repack(head.weight, head.bias, head.rows_of(shortlist.slots))
         else:
-            ids = shortlist.slots.index_select(0, changed)
-            replace_rows(self._weight, changed, weight, ids)
-            if bias is not None:
-                replace_rows(self._bias, changed, bias, ids)
+            rows = head.rows_of(shortlist.slots.index_select(0, changed))
+            replace_rows(self._weight, changed, head.weight, rows)
+            if head.bias is not None:
+                replace_rows(self._bias, changed, head.bias, rows)
         self._version = shortlist.version
         self._capacity = shortlist.slots.shape[0]
 
-    def _repack(self, weight: torch.Tensor, bias: torch.Tensor | None, slots: torch.Tensor) -> None:
-        n = slots.shape[0]
+    def _repack(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> None:
+        n = rows.shape[0]
         if self._weight is None or self._weight.shape[0] < n:
             self._weight = weight.new_empty(n, weight.shape[1])
             self._bias = None if bias is None else bias.new_empty(n)
-        torch.index_select(weight, 0, slots, out=self._weight[:n])
+        torch.index_select(weight, 0, rows, out=self._weight[:n])
         if bias is not None:
-            torch.index_select(bias, 0, slots, out=self._bias[:n])
+            torch.index_select(bias, 0, rows, out=self._bias[:n])
 
     def scores(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """`[m, width]`: the scores of the leading packed rows."""
@@ -61,6 +68,8 @@ class DynamicLMHead:
         bias: `[V]` or None.
         logit_scale: multiplies the projection (Cohere, Granite, Falcon-H1).
         soft_cap: `c` in `c · tanh(logits / c)` (Gemma 2), or None.
+        token_ids: int64 `[V]`: the token id that each row scores, without repeats, for heads that leave most of the
+            vocabulary out. None where row `i` scores id `i`.
     """
 
     def __init__(
@@ -69,8 +78,11 @@ class DynamicLMHead:
         bias: torch.Tensor | None = None,
         logit_scale: float = 1.0,
         soft_cap: float | None = None,
+        token_ids: torch.Tensor | None = None,
     ):
         self.weight = weight.detach()
+        self.token_ids = token_ids
+        self._row_of = None if token_ids is None else _inverse(token_ids)
         self.bias = None if bias is None else bias.detach()
         self.logit_scale = logit_scale
         self.soft_cap = soft_cap
@@ -119,13 +131,45 @@ class DynamicLMHead:
             bias = None if self.bias is None else self.bias[:width]
             logits = packed_scores(hidden, self.weight[:width], bias)
         elif shortlist.is_transient:
-            logits = self._scattered_scores(hidden, self.weight, shortlist.scored_slots, self.bias)
+            logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
         else:
-            rows.update(self.weight, self.bias, shortlist)
+            rows.update(self, shortlist)
             logits = rows.scores(hidden, width)
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
         return logits if occupied is None else logits.masked_fill(~occupied, -torch.inf)
+
+    @property
+    def can_speed_up_all_scores(self) -> bool:
+        """Whether `all_scores`, once prepared, is faster than the module that the head was made from."""
+        return can_compile_dense_scores(self.weight)
+
+    def prepare_all_scores(self, m: int) -> None:
+        """Compile what `all_scores` uses for up to `m` rows. Takes seconds the first time."""
+        prepare_dense_scores(self.weight, m)
+
+    def all_scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Score every row: `[m, d]` → fp32 `[m, V]`. For the target's head, on the CPU."""
+        logits = dense_scores(hidden, self.weight)
+        return self._finish((logits if self.bias is None else logits + self.bias).float())
+
+    def agrees_with(self, model: nn.Module) -> bool:
+        """Whether decoder and head give one token the same logits as the whole model does.
+
+        Families differ in what follows the decoder, and their configurations may not tell.
+        """
+        with torch.no_grad():
+            token_ids = torch.tensor([[1]], device=model.get_input_embeddings().weight.device)
+            expected = model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
+            hidden = model.get_decoder()(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.weight)
+            actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
+            # What rounding may do to the logits; a missing scale, cap or transform is off by more.
+            tolerance = (1e-3 if self.weight.dtype == torch.float32 else 5e-2) * expected.abs().max()
+            return bool(((actual - expected).abs() <= tolerance).all())
+
+    def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""
+        return token_ids if self._row_of is None else self._row_of[token_ids]
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model does to its logits after the projection."""
@@ -134,6 +178,12 @@ class DynamicLMHead:
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
+
+
+def _inverse(token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 `[largest id + 1]`: the row of each token id; −1 where it has none."""
+    rows = token_ids.new_full((int(token_ids.max()) + 1,), -1)
+    return rows.scatter(0, token_ids, torch.arange(token_ids.shape[0], device=token_ids.device))
 
 
 def widen(logits: torch.Tensor, shortlist: Shortlist, into: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 Letters: `V` rows of the output projection, `C` slots of a shortlist, `k` drafted tokens of a round, `a` accepted ones.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -16,11 +17,28 @@ class VocabularyInfo:
         size: ids `0 … size-1` are real tokens of the tokenizer that both models can score. Rows past it are padding.
         eos_token_ids: the end-of-sequence ids, each below `size`, without repeats; every shortlist contains them.
         device: where shortlists live, which is where the drafter's head lives.
+        draftable: int64 `[n]` on that device: the only ids that the head can score, each below `size`, row by row of
+            the head (None: all of them, row `i` being id `i`). Shortlists hold no others.
     """
 
     size: int
     eos_token_ids: tuple[int, ...]
     device: torch.device
+    draftable: torch.Tensor | None = None
+
+    @functools.cached_property
+    def row_of(self) -> torch.Tensor | None:
+        """int64 `[size + 1]`: the head's row of each id, −1 for those that it cannot score and at the last entry, to
+        which ids past the vocabulary are sent. None where row `i` is id `i`."""
+        if self.draftable is None:
+            return None
+        rows = torch.full((self.size + 1,), -1, dtype=torch.int64, device=self.device)
+        return rows.scatter(0, self.draftable, torch.arange(self.draftable.shape[0], device=self.device))
+
+    def can_draft(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """bool, of the shape of `token_ids` (on the device): which of these ids the head can score."""
+        real = token_ids < self.size
+        return real if self.row_of is None else self.row_of[token_ids.clamp_max(self.size)] >= 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ class Shortlist:
         occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied
             slot holds any valid id and its logit is −inf.
         replaced: int64 `[r]`, the only slots that may differ from those of version `version - 1` (None: all may).
-        is_prefix: slot `i` holds id `i`, so that the head's own leading rows can be scored where they lie.
+        is_prefix: slot `i` is row `i` of the head, so that its own leading rows can be scored where they lie.
         is_transient: made for one draft step and not worth a packed copy, so that its rows are scored where they lie.
     """
 
@@ -94,8 +112,6 @@ class Shortlist:
 
     def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
         """bool, of the shape of `token_ids`: which of these ids are in `V_t`. Does not wait for the device."""
-        if self.is_prefix:
-            return token_ids < self.width
         matches = token_ids.unsqueeze(-1) == self.scored_slots
         occupied = self.scored_occupied
         return (matches if occupied is None else matches & occupied).any(-1)
@@ -106,19 +122,29 @@ class Candidates:
     """What one round of drafting proposes: a tree of tokens, of which a chain is the special case.
 
     Args:
-        token_ids: int64 `[k]` on the drafter's device.
-        parents: for each token the index of its parent among the candidates, −1 for a child of the verified prefix.
-        depths: for each token the number of its ancestors among the candidates.
+        token_ids: int64 `[k]` on the drafter's device. Parents come before their children.
         shortlists: one shortlist for each depth, which is what that depth's tokens were chosen from.
-        logits: for each token the processed fp32 logits `[width]` that it was chosen by, over the slots of its depth's
-            shortlist. When sampling, their softmax is the distribution that it was drawn from.
+        logits: for a chain, the processed fp32 logits `[width]` that each token was chosen by, over the slots of its
+            depth's shortlist. When sampling, their softmax is the distribution that it was drawn from. Empty for a
+            tree, whose tokens are chosen without chance.
+        parents: int64 `[k]`: for each token the index of its parent among the candidates, −1 for a child of the
+            verified prefix. None for a chain, where each token is the parent of the next.
+        depths: int64 `[k]`: for each token the number of its ancestors among the candidates. None for a chain.
+        scores: fp32 `[k]`: for each token of a tree the log-probability of its path in the drafter's view, which is
+            over the shortlists. None for a chain.
     """
 
     token_ids: torch.Tensor
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
     shortlists: tuple[Shortlist, ...]
-    logits: tuple[torch.Tensor, ...]
+    logits: tuple[torch.Tensor, ...] = ()
+    parents: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token is the only child of the one before it."""
+        return self.parents is None
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,11 @@ import torch
 
 from .drafters.base import Drafter
 from .head import PackedRows
+from .kernels import top_k_ids
 from .protocol import Candidates, Prompt, Shortlist, Verdict, VocabularyInfo
 from .shortlists.base import ShortlistPolicy
 from .stats import DraftingStatistics, Stopwatch
+from .tree import TreeConfig, TreeGrowth
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
 # before it. Also returns the logits that the token was drawn by.
@@ -31,6 +33,9 @@ class DraftSession:
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
         self._backbone = drafter.start()
+        # Hidden states of the target that the drafter has not read yet, and one past the last token that they are of.
+        self._features: torch.Tensor | None = None
+        self._features_end = 0
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
 
@@ -53,20 +58,38 @@ class DraftSession:
             kept = n if not bool(differs.any()) else int(differs.to(torch.int8).argmax())
             # The last token is processed again, for its hidden state.
             self._backbone.truncate(min(kept, self._backbone.length, prompt.shape[0] - 1))
+            self._forget_features_past(kept)
         else:
             self._state.restart()
             self._backbone = self._drafter.start()
+            self._features = None
         self._prefix = prompt
         with self.stopwatch.section("policy"):
             self._state.observe_prompt(Prompt(prompt[kept:]))
         return kept
+
+    def _forget_features_past(self, length: int) -> None:
+        if self._features is not None and self._features_end > length:
+            kept = length - (self._features_end - self._features.shape[0])
+            self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
 
     def observe_prompt_logits(self, top_ids: torch.Tensor) -> None:
         """Tell the policy the target's most probable tokens, int64 `[m, k]`, at the last `m` prompt positions."""
         with self.stopwatch.section("policy"):
             self._state.observe_prompt(Prompt(self._prefix[:0], top_ids))
 
-    def draft(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
+    def observe_features(self, features: torch.Tensor, end: int) -> None:
+        """Take in the target's hidden states for a drafter that reads them.
+
+        Args:
+            features: `[m, d · layers]`: those at the tokens `end − m … end − 1` of the text.
+            end: one past the last of these tokens.
+        """
+        if self._features is not None and end - features.shape[0] == self._features_end:
+            features = torch.cat([self._features, features])
+        self._features, self._features_end = features, end
+
+    def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
         """Draft a chain.
 
         Args:
@@ -75,34 +98,67 @@ class DraftSession:
             choose: picks a token from the logits of a draft step.
             threshold: stop after a token that was less probable than this. Above 0 it waits for the device each step.
         """
-        self._prefix = prefix
         token_ids, used_logits, shortlists = [], [], []
-        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
-        fresh = prefix[self._backbone.length :].clamp_max(self._head.weight.shape[0] - 1)
-        for depth in range(count):
-            with self.stopwatch.section("backbone"):
-                hidden = self._backbone.extend(fresh)[-1:]
-            with self.stopwatch.section("policy"):
-                shortlist = self._state.select(depth, fresh[-1:], hidden)
-            with self.stopwatch.section("head"):
-                logits = self._head.scores(hidden, shortlist, self._rows)[0]
+        hidden, fresh = self._advance(prefix), prefix[-1:]
+        while True:
+            shortlist, logits = self._score(len(token_ids), fresh, hidden)
             with self.stopwatch.section("choice"):
-                fresh, logits = choose(logits, shortlist, token_ids)
+                fresh, used = choose(logits[0], shortlist, token_ids)
             token_ids.append(fresh)
-            used_logits.append(logits)
+            used_logits.append(used)
             shortlists.append(shortlist)
-            if threshold > 0 and bool((_probability(logits, shortlist, fresh) < threshold).item()):
+            if len(token_ids) == count:
                 break
-        drafted = len(token_ids)
-        self._candidates = Candidates(
-            token_ids=torch.cat(token_ids),
-            parents=tuple(range(-1, drafted - 1)),
-            depths=tuple(range(drafted)),
-            shortlists=tuple(shortlists),
-            logits=tuple(used_logits),
-        )
-        self.stats.record_draft(self._candidates)
-        return self._candidates
+            if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
+                break
+            with self.stopwatch.section("backbone"):
+                hidden = self._backbone.draft(fresh)
+        return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
+
+    def draft_tree(self, prefix: torch.Tensor, config: TreeConfig, most: int) -> Candidates:
+        """Draft a dynamic tree (EAGLE-2, section 4).
+
+        Args:
+            prefix: as for `draft_chain`.
+            config: the shape of the tree.
+            most: the longest path that is of use, at least 1.
+        """
+        growth = TreeGrowth(config)
+        hidden, fresh, parents = self._advance(prefix), prefix[-1:], None
+        shortlists = []
+        for depth in range(min(config.depth + 1, most)):
+            if depth:
+                with self.stopwatch.section("backbone"):
+                    hidden = self._backbone.draft(fresh, parents)
+            shortlist, logits = self._score(depth, fresh, hidden)
+            shortlists.append(shortlist)
+            with self.stopwatch.section("choice"):
+                best = top_k_ids(logits, min(config.top_k, shortlist.width))
+                log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+                fresh, parents = growth.add_level(shortlist.scored_slots[best], log_probabilities)
+        with self.stopwatch.section("choice"):
+            token_ids, scores, parents, depths = growth.choose()
+        return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores))
+
+    def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
+        self._prefix = prefix
+        with self.stopwatch.section("backbone"):
+            hidden = self._backbone.advance(prefix, self._features)
+        self._features = None
+        return hidden
+
+    def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
+        """Select the shortlist of a draft step and score it for every token that is expanded, fp32 `[m, width]`."""
+        with self.stopwatch.section("policy"):
+            shortlist = self._state.select(depth, token_ids, hidden)
+        with self.stopwatch.section("head"):
+            return shortlist, self._head.scores(hidden, shortlist, self._rows)
+
+    def _keep(self, candidates: Candidates) -> Candidates:
+        self._candidates = candidates
+        self.stats.record_draft(candidates)
+        return candidates
 
     def observe(self, verified: torch.Tensor, top_ids: torch.Tensor | None) -> None:
         """Take in the verdict on the last draft and roll the drafter back to the verified prefix.
@@ -116,6 +172,7 @@ class DraftSession:
         with self.stopwatch.section("backbone"):
             confirmed = self._prefix.shape[0] + verified.shape[0] - 1
             self._backbone.truncate(min(self._backbone.length, confirmed))
+        self._prefix = torch.cat([self._prefix, verified])
         with self.stopwatch.section("policy"):
             self._state.observe(Verdict(self._candidates.token_ids, verified, top_ids))
         self._candidates = None

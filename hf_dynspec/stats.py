@@ -57,11 +57,11 @@ class DraftingStatistics:
         self.rounds = 0
         self.drafted = 0
         self.accepted = 0
-        # tokens_per_round[n]: in how many rounds n tokens came out; drafted_at[i], accepted_at[i]: at draft step i.
+        # tokens_per_round[n]: in how many rounds n tokens came out; accepted_at[i]: how many tokens of draft step i.
         self.tokens_per_round: list[int] = []
-        self.drafted_at: list[int] = []
         self.accepted_at: list[int] = []
         self.seconds: dict[str, float] = {}
+        self._drafted_at: list[int | torch.Tensor] = []
         self._draft_steps = 0
         self._active_sum: int | torch.Tensor = 0
         self._active_max: int | torch.Tensor = 0
@@ -74,9 +74,9 @@ class DraftingStatistics:
 
     def record_draft(self, candidates: Candidates) -> None:
         """Count the candidates of one round and the shortlists they were chosen from."""
-        self.drafted += len(candidates.depths)
-        for depth in candidates.depths:
-            _add_at(self.drafted_at, depth)
+        self.drafted += candidates.token_ids.shape[0]
+        for depth in range(len(candidates.shortlists)):
+            _add_at(self._drafted_at, depth, 1 if candidates.is_chain else (candidates.depths == depth).sum())
         counted: Shortlist | None = None
         active: int | torch.Tensor = 0
         for shortlist in candidates.shortlists:
@@ -88,7 +88,7 @@ class DraftingStatistics:
         self._draft_steps += len(candidates.shortlists)
 
     def record_verification(self, accepted: int) -> None:
-        """Count one round of a chain in which the first `accepted` candidates were accepted."""
+        """Count one round in which `accepted` candidates, one below the other, were accepted."""
         self.rounds += 1
         self.accepted += accepted
         _add_at(self.tokens_per_round, accepted + 1)
@@ -103,7 +103,7 @@ class DraftingStatistics:
         """
         last = verified.shape[0] - 1
         self._checked += min(last + 1, len(candidates.shortlists))
-        if last < len(candidates.shortlists) and not candidates.shortlists[last].is_prefix:
+        if last < len(candidates.shortlists):
             self._out_of_vocabulary = self._out_of_vocabulary + ~candidates.shortlists[last].contains(verified[last])
 
     def record_coverage(self, mass: torch.Tensor) -> None:
@@ -115,9 +115,9 @@ class DraftingStatistics:
         """Add the counts of another call."""
         for name in ("calls", "rounds", "drafted", "accepted", "_draft_steps", "_checked", "_covered_positions"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tokens_per_round", "drafted_at", "accepted_at"):
+        for name in ("tokens_per_round", "_drafted_at", "accepted_at"):
             for index, count in enumerate(getattr(other, name)):
-                _add_at(getattr(self, name), index, count)
+                _add_at(getattr(self, name), index, _number(count))
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._active_sum = _number(self._active_sum) + _number(other._active_sum)
@@ -143,10 +143,16 @@ class DraftingStatistics:
         return _ratio(self.accepted, self.drafted)
 
     @property
+    def drafted_at(self) -> list[int]:
+        """For each draft step, how many tokens were drafted there."""
+        return [_number(count) for count in self._drafted_at]
+
+    @property
     def acceptance_rate_by_position(self) -> list[float]:
         """For each draft step, the share of tokens drafted there that were accepted."""
-        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
-        return [_ratio(count, drafted) for count, drafted in zip(accepted, self.drafted_at, strict=False)]
+        drafted_at = self.drafted_at
+        accepted = self.accepted_at + [0] * (len(drafted_at) - len(self.accepted_at))
+        return [_ratio(count, drafted) for count, drafted in zip(accepted, drafted_at, strict=False)]
 
     @property
     def oov_rate(self) -> float:
@@ -214,9 +220,9 @@ class DraftingStatistics:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _add_at(counts: list[int], index: int, amount: int = 1) -> None:
+def _add_at(counts: list[int | torch.Tensor], index: int, amount: int | torch.Tensor = 1) -> None:
     counts.extend([0] * (index + 1 - len(counts)))
-    counts[index] += amount
+    counts[index] = counts[index] + amount
 
 
 def _maximum(first: int | torch.Tensor, second: int | torch.Tensor) -> int | torch.Tensor:

@@ -26,14 +26,14 @@ def pair(request):
 def rounds(monkeypatch) -> list:
     """The (prefix, candidates) of every round that any session drafts."""
     recorded = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, prefix, count, choose, threshold=0.0):
         candidates = draft(self, prefix, count, choose, threshold)
         recorded.append((prefix.clone(), candidates))
         return candidates
 
-    monkeypatch.setattr(DraftSession, "draft", recording)
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
     return recorded
 
 

@@ -360,13 +360,13 @@ def test_left_padding(padding, assistant, target):
 
 def test_the_drafter_does_not_see_padding(target, drafter, monkeypatch):
     prefixes = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, prefix, *arguments):
         prefixes.append(prefix)
         return draft(self, prefix, *arguments)
 
-    monkeypatch.setattr(DraftSession, "draft", recording)
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
     assistant = DynSpecAssistant(drafter, "full", target=target)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), prompt()], dim=1)
     mask = (torch.arange(16) >= 4).long().unsqueeze(0)
@@ -474,16 +474,16 @@ def test_draft_lengths(drafted, assistant, target):
 def lengths_of_drafts(assistant, target, monkeypatch, **arguments) -> tuple[list[int], list[int]]:
     """How many tokens each round drafted, and how many of them were accepted."""
     drafted = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, *args):
         candidates = draft(self, *args)
-        drafted.append(len(candidates.depths))
+        drafted.append(candidates.token_ids.shape[0])
         return candidates
 
     streamer = Pieces()
     with monkeypatch.context() as patch:
-        patch.setattr(DraftSession, "draft", recording)
+        patch.setattr(DraftSession, "draft_chain", recording)
         generate(target, assistant, streamer=streamer, **arguments)
     return drafted, [len(piece) - 1 for piece in streamer.pieces[1:]]
 
@@ -511,7 +511,7 @@ def test_schedules(schedule, target, drafter, monkeypatch):
 def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, monkeypatch):
     """The token that falls below it is still drafted, as in transformers."""
     lengths = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def checking(self, prefix, count, choose, threshold=0.0):
         candidates = draft(self, prefix, count, choose, threshold)
@@ -525,7 +525,7 @@ def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, m
         lengths.append(candidates.token_ids.shape[0])
         return candidates
 
-    monkeypatch.setattr(DraftSession, "draft", checking)
+    monkeypatch.setattr(DraftSession, "draft_chain", checking)
     totals = []
     for threshold in (0.0, 0.05, 1.0):
         assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold)
@@ -591,7 +591,7 @@ def test_padding_rows_are_never_drafted(target_rows, drafter_rows, name, do_samp
     policy = RandomShortlist(60) if name == "random" else POLICY_CASES[name]()
     assistant = DynSpecAssistant(drafter, policy, target=target, tokenizer=word_tokenizer(REAL))
     drafted = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, *arguments):
         candidates = draft(self, *arguments)
@@ -599,7 +599,7 @@ def test_padding_rows_are_never_drafted(target_rows, drafter_rows, name, do_samp
         assert all(int(one.scored_slots.max()) < REAL for one in candidates.shortlists)
         return candidates
 
-    monkeypatch.setattr(DraftSession, "draft", recording)
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
     output = generate(target, assistant, prompt(vocabulary=REAL), do_sample=do_sample)
     assert drafted and max(drafted) < REAL
     if not do_sample:

@@ -21,8 +21,9 @@ DOWNHILL = {
     "head": {"protocol", "kernels", "errors"},
     "stats": {"protocol"},
     "shortlists": {"protocol", "kernels", "errors", "head"},
-    "drafters": {"protocol", "kernels", "errors", "head"},
-    "session": {"protocol", "kernels", "errors", "head", "stats", "drafters", "shortlists"},
+    "tree": {"errors"},
+    "drafters": {"protocol", "kernels", "errors", "head", "tree"},
+    "session": {"protocol", "kernels", "errors", "head", "stats", "tree", "drafters", "shortlists"},
 }
 # Of the rooms that hold several implementations, the session knows the contracts only.
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
@@ -37,6 +38,7 @@ THIRD_PARTIES = {
     "head": {"torch"},
     "shortlists": {"torch"},
     "session": {"torch"},
+    "tree": {"torch"},
     "stats": {"torch"},
 }
 LAZY_EVERYWHERE = {"triton", "peft", "hnswlib", "matplotlib", "pyarrow", "datasets"}

@@ -38,14 +38,14 @@ class Pieces:
 @pytest.mark.parametrize("name", ["full", "frequency", "in_context", "hybrid", "frequency, position-aware", "random"])
 def test_counts(name, target, drafter, monkeypatch):
     drafts: list[tuple[list[int], list[set[int]]]] = []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, prefix, count, choose, threshold=0.0):
         candidates = draft(self, prefix, count, choose, threshold)
         drafts.append((candidates.token_ids.tolist(), [set(one.ids().tolist()) for one in candidates.shortlists]))
         return candidates
 
-    monkeypatch.setattr(DraftSession, "draft", recording)
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
     policy = RandomShortlist(30) if name == "random" else POLICY_CASES[name]()
     assistant = DynSpecAssistant(drafter, policy, target=target, num_assistant_tokens=4)
     streamer = Pieces()
@@ -85,7 +85,7 @@ def test_counts(name, target, drafter, monkeypatch):
 def test_coverage_is_the_targets_mass_on_the_shortlists(name, temperature, target, drafter, monkeypatch):
     """Recomputed from one forward over the output."""
     starts, shortlists = [], []
-    draft = DraftSession.draft
+    draft = DraftSession.draft_chain
 
     def recording(self, prefix, count, choose, threshold=0.0):
         candidates = draft(self, prefix, count, choose, threshold)
@@ -93,7 +93,7 @@ def test_coverage_is_the_targets_mass_on_the_shortlists(name, temperature, targe
         shortlists.append([one.ids() for one in candidates.shortlists])
         return candidates
 
-    monkeypatch.setattr(DraftSession, "draft", recording)
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
     assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, measure_coverage=True)
     streamer = Pieces()
     torch.manual_seed(0)
@@ -184,9 +184,7 @@ def test_figures_can_be_printed_and_stored(target, drafter):
 def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     stats = DraftingStatistics()
     shortlist = Shortlist(torch.tensor([4, 5]), 0)
-    candidates = Candidates(
-        torch.tensor([4, 5]), (-1, 0), (0, 1), (shortlist, shortlist), (torch.zeros(1), torch.zeros(1))
-    )
+    candidates = Candidates(torch.tensor([4, 5]), (shortlist, shortlist), (torch.zeros(1), torch.zeros(1)))
     stats.record_draft(candidates)
     stats.record_verification(2)
     stats.record_verified_tokens(candidates, torch.tensor([4, 5, 9]))

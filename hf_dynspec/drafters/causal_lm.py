@@ -1,10 +1,13 @@
 """Any decoder-only causal language model of transformers as an independent drafter."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..head import DynamicLMHead
+from ..tree import attention_mask, attention_windows
 from .base import Drafter, DrafterState
 from .traced_step import cache_of, layers_of, trace_step
 
@@ -34,27 +37,16 @@ class CausalLMDrafter(Drafter):
         self.model = model
         self.decoder = model.get_decoder()
         self.head = DynamicLMHead.from_model(model)
-        self._require_agreement()
+        if not self.head.agrees_with(model):
+            raise UnsupportedError(
+                f"{type(model).__name__} does something between its decoder and its logits that this package does not "
+                "know, so shortlist logits would be wrong. Use another drafter."
+            )
         self.step = trace_step(model)
+        self.windows = attention_windows(model.config.get_text_config())
 
     def start(self) -> "CausalLMState":
         return CausalLMState(self)
-
-    @torch.no_grad()
-    def _require_agreement(self) -> None:
-        """Compare one token's logits with the model's own, since families differ in what follows the decoder."""
-        token_ids = torch.tensor([[1]], device=self.model.get_input_embeddings().weight.device)
-        expected = self.model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
-        hidden = self.decoder(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.head.device)
-        bias = self.head.bias
-        actual = self.head._finish(torch.nn.functional.linear(hidden, self.head.weight, bias).float())[0]
-        # What rounding may do to the logits; a missing scale, cap or transform is off by more.
-        tolerance = (1e-3 if self.head.weight.dtype == torch.float32 else 5e-2) * expected.abs().max()
-        if not bool(((actual - expected).abs() <= tolerance).all()):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} does something between its decoder and its logits that this package "
-                "does not know, so shortlist logits would be wrong. Use another drafter."
-            )
 
 
 class CausalLMState(DrafterState):
@@ -67,26 +59,86 @@ class CausalLMState(DrafterState):
     def __init__(self, drafter: CausalLMDrafter):
         self._decoder = drafter.decoder
         self._step = drafter.step
+        self._windows = drafter.windows
         self._head_weight = drafter.head.weight
+        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
+        self._largest_id = drafter.head.weight.shape[0] - 1
         self._layers: list[torch.Tensor] = []
         self._length = 0
+        self._tree: _Tree | None = None
 
     @property
     def length(self) -> int:
-        return self._length
+        return self._length if self._tree is None else self._length + self._tree.levels
 
-    def extend(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        self.truncate(self._length)
+        return self._extend(prefix[self._length :].clamp_max(self._largest_id))[-1:]
+
+    def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+        if parents is None:
+            return self._extend(token_ids)
+        if self._tree is None:
+            self._tree = _Tree(token_ids.device)
+        self._tree.add_level(parents)
+        return self._run(token_ids, **self._tree_inputs(token_ids.shape[0]))
+
+    def truncate(self, length: int) -> None:
+        # The nodes of a tree lie one after another in the cache, so none of them can stay.
+        length = min(length, self._length)
+        if length < self._length or self._tree is not None:
+            self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
+        self._length = length
+        self._tree = None
+
+    def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Append tokens one after another and return their hidden states, `[m, d]`."""
         if self._step is not None and self._layers and token_ids.shape[0] == 1:
             position = torch.full((1, 1), self._length, dtype=torch.int64, device=token_ids.device)
             hidden, *self._layers = self._step(token_ids.unsqueeze(0), position, *self._layers)
+            hidden = hidden[0].to(self._head_weight)
         else:
-            cache = cache_of(self._layers)
-            hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True)[0]
-            self._layers = layers_of(cache)
+            hidden = self._run(token_ids)
         self._length += token_ids.shape[0]
+        return hidden
+
+    def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Run the decoder on tokens, `[m]`, and keep their keys and values."""
+        cache = cache_of(self._layers)
+        hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True, **inputs)[0]
+        self._layers = layers_of(cache)
         return hidden[0].to(self._head_weight)
 
-    def truncate(self, length: int) -> None:
-        if length < self._length:
-            self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
-        self._length = length
+    def _tree_inputs(self, width: int) -> dict[str, Any]:
+        """Mask and positions of the last `width` nodes."""
+        tree = self._tree
+        device = tree.paths.device
+        level = torch.full((width,), tree.levels - 1, dtype=torch.int64, device=device)
+        prefix = torch.ones(self._length, dtype=torch.bool, device=device)
+        masks = {
+            kind: attention_mask(prefix, tree.paths, level, tree.level_of, self._head_weight.dtype, window)
+            for kind, window in self._windows.items()
+        }
+        # A decoder with one kind of layer takes its mask as it is.
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        return {"attention_mask": mask, "position_ids": (level + self._length).unsqueeze(0)}
+
+
+class _Tree:
+    """Which of the drafted nodes lie on the path to each node of the last level."""
+
+    def __init__(self, device: torch.device):
+        self.levels = 0
+        # bool [w, t]: for each of the w nodes of the last level, which of all t nodes are on its path.
+        self.paths = torch.zeros(1, 0, dtype=torch.bool, device=device)
+        # int64 [t]
+        self.level_of = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def add_level(self, parents: torch.Tensor) -> None:
+        """Take in a level of nodes, given the row of each one's parent in the level before, `[w]`."""
+        w = parents.shape[0]
+        rows = torch.zeros_like(parents) if self.levels == 0 else parents
+        itself = torch.eye(w, dtype=torch.bool, device=parents.device)
+        self.paths = torch.cat([self.paths[rows], itself], dim=1)
+        self.level_of = torch.cat([self.level_of, torch.full_like(parents, self.levels)])
+        self.levels += 1

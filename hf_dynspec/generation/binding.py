@@ -8,20 +8,19 @@ assistant, or with none, go straight to the method of the class. Unbinding the l
 import copy
 import functools
 import inspect
-import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StaticCache, StoppingCriteriaList, StopStringCriteria
 
 from ..errors import NotBoundError, UnsupportedError
-from ..stats import Stopwatch
-from .decoding import decode_chains
-from .drafting import ChainDrafting
+from .decoding import decode
+from .drafting import Drafting
+from .target import TargetForward
 
 _FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
@@ -32,7 +31,7 @@ class Call(ABC):
     """One `generate` call of a bound assistant."""
 
     @abstractmethod
-    def drafting(self, **arguments: Any) -> ChainDrafting:
+    def drafting(self, **arguments: Any) -> Drafting:
         """Return the object that drafts, given the decoding loop's own arguments by name."""
 
 
@@ -78,6 +77,11 @@ class TargetHook:
         self._target = weakref.ref(target)
         self.assistants: weakref.WeakSet[Bindable] = weakref.WeakSet()
 
+    @functools.cached_property
+    def forward(self) -> TargetForward:
+        """What runs the target. Made when it is first asked for, as a target that is being copied has no parts yet."""
+        return TargetForward(self._target())
+
     def __reduce__(self):
         # A copied or unpickled target gets a hook of its own, to which no assistant is bound.
         return TargetHook, (self._target(),)
@@ -96,42 +100,26 @@ class TargetHook:
         named = _with_stop_strings(_with_dynamic_cache(target, named))
         del named["assistant_model"]
         with assistant.open_call() as call:
-            loop = functools.partial(decode_chains, drafting_call=call, token_streamer=named.get("streamer"))
+            loop = functools.partial(decode, drafting_call=call, token_streamer=named.get("streamer"))
             return generate(target, **{**named, "custom_generate": loop})
 
 
-@contextmanager
-def timed_forwards(target: PreTrainedModel, stopwatch: Stopwatch) -> Iterator[None]:
-    """Charge the forwards that this thread runs on the target to the section "verification"."""
-    thread = threading.get_ident()
-    starts: list[float] = []
+def attach(target: PreTrainedModel, assistant: Bindable, drafts_trees: bool) -> None:
+    """Let `target.generate` accept an assistant.
 
-    def before(module, args, kwargs) -> None:
-        if threading.get_ident() == thread:
-            starts.append(stopwatch.now())
-
-    def after(module, args, kwargs, output) -> None:
-        if threading.get_ident() == thread:
-            stopwatch.seconds["verification"] += stopwatch.now() - starts.pop()
-
-    hooks = [
-        target.register_forward_pre_hook(before, with_kwargs=True),
-        target.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def attach(target: PreTrainedModel, assistant: Bindable) -> None:
-    """Let `target.generate` accept an assistant."""
-    hook = _hook_of(target)
-    if hook is None:
-        hook = TargetHook(target)
-        target.generate = hook.generate
+    Raises:
+        UnsupportedError: the assistant drafts trees, and the target cannot verify them.
+    """
+    hook = _hook_of(target) or TargetHook(target)
+    if drafts_trees:
+        hook.forward.require_trees()
+    target.generate = hook.generate
     hook.assistants.add(assistant)
+
+
+def forward_of(target: PreTrainedModel) -> TargetForward:
+    """What runs a target that an assistant is attached to."""
+    return _hook_of(target).forward
 
 
 def detach(target: PreTrainedModel, assistant: Bindable) -> None:

@@ -1,31 +1,27 @@
 """The decoding loop: propose, verify in one forward of the target, keep what holds. Entered through `custom_generate`.
 
 transformers prepares the call (inputs, cache, processors, criteria) and hands it over. The loop differs from its
-assisted-decoding loop in four ways: stopping criteria see every token, so that none comes out after the one that
-stops; a passed-in cache is not read again; processors that look at values only take all positions at once; and
-sampling draws one random number where a multinomial draws one for each token of the vocabulary.
+assisted-decoding loop in five ways: candidates may be a tree; stopping criteria see every token, so that none comes
+out after the one that stops; a passed-in cache is not read again; processors that look at values only take all
+positions at once; and sampling draws one random number where a multinomial draws one for each token of the vocabulary.
 """
 
-import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.candidate_generator import (
-    _prepare_attention_mask,
-    _prepare_position_ids,
-    _prepare_token_type_ids,
-)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import UnsupportedError
 from ..protocol import Candidates
-from .drafting import ChainDrafting
+from .drafting import Drafting
 from .processing import divide
-from .verification import verify_greedy, verify_sampled
+from .target import keep_path
+from .verification import Outcome, verify_greedy, verify_sampled
 
 
-def decode_chains(
+def decode(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
@@ -36,7 +32,7 @@ def decode_chains(
     token_streamer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Generate with chains of candidates.
+    """Generate with chains or trees of candidates.
 
     Args:
         target: the model that verifies.
@@ -63,66 +59,42 @@ def decode_chains(
     cache.activate_past_recording()
     record = _Record(generation_config, input_ids.shape[1])
     verifier = _Verifier(logits_processor, bool(generation_config.do_sample))
-    drafting: ChainDrafting = drafting_call.drafting(
+    drafting: Drafting = drafting_call.drafting(
         generation_config=generation_config,
         input_ids=input_ids,
         logits_processor=logits_processor,
         model_kwargs=model_kwargs,
     )
-    skipped = drafting.cached_prompt_tokens
-    outputs = None
     is_first, is_done = True, False
     while not is_done:
         length = input_ids.shape[1]
-        candidates = drafting.propose(input_ids, outputs)
-        drafted = input_ids[0, :0] if candidates is None else candidates.token_ids.to(input_ids.device)
-        candidate_ids = torch.cat([input_ids, drafted.unsqueeze(0)], dim=1)
-        k = drafted.shape[0]
-        unread = candidate_ids.shape[1] - skipped if is_first and skipped else None if is_first else k + 1
-        outputs = _forward(target, candidate_ids, k, unread, is_first, model_kwargs, drafting.model_inputs)
-        logits = outputs.logits[0, -k - 1 :].to(device=input_ids.device, dtype=torch.float32)
-        scores = verifier.process(logits, candidate_ids, length)
-        verified, accepted = verifier.verify(scores, drafted, candidates)
+        candidates = drafting.propose(input_ids)
+        k = 0 if candidates is None else candidates.token_ids.shape[0]
+        outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
+        logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
+        scores = verifier.process(logits, input_ids, candidates)
+        outcome = verifier.verify(scores, candidates)
 
-        extended = torch.cat([input_ids, verified.unsqueeze(0)], dim=1)
-        record.add_scores(scores[: accepted + 1], logits[: accepted + 1])
+        extended = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
+        record.add_scores(scores, logits, outcome)
         kept, is_done = _tokens_until_done(stopping_criteria, extended, length, record.scores)
+        outcome = outcome.first(kept)
         input_ids = extended[:, : length + kept]
         record.keep_scores(input_ids.shape[1])
         if token_streamer is not None:
             token_streamer.put(input_ids[0, length:].cpu())
         cache = outputs.past_key_values
-        cache.crop(kept - 1 - k)
-        drafting.observe_verification(input_ids, scores, kept - 1)
+        if candidates is None or candidates.is_chain:
+            cache.crop(kept - 1 - k)
+        else:
+            keep_path(cache, k, outcome.rows[1:] - 1)
+        drafting.observe(outputs, outcome, scores, is_done)
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
-        record.add_states(outputs, k, kept, length)
+        record.add_states(outputs, k, outcome, length)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()
     return record.result(input_ids, cache)
-
-
-def _forward(
-    target: PreTrainedModel,
-    candidate_ids: torch.Tensor,
-    k: int,
-    unread: int | None,
-    is_first: bool,
-    model_kwargs: dict[str, Any],
-    more_inputs: dict[str, Any],
-) -> Any:
-    """Run the target on the last `unread` tokens (None: all), for the logits after each of the last `k + 1`."""
-    kwargs = _prepare_attention_mask(copy.copy(model_kwargs), candidate_ids.shape[1], False)
-    kwargs = _prepare_token_type_ids(kwargs, candidate_ids.shape[1])
-    positions = kwargs.get("position_ids")
-    if positions is not None and k > 0:
-        kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + k, False)
-    inputs = target.prepare_inputs_for_generation(
-        candidate_ids, next_sequence_length=unread, is_first_iteration=is_first, **kwargs
-    )
-    if "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = k + 1
-    return target(**{**inputs, **more_inputs})
 
 
 def _tokens_until_done(
@@ -148,21 +120,48 @@ class _Verifier:
     def __init__(self, processors: LogitsProcessorList, do_sample: bool):
         self._by_id, self._by_value = divide(list(processors))
         self._do_sample = do_sample
+        self._probabilities: torch.Tensor | None = None
 
-    def process(self, logits: torch.Tensor, candidate_ids: torch.Tensor, length: int) -> torch.Tensor:
-        """fp32 `[k + 1, V]`: each row processed with the tokens before it as its context."""
+    def process(self, logits: torch.Tensor, input_ids: torch.Tensor, candidates: Candidates | None) -> torch.Tensor:
+        """fp32 `[k + 1, V]`: each row processed with the tokens on the path to it as its context."""
         scores = logits
         if self._by_id:
             # Processors may write into what they are given.
-            rows = [self._by_id(candidate_ids[:, : length + i], row.clone()) for i, row in enumerate(logits.split(1))]
-            scores = torch.cat(rows)
-        return self._by_value(candidate_ids, scores) if self._by_value else scores
+            scores = logits.clone()
+            for rows, context in _contexts(input_ids, candidates):
+                scores[rows] = self._by_id(context, scores[rows])
+        return self._by_value(input_ids, scores) if self._by_value else scores
 
-    def verify(
-        self, scores: torch.Tensor, drafted: torch.Tensor, candidates: Candidates | None
-    ) -> tuple[torch.Tensor, int]:
+    def verify(self, scores: torch.Tensor, candidates: Candidates | None) -> Outcome:
         """See `verification`."""
-        return verify_sampled(scores, drafted, candidates) if self._do_sample else verify_greedy(scores, drafted)
+        if not self._do_sample:
+            return verify_greedy(scores, candidates)
+        if self._probabilities is None or self._probabilities.shape[0] < scores.shape[0]:
+            self._probabilities = torch.empty_like(scores)
+        return verify_sampled(scores, candidates, self._probabilities)
+
+
+def _contexts(input_ids: torch.Tensor, candidates: Candidates | None) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Which scored rows have contexts of the same length, and those contexts, int64 `[rows, n + depth]`."""
+    yield slice(0, 1), input_ids
+    if candidates is None:
+        return
+    token_ids = candidates.token_ids.to(input_ids.device).unsqueeze(1)
+    if candidates.is_chain:
+        for i in range(token_ids.shape[0]):
+            yield slice(i + 1, i + 2), torch.cat([input_ids, token_ids[: i + 1].T], dim=1)
+        return
+    # Nodes come level by level. This waits for the device once, for processors that look at ids only.
+    sizes = [(candidates.depths == depth).sum() for depth in range(len(candidates.shortlists))]
+    parents = candidates.parents.to(input_ids.device)
+    above, start = input_ids, 0
+    for depth, size in enumerate(torch.stack(sizes).tolist()):
+        nodes = slice(start, start + size)
+        first_above = start - above.shape[0] if depth else -1
+        above = torch.cat([above[parents[nodes] - first_above], token_ids[nodes]], dim=1)
+        start += size
+        if size:
+            yield slice(nodes.start + 1, nodes.stop + 1), above
 
 
 class _Record:
@@ -176,12 +175,12 @@ class _Record:
         self._attentions = () if self._returns_dict and config.output_attentions else None
         self._hidden_states = () if self._returns_dict and config.output_hidden_states else None
 
-    def add_scores(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Add the rows of one round; `keep_scores` takes back those whose tokens do not come out."""
+    def add_scores(self, scores: torch.Tensor, logits: torch.Tensor, outcome: Outcome) -> None:
+        """Add the rows of one round's tokens; `keep_scores` takes back those whose tokens do not come out."""
         if self.scores is not None:
-            self.scores += scores.split(1)
+            self.scores += scores[outcome.rows].split(1)
         if self._logits is not None:
-            self._logits += logits.split(1)
+            self._logits += logits[outcome.rows].split(1)
 
     def keep_scores(self, length: int) -> None:
         """Keep as many rows as there are new tokens in a sequence of this length."""
@@ -190,19 +189,29 @@ class _Record:
         if self._logits is not None:
             self._logits = self._logits[: length - self._prompt_length]
 
-    def add_states(self, outputs: Any, drafted: int, kept: int, length: int) -> None:
+    def add_states(self, outputs: Any, drafted: int, outcome: Outcome, length: int) -> None:
         """Add the attentions and hidden states of one round.
 
         Args:
             outputs: the target's.
             drafted: how many candidates it read.
-            kept: how many new tokens came out.
+            outcome: the tokens that came out.
             length: of the sequence before the round.
         """
-        if self._attentions is not None and outputs.attentions[0] is not None:
-            self._attentions += _split_by_token(outputs.attentions, drafted, kept, not self._attentions, length)
-        if self._hidden_states is not None:
-            self._hidden_states += _split_by_token(outputs.hidden_states, drafted, kept, not self._hidden_states, None)
+        kept = outcome.accepted + 1
+        for wanted, states, keys in (
+            ("_attentions", outputs.attentions, length),
+            ("_hidden_states", outputs.hidden_states, None),
+        ):
+            collected = getattr(self, wanted)
+            if collected is None or states[0] is None:
+                continue
+            if isinstance(outcome.rows, torch.Tensor):
+                path = tuple(_along_path(layer, drafted, outcome.rows, keys is not None) for layer in states)
+                entries = _split_by_token(path, kept - 1, kept, not collected, keys)
+            else:
+                entries = _split_by_token(states, drafted, kept, not collected, keys)
+            setattr(self, wanted, collected + entries)
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
@@ -216,6 +225,17 @@ class _Record:
             hidden_states=self._hidden_states,
             past_key_values=cache,
         )
+
+
+def _along_path(states: torch.Tensor, drafted: int, rows: torch.Tensor, has_keys: bool = False) -> torch.Tensor:
+    """The rows of a tree's states that lie on one path, and of attentions the columns that do, as a chain has them."""
+    path = rows + states.shape[-2] - drafted - 1
+    states = states.index_select(-2, path.to(states.device))
+    if not has_keys:
+        return states
+    prefix = states.shape[-1] - drafted
+    columns = torch.cat([torch.arange(prefix, device=rows.device), rows[1:] - 1 + prefix])
+    return states.index_select(-1, columns.to(states.device))
 
 
 def _split_by_token(

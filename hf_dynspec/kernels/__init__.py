@@ -4,9 +4,19 @@ from collections.abc import Callable
 
 import torch
 
+from .cpu import can_compile_dense_scores, dense_scores, prepare_dense_scores
 from .reference import packed_scores, replace_rows, scattered_scores, top_k_ids
 
-__all__ = ["packed_scores", "replace_rows", "scattered_scores", "scattered_scores_for", "top_k_ids"]
+__all__ = [
+    "can_compile_dense_scores",
+    "dense_scores",
+    "packed_scores",
+    "prepare_dense_scores",
+    "replace_rows",
+    "scattered_scores",
+    "scattered_scores_for",
+    "top_k_ids",
+]
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:

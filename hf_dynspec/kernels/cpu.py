@@ -16,8 +16,8 @@ def _has_compiler() -> bool:
     found = any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name)
     if not found:
         warnings.warn(
-            "no C++ compiler was found, so scattered rows of the LM head are scored by plain torch, several times "
-            "slower. Install g++ or clang++ to compile the kernel.",
+            "no C++ compiler was found, so LM heads are scored by plain torch, several times slower. Install g++ or "
+            "clang++ to compile the kernels.",
             stacklevel=2,
         )
     return found
@@ -31,6 +31,59 @@ def _compiled_scores():
         return (weight[ids].unsqueeze(0).float() * hidden.unsqueeze(1).float()).sum(-1)
 
     return torch.compile(scores, dynamic=True)
+
+
+# A matrix product packs its large operand anew in every call, which for a few rows takes longer than the arithmetic.
+# From here on the product is faster.
+MOST_COMPILED_ROWS = 12
+# A weight with fewer elements than this fits the cache, and then packing costs little.
+FEWEST_COMPILED_ELEMENTS = 2**23
+
+
+@functools.cache
+def _compiled_dense_scores(m: int, rows: int, columns: int):
+    """One pass over a weight `[rows, columns]` that takes all `m` sums of a row while the row is in the cache."""
+
+    def scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(weight * one).sum(-1) for one in hidden.unbind(0)])
+
+    return torch.compile(scores, dynamic=False)
+
+
+# The numbers of rows that a kernel was compiled for, by the shape of the weight.
+_COMPILED_ROWS: dict[tuple[int, int], list[int]] = {}
+
+
+def can_compile_dense_scores(weight: torch.Tensor) -> bool:
+    """Whether `dense_scores` has a compiled kernel for this weight: in fp32, on the CPU, and large."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.is_contiguous()
+        and weight.numel() >= FEWEST_COMPILED_ELEMENTS
+        and _has_compiler()
+    )
+
+
+def prepare_dense_scores(weight: torch.Tensor, m: int) -> None:
+    """Compile `dense_scores` for `m` rows, which takes seconds, unless a kernel for as many is there."""
+    compiled = _COMPILED_ROWS.setdefault(tuple(weight.shape), [])
+    if m <= MOST_COMPILED_ROWS and not any(size >= m for size in compiled):
+        _compiled_dense_scores(m, *weight.shape)(weight.new_zeros(m, weight.shape[1]), weight)
+        compiled.append(m)
+        compiled.sort()
+
+
+def dense_scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`reference.packed_scores` without bias: `[m, d]` × `[V, d]` → `[m, V]`, compiled where `prepare_dense_scores`
+    was called for `m` rows or more, for weights that `can_compile_dense_scores` accepts."""
+    m = hidden.shape[0]
+    size = next((size for size in _COMPILED_ROWS.get(tuple(weight.shape), ()) if size >= m), None)
+    if size is None:
+        return reference.packed_scores(hidden, weight, None)
+    if size > m:
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, size - m))
+    return _compiled_dense_scores(size, *weight.shape)(hidden.contiguous(), weight)[:m]
 
 
 def scattered_scores(

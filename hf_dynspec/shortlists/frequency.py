@@ -65,8 +65,8 @@ class FrequencyShortlist(ShortlistPolicy):
         """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it."""
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64)
         size = max(self.size, len(eos))
-        ranking = torch.arange(min(vocabulary.size, size + len(eos))) if self.ranking is None else self.ranking
-        ranking = ranking[ranking < vocabulary.size]
+        ranking = torch.arange(vocabulary.size) if self.ranking is None else self.ranking
+        ranking = ranking[vocabulary.can_draft(ranking.to(vocabulary.device)).cpu()]
         ranking = ranking[~torch.isin(ranking, eos)]
         return torch.cat([eos, ranking])[:size].to(vocabulary.device)
 

@@ -17,10 +17,12 @@ class FixedState(ShortlistState):
 
 
 class FullShortlist(ShortlistPolicy):
-    """Every real token of the tokenizer, which is plain speculative decoding. Padding rows are left out."""
+    """Every real token that the drafter can score, which is plain speculative decoding. Padding rows are left out."""
 
     name = "full"
 
     def start(self, vocabulary: VocabularyInfo) -> FixedState:
-        slots = torch.arange(vocabulary.size, device=vocabulary.device)
+        slots = vocabulary.draftable
+        if slots is None:
+            slots = torch.arange(vocabulary.size, device=vocabulary.device)
         return FixedState(Shortlist(slots, version=0, is_prefix=True))

@@ -89,10 +89,12 @@ class InContextState(ShortlistState):
     def __init__(self, window: int, keeps_distinct: bool, vocabulary: VocabularyInfo):
         self._window = window
         self._keeps_distinct = keeps_distinct
-        self._vocabulary_size = vocabulary.size
+        self._vocabulary = vocabulary
         device = vocabulary.device
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=device)
-        self._slots = torch.cat([self._eos, self._eos.new_zeros(window)])
+        # What slots hold that never held a token of the context: any id that the head has a row for.
+        self._filler = self._eos.new_zeros(()) if vocabulary.draftable is None else vocabulary.draftable[0]
+        self._slots = torch.cat([self._eos, self._filler.expand(window)])
         # Stream positions count from 1; 0 marks a slot that never held a token.
         self._last_seen = torch.zeros(window, dtype=torch.int64, device=device)
         self._length = torch.zeros((), dtype=torch.int64, device=device)
@@ -146,7 +148,7 @@ class InContextState(ShortlistState):
         leads = admissible & ~equal.triu(1).any(1)
         window_slots = self._slots[self._eos.shape[0] :]
         # Entries of tokens that were evicted stay in the table, so the slot is asked whether it still holds the id.
-        entries = torch.where(admissible, ids, self._vocabulary_size)
+        entries = torch.where(admissible, ids, self._vocabulary.size)
         held_slot = self._slot_of[entries]
         is_held = (window_slots[held_slot] == ids) & (self._last_seen[held_slot] > 0) & admissible
 
@@ -172,14 +174,14 @@ class InContextState(ShortlistState):
         last_seen = torch.cat([self._last_seen, positions])
         latest = torch.where(_is_latest(ids, last_seen), last_seen, 0).topk(self._window)
         self._last_seen = latest.values
-        self._slots = torch.cat([self._eos, torch.where(latest.values > 0, ids[latest.indices], 0)])
-        entries = torch.where(latest.values > 0, ids[latest.indices], self._vocabulary_size)
+        self._slots = torch.cat([self._eos, torch.where(latest.values > 0, ids[latest.indices], self._filler)])
+        entries = torch.where(latest.values > 0, ids[latest.indices], self._vocabulary.size)
         self._slot_of.scatter_(0, entries, torch.arange(self._window, device=entries.device))
 
     def _admissible(self, ids: torch.Tensor) -> torch.Tensor:
         """bool: ids that the drafter can score and that do not sit in the EOS slots already."""
         is_eos = (ids.unsqueeze(1) == self._eos).any(1)
-        return (ids < self._vocabulary_size) & ~is_eos
+        return self._vocabulary.can_draft(ids) & ~is_eos
 
     def _make_shortlist(self, replaced: torch.Tensor | None) -> Shortlist:
         oldest_kept = 0 if self._keeps_distinct else (self._length - self._window).clamp_min(0)
