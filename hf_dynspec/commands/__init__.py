@@ -1,4 +1,5 @@
-"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands."""
+"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
+but for `common`, which they share."""
 
 import typer
 

@@ -1,6 +1,7 @@
 """What tells whether drafting with a shortlist pays: prompts, the benchmark that runs them, and its reports."""
 
-from .benchmark import BenchmarkResult, BenchmarkSettings, parse_policy, run_benchmark
+from .benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
+from .policy_text import parse_policy
 from .workloads import WorkloadError, WorkloadPrompt, read_workload
 
 __all__ = [
