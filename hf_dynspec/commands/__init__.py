@@ -5,6 +5,7 @@ import typer
 
 from .bench import bench
 from .build import build_app
+from .coverage import coverage
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 app.add_typer(build_app, name="build")
 app.command()(bench)
+app.command()(coverage)
 
 
 def main() -> None:

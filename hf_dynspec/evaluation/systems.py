@@ -16,6 +16,7 @@ from .pair import Pair
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
 
+# All systems that draft do so by the same number of tokens in every round, or their rounds would not be comparable: by
 # default transformers also ends a draft at the first token of which the drafter is less sure than 0.4.
 CONSTANT_DRAFT_LENGTH = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
