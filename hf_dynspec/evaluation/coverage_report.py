@@ -22,9 +22,8 @@ def coverage_table(result: CoverageResult) -> Table:
     """One row per policy, over all prompts: means, with standard errors over prompts where there are several."""
     settings = result.settings
     rows = [row for row in result.summaries() if row.domain is None]
-    prompts = rows[0].prompts if rows else 0
     table = Table(
-        title=f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+        title=_title(result, rows),
         caption="mean ± standard error over prompts; oracle: mass of as many most probable tokens; acceptance lengths "
         "count the target's own token of a round",
     )
@@ -67,6 +66,11 @@ def domain_table(result: CoverageResult) -> Table:
     for label in result.policies:
         table.add_row(escape(label), *(_cell(masses[label, domain], _FORMS["mass"]) for domain in result.domains))
     return table
+
+
+def _title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
+    prompts = rows[0].prompts if rows else 0
+    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}"
 
 
 def _temperature_name(result: CoverageResult) -> str:
@@ -158,9 +162,10 @@ def write_plot(path: Path, result: CoverageResult) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
     axes.set_xlabel("mean shortlist size (tokens)")
     axes.set_ylabel("target's probability mass on the shortlist")
-    axes.set_title(f"Coverage, {_temperature_name(result)}, {rows[0].prompts} prompts")
+    axes.set_title(_title(result, rows))
     axes.grid(alpha=0.25, which="both")
-    axes.legend(loc="lower right", fontsize="small")
+    # Outside of the axes, where it covers no point of a sweep.
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists import ShortlistPolicy
-from .teacher_forcing import ForcedText, Rows
+from .teacher_forcing import ForcedText, Rows, distribution
 
 
 class RoundsAlongText:
@@ -160,7 +160,7 @@ def draft_steps(
     if is_greedy:
         is_draft = acceptance = is_token.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1).float()
     else:
-        of_drafter = logits.softmax(-1)
+        of_drafter = distribution(logits)
         acceptance = torch.minimum(on_shortlist, of_drafter).sum(-1)
         of_token = rows.target.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         # A token that was drawn from `p` has probability, but reading a text again rounds differently.
@@ -194,7 +194,7 @@ def rejected_draft(
     logits = rows.drafter[index].index_select(0, ids)
     if is_greedy:
         return ids[logits.argmax(-1, keepdim=True)]
-    of_drafter = logits.softmax(-1)
+    of_drafter = distribution(logits)
     residual = (of_drafter - rows.target[index].index_select(0, ids)).clamp_min(0.0)
     weights = torch.where(residual.sum() > 0, residual, of_drafter)
     return ids[torch.multinomial(weights, 1, generator=generator)]
