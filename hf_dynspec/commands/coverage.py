@@ -43,7 +43,7 @@ def coverage(
     temperature: Annotated[float, typer.Option(help="Of both models; 0 is greedy.")] = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
-    recall_k: Annotated[int, typer.Option(help="Which share of the target's so many likeliest tokens.")] = 10,
+    recall_k: Annotated[int, typer.Option(help="k of Recall@k: of the target's so many likeliest tokens.")] = 10,
     limit: Limit = None,
     chat_template: ChatTemplate = False,
     max_prompt_tokens: MaxPromptTokens = None,

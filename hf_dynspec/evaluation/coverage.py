@@ -286,13 +286,14 @@ def _measure_prompt(
 ) -> None:
     settings, prompt = result.settings, pair.prompts[index]
     prompt_ids = torch.tensor([pair.encoded[index]], device=pair.target.device)
-    seed = settings.seed + index
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed + index)
     config = generation_config(pair.target, settings.max_new_tokens, settings.temperature)
     token_ids = pair.target.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=config)
     if token_ids.shape[1] - prompt_ids.shape[1] < 2:
         result.notes.append(f"{prompt.identifier} was left out: the target ends it before there is anything to draft")
         return
+    # Not the seed of the text, whose draws would then decide both the tokens and whether their drafts are accepted.
+    seed = int(torch.randint(2**31, ()))
     needs = [policy.needs for policy in pair.policies.values()]
     text = ForcedText(
         pair.target,

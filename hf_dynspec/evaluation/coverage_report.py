@@ -165,7 +165,7 @@ def write_plot(path: Path, result: CoverageResult) -> None:
     axes.set_title(_title(result, rows))
     axes.grid(alpha=0.25, which="both")
     # Outside of the axes, where it covers no point of a sweep.
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -5,6 +5,7 @@ expected acceptance length (equation 1); speculative sampling: Leviathan et al.,
 """
 
 import math
+from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class RoundsAlongText:
         num_assistant_tokens: tokens drafted per round.
         recall_k: `k` of Recall@k.
         is_greedy: a draft is the drafter's argmax, and not a draw from its distribution.
-        seed: of the draws. Policies with one seed have the same luck at the same token.
+        seed: of the draws, and not one that the text was drawn with. Policies with one seed have the same luck at the
+            same token.
     """
 
     def __init__(
@@ -97,14 +99,11 @@ class RoundsAlongText:
     def _draft_steps(self, rows: Rows, shortlists: list[Shortlist]) -> "DraftSteps":
         """The draft steps of a round. Steps in a row that share a shortlist are computed together."""
         parts = []
-        start = 0
-        while start < len(shortlists):
-            end = next((i for i in range(start, len(shortlists)) if shortlists[i] is not shortlists[start]), None)
-            end = len(shortlists) if end is None else end
-            part = rows.between(rows.first + start, rows.first + end)
-            token_ids = self._token_ids[part.first : part.end]
-            parts.append(draft_steps(part, shortlists[start], token_ids, self._recall_k, self._is_greedy))
-            start = end
+        for _, group in groupby(range(len(shortlists)), key=lambda depth: id(shortlists[depth])):
+            depths = list(group)
+            part = rows.between(rows.first + depths[0], rows.first + depths[-1] + 1)
+            shortlist, token_ids = shortlists[depths[0]], self._token_ids[part.first : part.end]
+            parts.append(draft_steps(part, shortlist, token_ids, self._recall_k, self._is_greedy))
         return DraftSteps(*map(torch.cat, zip(*parts, strict=True)))
 
     def _observe(self, rows: Rows, shortlists: list[Shortlist], accepted: int) -> None:
