@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from hf_dynspec.commands import app
 from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.errors import ConfigurationError, DynSpecError
-from hf_dynspec.evaluation import benchmark, report
-from hf_dynspec.evaluation.benchmark import BenchmarkSettings, parse_policy, run_benchmark, shorten_paths
-from hf_dynspec.evaluation.report import acceptance_table, speed_table, summarize, to_dict, write_json
+from hf_dynspec.evaluation import benchmark, provenance
+from hf_dynspec.evaluation.benchmark import BenchmarkSettings, run_benchmark
+from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
+from hf_dynspec.evaluation.provenance import git_revision, write_json
+from hf_dynspec.evaluation.report import acceptance_table, speed_table, summarize, to_dict
 from hf_dynspec.evaluation.workloads import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
 from hf_dynspec.shortlists import FrequencyShortlist
@@ -367,26 +369,27 @@ def test_a_ranking_is_read_from_an_artifact(folder):
 
 def test_the_revision_is_that_of_this_checkout(tmp_path, monkeypatch):
     if (ROOT / ".git").exists():
-        revision = report.git_revision()
+        revision = git_revision()
         assert len(revision["commit"]) == 40 and isinstance(revision["changed"], bool)
     # Installed below somebody else's checkout, or in no checkout.
-    monkeypatch.setattr(report, "_PACKAGE", tmp_path)
-    assert report.git_revision() is None
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path)
+    assert git_revision() is None
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    assert report.git_revision() is None
+    assert git_revision() is None
 
 
 def test_the_file_is_replaced_in_one_step(folder, tmp_path, monkeypatch):
     result = run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, profile_prompts=0))
+    values = to_dict(result)
     path = tmp_path / "out.json"
     path.write_text("before")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_json(path, result)
+        write_json(path, values)
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
     monkeypatch.undo()
-    write_json(path, result)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(to_dict(result)))
+    write_json(path, values)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(values))
     assert os.listdir(tmp_path) == ["out.json"]
     assert stat.S_IMODE(path.stat().st_mode) & stat.S_IRUSR
 

@@ -1,9 +1,11 @@
-"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands."""
+"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
+but for `common`, which they share."""
 
 import typer
 
 from .bench import bench
 from .build import build_app
+from .coverage import coverage
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -13,6 +15,7 @@ app = typer.Typer(
 )
 app.add_typer(build_app, name="build")
 app.command()(bench)
+app.command()(coverage)
 
 
 def main() -> None:

@@ -1,13 +1,18 @@
 """What tells whether drafting with a shortlist pays: prompts, the benchmark that runs them, and its reports."""
 
-from .benchmark import BenchmarkResult, BenchmarkSettings, parse_policy, run_benchmark
+from .benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
+from .coverage import CoverageResult, CoverageSettings, measure_coverage
+from .policy_text import parse_policy
 from .workloads import WorkloadError, WorkloadPrompt, read_workload
 
 __all__ = [
     "BenchmarkResult",
     "BenchmarkSettings",
+    "CoverageResult",
+    "CoverageSettings",
     "WorkloadError",
     "WorkloadPrompt",
+    "measure_coverage",
     "parse_policy",
     "read_workload",
     "run_benchmark",

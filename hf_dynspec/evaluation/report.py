@@ -1,30 +1,21 @@
 """What a benchmark found: figures with their spread, tables, and a JSON file that says where they come from."""
 
-import json
-import os
-import platform
-import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-import transformers
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__
 from ..stats import DRAFT_SECTIONS, DraftingStatistics
-from .benchmark import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS, BenchmarkResult, Generation, shorten_paths
+from .benchmark import BenchmarkResult, Generation
+from .provenance import provenance
+from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
 
 SCHEMA_VERSION = 1
 # Policies that others are compared with, besides the two baselines.
 BASELINE_POLICIES = ("full", "frequency")
-_PACKAGE = Path(__file__).parents[1]
 
 
 # Figures -----------------------------------------------------------------------------------------------------------
@@ -237,23 +228,13 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         result: what was measured.
         command: the words of the command line (None: the measurement was called from Python).
     """
-    settings = {name: value for name, value in vars(result.settings).items() if name != "policies"}
-    for name in ("target", "drafter"):
-        settings[name] = None if settings[name] is None else shorten_paths(str(settings[name]))
-    settings["prompts"] = [shorten_paths(str(path)) for path in settings["prompts"]]
+    settings = result.settings.to_dict()
     settings["temperatures"] = list(settings["temperatures"])
     return {
         "schema_version": SCHEMA_VERSION,
         "complete": result.complete,
         "notes": result.notes,
-        "provenance": {
-            "command": None if command is None else [shorten_paths(word) for word in command],
-            "started": result.started,
-            "finished": result.finished,
-            "git": git_revision(),
-            "versions": versions(),
-            "hardware": {**hardware(), "threads": result.threads},
-        },
+        "provenance": provenance(command, result.started, result.finished, result.threads),
         "settings": {**settings, "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH},
         "models": result.models,
         "policies": {
@@ -263,87 +244,3 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         "results": summarize(result),
         "generations": [asdict(generation) for generation in result.generations],
     }
-
-
-def write_json(path: Path, result: BenchmarkResult, command: Sequence[str] | None = None) -> None:
-    """Write `to_dict` to a file, which is replaced in one step."""
-    text = json.dumps(to_dict(result, command), indent=1, ensure_ascii=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".bench-", delete=False) as file:
-        scratch = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            # A scratch file is its owner's alone; results may be read by whoever the process lets read its files.
-            os.chmod(scratch, 0o666 & ~_umask())
-            os.replace(scratch, path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def versions() -> dict[str, str]:
-    """Versions of what results depend on."""
-    named = {"hf_dynspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {**named, "python": platform.python_version(), "tokenizers": metadata.version("tokenizers")}
-
-
-def git_revision() -> dict[str, Any] | None:
-    """The commit of the checkout that this package is run from, and whether its files differ; None in no checkout."""
-    # An installed package may lie below some other project's checkout, so git must know its files.
-    if not _git("ls-files", "--", str(_PACKAGE)):
-        return None
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", str(_PACKAGE))
-    return None if commit is None else {"commit": commit, "changed": bool(changes)}
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(_PACKAGE), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def hardware() -> dict[str, Any]:
-    """CPU, cores, memory in bytes, GPUs, and how busy the computer has been over the last one and fifteen minutes."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = os.getloadavg() if hasattr(os, "getloadavg") else None
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "cores_allowed": allowed,
-        "memory_bytes": _memory_bytes(),
-        "load_average": None if load is None else {"1_minute": load[0], "15_minutes": load[2]},
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "platform": platform.platform(),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -1,0 +1,121 @@
+"""`hf-dynspec coverage`: what shortlists cover of your target's distribution, and the acceptance that follows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    INTERRUPTED,
+    ChatTemplate,
+    Device,
+    DrafterModel,
+    Dtype,
+    JsonFile,
+    Limit,
+    MaxNewTokens,
+    MaxPromptTokens,
+    MorePrompts,
+    Policies,
+    Prompts,
+    Seed,
+    Target,
+    Threads,
+    about,
+    command_line,
+    progress_bar,
+    require_writable,
+    wide_console,
+)
+
+if TYPE_CHECKING:
+    from ..evaluation.coverage import CoverageResult
+
+
+def coverage(
+    *,
+    context: typer.Context,
+    target: Target,
+    drafter: DrafterModel,
+    prompts: Prompts,
+    more: MorePrompts = None,
+    policy: Policies = None,
+    temperature: Annotated[float, typer.Option(help="Of both models; 0 is greedy.")] = 0.0,
+    max_new_tokens: MaxNewTokens = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
+    recall_k: Annotated[int, typer.Option(help="k of Recall@k: of the target's so many likeliest tokens.")] = 10,
+    limit: Limit = None,
+    chat_template: ChatTemplate = False,
+    max_prompt_tokens: MaxPromptTokens = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot mass against shortlist size: .png, .pdf or .svg.")
+    ] = None,
+    by_domain: Annotated[bool, typer.Option("--by-domain", help="Show the mass by domain too.")] = False,
+) -> None:
+    """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
+
+    The target continues each prompt once, and all policies are led along its text. To sweep a policy's sizes, name it
+    several times. A run that is interrupted shows and saves what it has.
+    """
+    from ..evaluation.coverage import CoverageSettings, measure_coverage
+    from ..evaluation.coverage_report import require_plot_file, to_dict, write_plot
+    from ..evaluation.policy_text import DEFAULT_POLICIES
+    from ..evaluation.provenance import write_json
+    from ..evaluation.workloads import read_workload
+
+    files = [*prompts, *(more or [])]
+    settings = CoverageSettings(
+        target=target,
+        drafter=drafter,
+        prompts=files,
+        policies=policy or DEFAULT_POLICIES,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        num_assistant_tokens=num_assistant_tokens,
+        recall_k=recall_k,
+        limit=limit,
+        chat_template=chat_template,
+        max_prompt_tokens=max_prompt_tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    require_writable(json_file, "--json")
+    require_writable(plot, "--plot")
+    if plot is not None:
+        require_plot_file(plot)
+    workload = read_workload(files, limit)
+    words = command_line(context)
+
+    def save(result: "CoverageResult") -> None:
+        if json_file is not None:
+            write_json(json_file, to_dict(result, words))
+
+    with progress_bar() as report:
+        result = measure_coverage(settings, prompts=workload, report=report, save=save)
+    if plot is not None and result.measured:
+        write_plot(plot, result)
+    _print(result, by_domain)
+    if not result.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print(result: "CoverageResult", by_domain: bool) -> None:
+    from ..evaluation.coverage_report import coverage_table, domain_table
+
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+    if not result.measured:
+        return
+    console, settings = wide_console(), result.settings
+    line = about(result.models, result.threads, settings.max_new_tokens, settings.num_assistant_tokens)
+    console.print(line, highlight=False)
+    console.print(coverage_table(result))
+    if by_domain:
+        console.print(domain_table(result))

@@ -1,0 +1,341 @@
+"""What shortlists cover: the target's probability mass on them, and the acceptance that follows from it.
+
+Measured teacher-forced, without drafting: the target writes a continuation of each prompt, both models read it once,
+and every policy is led along it as in a session, round by round, so that all policies are compared on the same text
+and what is a matter of chance in a run of `generate` is computed instead.
+
+Papers: DynaSpec (Zhang et al., 2025), section 3.2: acceptance probability (equation 3), acceptance rate (equation 4),
+lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Leviathan et al., 2023).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from ..assistant import DynSpecAssistant
+from ..drafters import Drafter, as_drafter
+from ..errors import ConfigurationError
+from ..protocol import VocabularyInfo
+from ..shortlists import ShortlistPolicy
+from .pair import Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
+from .rounds import RoundsAlongText, expected_acceptance_length
+from .teacher_forcing import ForcedText, Rows
+from .workloads import WorkloadPrompt
+
+# What to measure ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CoverageSettings(PairSettings):
+    """What to measure, and on what. `PairSettings` has the models, policies and prompts.
+
+    Args:
+        temperature: of the target and the drafter. At 0 the target decodes greedily and a draft is accepted where the
+            two argmaxes agree; masses are then those of the target's distribution at temperature 1.
+        recall_k: `k` of Recall@k.
+
+    Raises:
+        ConfigurationError: a setting is out of range, or a text is no policy.
+    """
+
+    temperature: float = 0.0
+    recall_k: int = 10
+
+    # A text of one token leaves nothing to draft, as the last token of a text never is.
+    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "max_new_tokens": 2, "recall_k": 1}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not is_temperature(self.temperature):
+            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
+
+
+# What was measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptCoverage:
+    """One policy on one prompt. Means are over the positions that a run verifies and has a shortlist for: the accepted
+    drafts of every round and the first that is not accepted.
+
+    Args:
+        prompt: the prompt's identifier.
+        domain: the prompt's domain.
+        policy: the policy's label.
+        positions: how many positions there were.
+        rounds: how many rounds there were.
+        size: mean number of token ids on the shortlist `V_t`.
+        mass: the target's probability mass on `V_t`, the largest acceptance probability that any drafter can reach
+            with it (lemma 1).
+        oracle_mass: the mass of the `|V_t|` most probable tokens, the most that a shortlist of that size can have
+            (lemma 2).
+        recall: share of the target's `recall_k` most probable tokens that `V_t` holds.
+        oov: share of positions at which `V_t` does not hold the text's own token.
+        acceptance: acceptance probability `Σ_x min(p(x), q(x))`, `q` being the drafter's distribution on `V_t`
+            (equation 3).
+        acceptance_length: expected tokens per round, the target's own token included, see
+            `rounds.expected_tokens`.
+    """
+
+    prompt: str
+    domain: str
+    policy: str
+    positions: int
+    rounds: int
+    size: float
+    mass: float
+    oracle_mass: float
+    recall: float
+    oov: float
+    acceptance: float
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and its standard error, which is None where there is one prompt."""
+
+    mean: float
+    standard_error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        """The mean of these values, one for each prompt."""
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(fmean(values), error)
+
+
+# The figures of a prompt that are summarised over prompts.
+FIGURES = ("size", "mass", "oracle_mass", "recall", "oov", "acceptance", "acceptance_length")
+
+
+@dataclass(frozen=True)
+class CoverageSummary:
+    """One policy on the prompts of a domain. Every prompt weighs the same; the figures are those of `PromptCoverage`.
+
+    Args:
+        policy: the policy's label.
+        domain: the domain's label; None for all prompts.
+        prompts: how many prompts.
+        positions: how many positions.
+        figures: the names of `FIGURES`.
+        expected_acceptance_length: equation 1 for the mean acceptance probability, as if it were the same at all
+            positions and drafts were never cut short. `acceptance_length` assumes neither.
+    """
+
+    policy: str
+    domain: str | None
+    prompts: int
+    positions: int
+    figures: dict[str, Estimate]
+    expected_acceptance_length: float
+
+
+@dataclass
+class CoverageResult:
+    """Everything that was measured, as far as it was; `hf_dynspec.evaluation.coverage_report` shows it.
+
+    Args:
+        settings: what was asked for.
+        policies: the policies by label, in the order of the table.
+        prompts: identifier, domain and number of tokens of each prompt.
+        models: what is known of the target and the drafter.
+        threads: CPU threads in use.
+        started: UTC time in ISO format.
+        finished: UTC time; None while the run is not complete.
+        notes: what a reader should know, such as a prompt that was left out.
+        measured: each policy on each prompt.
+        oracle_curves: by prompt: pairs of a shortlist size and the mean oracle mass at that size (lemma 2), over all
+            tokens of the continuation.
+    """
+
+    settings: CoverageSettings
+    policies: dict[str, ShortlistPolicy]
+    prompts: list[dict[str, Any]]
+    models: dict[str, Any]
+    threads: int
+    started: str
+    finished: str | None = None
+    notes: list[str] = field(default_factory=list)
+    measured: list[PromptCoverage] = field(default_factory=list)
+    oracle_curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was asked for was measured."""
+        return self.finished is not None
+
+    @property
+    def domains(self) -> list[str]:
+        """The domains that were measured."""
+        return list(dict.fromkeys(one.domain for one in self.measured))
+
+    def summaries(self) -> list[CoverageSummary]:
+        """Each policy on all prompts and on those of each domain."""
+        summaries = []
+        for domain in (None, *self.domains):
+            for label in self.policies:
+                rows = [one for one in self.measured if one.policy == label and domain in (None, one.domain)]
+                if rows:
+                    summaries.append(self._summarize(label, domain, rows))
+        return summaries
+
+    def _summarize(self, label: str, domain: str | None, rows: list[PromptCoverage]) -> CoverageSummary:
+        figures = {name: Estimate.of([getattr(row, name) for row in rows]) for name in FIGURES}
+        return CoverageSummary(
+            policy=label,
+            domain=domain,
+            prompts=len(rows),
+            positions=sum(row.positions for row in rows),
+            figures=figures,
+            expected_acceptance_length=expected_acceptance_length(
+                figures["acceptance"].mean, self.settings.num_assistant_tokens
+            ),
+        )
+
+    def oracle_curve(self) -> list[tuple[int, float]]:
+        """Pairs of a shortlist size and the mean oracle mass at that size, over prompts."""
+        curves = list(self.oracle_curves.values())
+        return [(points[0][0], fmean(mass for _, mass in points)) for points in zip(*curves, strict=True)]
+
+
+# The run -----------------------------------------------------------------------------------------------------------
+
+
+def measure_coverage(
+    settings: CoverageSettings,
+    *,
+    target: PreTrainedModel | None = None,
+    drafter: PreTrainedModel | Drafter | None = None,
+    tokenizer: Any = None,
+    prompts: Sequence[WorkloadPrompt] | None = None,
+    report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+    save: Callable[[CoverageResult], None] = lambda result: None,
+) -> CoverageResult:
+    """Measure what the policies cover on the target's own continuations of the prompts.
+
+    Settings and prompts are checked before any model is loaded. A text may be of any length: full-vocabulary rows are
+    held for `teacher_forcing.CHUNK + num_assistant_tokens` positions at a time, in fp32, three of them for each.
+
+    Args:
+        settings: what to measure.
+        target: the loaded model, in place of the one that the settings name; likewise the next three.
+        drafter: the loaded small model.
+        tokenizer: the tokenizer of both.
+        prompts: prompts that are not read from files.
+        report: called before each prompt with its identifier, how many are done and how many there are.
+        save: called after each prompt and at the end, to keep what was measured even if the process is killed.
+
+    Returns:
+        The result. After an interrupt from the keyboard, what was measured until then.
+
+    Raises:
+        ConfigurationError: a setting is out of range, or a model cannot be loaded.
+        WorkloadError: the prompts cannot be read or are too long.
+        UnsupportedError: the models cannot be used together.
+        ArtifactError: a policy's ranking was made for another tokenizer.
+    """
+    with open_pair(settings, target, drafter, tokenizer, prompts) as pair:
+        result = CoverageResult(
+            settings=settings,
+            policies=pair.policies,
+            prompts=pair.described_prompts(),
+            models=pair.described_models(),
+            threads=torch.get_num_threads(),
+            started=utc_now(),
+        )
+        own_drafter = as_drafter(pair.drafter)
+        vocabulary = _vocabulary(pair, own_drafter)
+        if settings.recall_k > vocabulary.size:
+            raise ConfigurationError(
+                f"recall_k must be at most the size of the vocabulary, {vocabulary.size:,}, got {settings.recall_k:,}"
+            )
+        try:
+            for index, prompt in enumerate(pair.prompts):
+                report(prompt.identifier, index, len(pair.prompts))
+                _measure_prompt(result, pair, own_drafter, vocabulary, index)
+                save(result)
+            report("done", len(pair.prompts), len(pair.prompts))
+            result.finished = utc_now()
+        except KeyboardInterrupt:
+            result.notes.append("interrupted before all was measured")
+    save(result)
+    return result
+
+
+def _vocabulary(pair: Pair, drafter: Drafter) -> VocabularyInfo:
+    """What a session's policies are told of the vocabulary. Refuses what an assistant of these models refuses."""
+    for policy in pair.policies.values():
+        assistant = DynSpecAssistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer)
+        try:
+            eos = assistant.scored_eos_token_ids(pair.target.generation_config)
+            vocabulary = assistant.take_session(eos).vocabulary
+        finally:
+            assistant.unbind()
+    return vocabulary
+
+
+@torch.no_grad()
+def _measure_prompt(
+    result: CoverageResult, pair: Pair, drafter: Drafter, vocabulary: VocabularyInfo, index: int
+) -> None:
+    settings, prompt = result.settings, pair.prompts[index]
+    prompt_ids = torch.tensor([pair.encoded[index]], device=pair.target.device)
+    torch.manual_seed(settings.seed + index)
+    config = generation_config(pair.target, settings.max_new_tokens, settings.temperature)
+    token_ids = pair.target.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=config)
+    if token_ids.shape[1] - prompt_ids.shape[1] < 2:
+        result.notes.append(f"{prompt.identifier} was left out: the target ends it before there is anything to draft")
+        return
+    # Not the seed of the text, whose draws would then decide both the tokens and whether their drafts are accepted.
+    seed = int(torch.randint(2**31, ()))
+    needs = [policy.needs for policy in pair.policies.values()]
+    text = ForcedText(
+        pair.target,
+        drafter,
+        token_ids[0],
+        prompt_ids.shape[1],
+        vocabulary,
+        settings.temperature,
+        max(settings.recall_k, *(most for need in needs for most in (need.verify_top_k, need.prompt_top_k))),
+    )
+    drafted, is_greedy = settings.num_assistant_tokens, settings.temperature == 0
+    rounds_of = {
+        label: RoundsAlongText(policy, vocabulary, text, drafted, settings.recall_k, is_greedy, seed)
+        for label, policy in pair.policies.items()
+    }
+    curve = _OracleCurve(pair.target.get_output_embeddings().weight.shape[0], text.prompt_length)
+    for rows in text.rows(keep=drafted):
+        curve.add(rows)
+        for rounds in rounds_of.values():
+            rounds.follow(rows)
+    result.oracle_curves[prompt.identifier] = curve.points()
+    result.measured += [
+        PromptCoverage(prompt.identifier, prompt.domain, label, **rounds.figures())
+        for label, rounds in rounds_of.items()
+    ]
+
+
+class _OracleCurve:
+    """Mean mass of the target's `k` most probable tokens, for `k` in powers of two and for all of them."""
+
+    def __init__(self, largest: int, first: int):
+        self._sizes = [*(2**power for power in range((largest - 1).bit_length())), largest]
+        self._sum = torch.zeros(len(self._sizes), dtype=torch.float64)
+        self._count = 0
+        self._next = first
+
+    def add(self, rows: Rows) -> None:
+        """Take in the rows that were not there before."""
+        new = rows.between(self._next, rows.end).oracle
+        self._sum += new[:, [size - 1 for size in self._sizes]].double().sum(0).cpu()
+        self._count += new.shape[0]
+        self._next = rows.end
+
+    def points(self) -> list[tuple[int, float]]:
+        return list(zip(self._sizes, (self._sum / self._count).tolist(), strict=True))

@@ -1,0 +1,289 @@
+"""What every measurement starts from: a target, a drafter, their tokenizer, and prompts as token ids."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ..drafters import Drafter
+from ..errors import ConfigurationError
+from ..shortlists import ShortlistPolicy
+from .policy_text import DEFAULT_POLICIES, named_policies, shorten_paths
+from .workloads import WorkloadPrompt, encode_workload, read_workload
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """Which models, policies and prompts to measure.
+
+    Args:
+        target: folder or Hub id of the model to speed up. May be left out where loaded models are passed.
+        drafter: folder or Hub id of the small model.
+        prompts: JSON lines files, see `read_workload`.
+        policies: what `parse_policy` understands, or policies by the name to show.
+        max_new_tokens: tokens to generate for each prompt.
+        num_assistant_tokens: tokens drafted per round.
+        limit: take the first so many prompts of each category of each file (None: all).
+        chat_template: make each prompt the user's turn of a chat.
+        max_prompt_tokens: keep the last so many tokens of longer prompts (None: refuse prompts that do not fit).
+        dtype: of both models: a torch dtype's name or "auto" for that of the weights (None: float32 on a CPU, where
+            decoding with and without drafts must give the same tokens, and "auto" elsewhere).
+        device: where both models run; "auto" is the first CUDA device if there is one, else the CPU.
+        threads: CPU threads (None: torch's choice).
+        seed: for sampling.
+
+    Raises:
+        ConfigurationError: a setting is out of range, or a text is no policy.
+    """
+
+    target: str | None = None
+    drafter: str | None = None
+    prompts: Sequence[str | Path] = ()
+    policies: Sequence[str] | Mapping[str, ShortlistPolicy] = DEFAULT_POLICIES
+    max_new_tokens: int = 128
+    num_assistant_tokens: int = 5
+    limit: int | None = None
+    chat_template: bool = False
+    max_prompt_tokens: int | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+    # The least that each whole number may be. None is one where it is the default.
+    _LEAST: ClassVar[Mapping[str, int]] = {
+        "max_new_tokens": 1,
+        "num_assistant_tokens": 1,
+        "limit": 1,
+        "max_prompt_tokens": 1,
+        "threads": 1,
+        "seed": 0,
+    }
+
+    def __post_init__(self):
+        for name, least in self._LEAST.items():
+            value = getattr(self, name)
+            if value is None and type(self).__dataclass_fields__[name].default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        self._require_device_and_dtype()
+        self.resolved_policies()
+
+    def _require_device_and_dtype(self) -> None:
+        if self.device != "auto":
+            try:
+                torch.empty(0, device=self.device)
+            except (RuntimeError, AssertionError) as error:
+                problem = str(error).splitlines()[0]
+                raise ConfigurationError(f"device {self.device!r} cannot be used: {problem}") from error
+        if self.dtype not in (None, "auto") and not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
+            raise ConfigurationError(f"dtype must be auto or a torch dtype such as float32, got {self.dtype!r}")
+
+    def resolved_device(self) -> torch.device:
+        """The device that `device` means on this computer."""
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(name)
+
+    def resolved_policies(self) -> dict[str, ShortlistPolicy]:
+        """See `named_policies`."""
+        return named_policies(self.policies)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values, without the policies and with paths shortened."""
+        settings = {name: value for name, value in vars(self).items() if name != "policies"}
+        for name in ("target", "drafter"):
+            settings[name] = None if settings[name] is None else shorten_paths(str(settings[name]))
+        settings["prompts"] = [shorten_paths(str(path)) for path in settings["prompts"]]
+        return settings
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether a value is a number of at least 0 and finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two models for one another, and what they are measured on.
+
+    Args:
+        policies: the policies by label.
+        target: the model to speed up.
+        drafter: the small model.
+        tokenizer: the tokenizer of both.
+        prompts: the prompts.
+        encoded: the token ids of each prompt.
+    """
+
+    policies: dict[str, ShortlistPolicy]
+    target: PreTrainedModel
+    drafter: PreTrainedModel | Drafter
+    tokenizer: Any
+    prompts: list[WorkloadPrompt]
+    encoded: list[list[int]]
+
+    @property
+    def drafter_model(self) -> PreTrainedModel:
+        """The drafter as a model of transformers."""
+        return _model_of(self.drafter)
+
+    def described_models(self) -> dict[str, Any]:
+        """What is known of both models, as JSON values."""
+        return {"target": _describe(self.target), "drafter": _describe(self.drafter_model)}
+
+    def described_prompts(self) -> list[dict[str, Any]]:
+        """Identifier, domain and number of tokens of each prompt."""
+        return [
+            {"identifier": prompt.identifier, "domain": prompt.domain, "tokens": len(token_ids)}
+            for prompt, token_ids in zip(self.prompts, self.encoded, strict=True)
+        ]
+
+
+@contextmanager
+def open_pair(
+    settings: PairSettings,
+    target: PreTrainedModel | None = None,
+    drafter: PreTrainedModel | Drafter | None = None,
+    tokenizer: Any = None,
+    prompts: Sequence[WorkloadPrompt] | None = None,
+) -> Iterator[Pair]:
+    """Read the prompts and load what is not passed. Torch's threads and random state are put back at the end.
+
+    Args:
+        settings: what to load. Settings and prompts are checked before any model is loaded.
+        target: the loaded model, in place of the one that the settings name; likewise the next three.
+        drafter: the loaded small model.
+        tokenizer: the tokenizer of both.
+        prompts: prompts that are not read from files.
+
+    Raises:
+        ConfigurationError: a model cannot be loaded, or there are no prompts.
+        WorkloadError: the prompts cannot be read or are too long.
+    """
+    policies = settings.resolved_policies()
+    prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
+    if not prompts:
+        raise ConfigurationError("there is no prompt to measure on")
+    with ExitStack() as stack:
+        stack.enter_context(_cpu_threads(settings.threads))
+        target = target or _load_model(settings, "target")
+        drafter = drafter or _load_model(settings, "drafter")
+        tokenizer = tokenizer or _load_tokenizer(settings.target or target.name_or_path)
+        encoded = encode_workload(
+            prompts,
+            tokenizer,
+            _room_for_prompt(settings, target, _model_of(drafter)),
+            truncate_to=settings.max_prompt_tokens,
+            use_chat_template=settings.chat_template,
+        )
+        stack.enter_context(_fewer_messages())
+        stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
+        yield Pair(policies, target, drafter, tokenizer, prompts, encoded)
+
+
+def generation_config(
+    target: PreTrainedModel, max_new_tokens: int, temperature: float, top_k: int = 0
+) -> GenerationConfig:
+    """What is generated with: nothing of the target's own taste but its end-of-sequence tokens.
+
+    Args:
+        target: the model that generates.
+        max_new_tokens: most tokens to generate.
+        temperature: 0 decodes greedily.
+        top_k: draw from the so many most probable tokens (0: from all).
+    """
+    defaults = target.generation_config
+    eos = defaults.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list | tuple) else eos
+    sampling = {"temperature": temperature, "top_k": top_k} if temperature > 0 else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=eos,
+        pad_token_id=defaults.pad_token_id if defaults.pad_token_id is not None else first_eos,
+        **{"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0, **sampling},
+    )
+
+
+def utc_now() -> str:
+    """UTC time in ISO format."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _load_model(settings: PairSettings, role: str) -> PreTrainedModel:
+    name = getattr(settings, role)
+    if not name:
+        raise ConfigurationError(f"name the {role}: a folder or a Hub id")
+    device = settings.resolved_device()
+    dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map={"": device}, trust_remote_code=False
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigurationError(f"the {role} {name} cannot be loaded on {device} as {dtype}: {problem}") from error
+    return model.eval()
+
+
+def _load_tokenizer(name: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigurationError(f"the tokenizer of {name} cannot be loaded: {problem}") from error
+
+
+def _room_for_prompt(settings: PairSettings, *models: PreTrainedModel) -> int | None:
+    """Most tokens of a prompt for which all models have positions, or None where none of them tells."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    known = [limit for limit in limits if limit]
+    return min(known) - settings.max_new_tokens if known else None
+
+
+def _model_of(drafter: PreTrainedModel | Drafter) -> PreTrainedModel:
+    return drafter.model if isinstance(drafter, Drafter) else drafter
+
+
+def _describe(model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": shorten_paths(str(model.name_or_path)),
+        "commit": getattr(model.config, "_commit_hash", None),
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "head_rows": model.get_output_embeddings().weight.shape[0],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.config._attn_implementation,
+    }
+
+
+@contextmanager
+def _cpu_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _fewer_messages() -> Iterator[None]:
+    """Keep transformers from printing warnings, some of which would fall into timed calls."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

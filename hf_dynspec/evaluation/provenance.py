@@ -1,0 +1,122 @@
+"""Where results come from: the commit, versions and hardware; and files that are replaced in one step."""
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from .policy_text import shorten_paths
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def provenance(command: Sequence[str] | None, started: str, finished: str | None, threads: int) -> dict[str, Any]:
+    """What is written beside every result, as JSON values.
+
+    Args:
+        command: the words of the command line, whose paths are shortened (None: called from Python).
+        started: UTC time in ISO format.
+        finished: UTC time; None while the run is not complete.
+        threads: CPU threads in use.
+    """
+    return {
+        "command": None if command is None else [shorten_paths(word) for word in command],
+        "started": started,
+        "finished": finished,
+        "git": git_revision(),
+        "versions": versions(),
+        "hardware": {**hardware(), "threads": threads},
+    }
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON values to a file, which is replaced in one step."""
+    text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".results-", delete=False) as file:
+        scratch = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            # A scratch file is its owner's alone; results may be read by whoever the process lets read its files.
+            os.chmod(scratch, 0o666 & ~_umask())
+            os.replace(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def versions() -> dict[str, str]:
+    """Versions of what results depend on."""
+    named = {"hf_dynspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**named, "python": platform.python_version(), "tokenizers": metadata.version("tokenizers")}
+
+
+def git_revision() -> dict[str, Any] | None:
+    """The commit of the checkout that this package is run from, and whether its files differ; None in no checkout."""
+    # An installed package may lie below some other project's checkout, so git must know its files.
+    if not _git("ls-files", "--", str(_PACKAGE)):
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", str(_PACKAGE))
+    return None if commit is None else {"commit": commit, "changed": bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(_PACKAGE), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, cores, memory in bytes, GPUs, and how busy the computer has been over the last one and fifteen minutes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg() if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_allowed": allowed,
+        "memory_bytes": _memory_bytes(),
+        "load_average": None if load is None else {"1_minute": load[0], "15_minutes": load[2]},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "platform": platform.platform(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

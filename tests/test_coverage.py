@@ -1,0 +1,532 @@
+"""Coverage of shortlists: known answers, agreement with real runs, what policies are shown, and the command."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, EosOnlyShortlist, perturbed, prompt, tiny, word_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_dynspec import DynSpecAssistant, DynSpecError, FrequencyShortlist, FullShortlist, InContextShortlist
+from hf_dynspec.commands import app
+from hf_dynspec.drafters import as_drafter
+from hf_dynspec.errors import ConfigurationError
+from hf_dynspec.evaluation import coverage, teacher_forcing
+from hf_dynspec.evaluation.coverage import CoverageResult, CoverageSettings, PromptCoverage, measure_coverage
+from hf_dynspec.evaluation.coverage_report import coverage_table, write_plot
+from hf_dynspec.evaluation.pair import generation_config
+from hf_dynspec.evaluation.rounds import draft_steps, expected_acceptance_length, expected_tokens, rejected_draft
+from hf_dynspec.evaluation.teacher_forcing import ForcedText, Rows
+from hf_dynspec.evaluation.workloads import WorkloadPrompt
+from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+
+CPU = torch.device("cpu")
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def drafter(target) -> PreTrainedModel:
+    """Agrees with the target in most of its choices."""
+    return perturbed(target, noise=0.05)
+
+
+def words(count: int, length: int = 12, domain: Callable[[int], str] = lambda seed: "words") -> list[WorkloadPrompt]:
+    texts = [" ".join(f"t{i}" for i in prompt(length, seed=seed)[0].tolist()) for seed in range(count)]
+    return [WorkloadPrompt(f"words/{seed}", domain(seed), text) for seed, text in enumerate(texts)]
+
+
+def measure(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    policies: dict[str, ShortlistPolicy],
+    prompts: int | list[WorkloadPrompt] = 2,
+    **settings: Any,
+) -> CoverageResult:
+    given = {"max_new_tokens": 24, "num_assistant_tokens": 3, "temperature": 0.5, "device": "cpu"}
+    return measure_coverage(
+        CoverageSettings(policies=policies, **{**given, **settings}),
+        target=target,
+        drafter=drafter,
+        tokenizer=word_tokenizer(),
+        prompts=words(prompts) if isinstance(prompts, int) else prompts,
+    )
+
+
+def figures(result: CoverageResult, policy: str) -> dict[str, float]:
+    (row,) = (row for row in result.summaries() if row.policy == policy and row.domain is None)
+    means = {name: estimate.mean for name, estimate in row.figures.items()}
+    return {**means, "expected_acceptance_length": row.expected_acceptance_length}
+
+
+# One draft step ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(target: list[float], drafter: list[float], count: int = 1) -> Rows:
+    p = torch.tensor([target] * count)
+    order = p.sort(descending=True)
+    features = torch.zeros(count, 1)
+    return Rows(0, p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log(), features)
+
+
+def shortlist_of(*ids: int) -> Shortlist:
+    """With a slot that does not count, which holds an id that another one holds and could stand for a token."""
+    slots = torch.tensor([*ids, ids[0], 1])
+    occupied = torch.tensor([True] * len(ids) + [False, False])
+    return Shortlist(slots, version=0, occupied=occupied)
+
+
+P = [0.5, 0.3, 0.15, 0.05]
+UNIFORM = [0.25, 0.25, 0.25, 0.25]
+
+
+def test_a_draft_step_by_hand():
+    token_ids = torch.tensor([0, 1, 2])
+    steps = draft_steps(rows_of(P, UNIFORM, 3), shortlist_of(2, 0), token_ids, recall_k=3, is_greedy=False)
+    assert steps.size.tolist() == [2.0] * 3
+    assert steps.mass.tolist() == pytest.approx([0.65] * 3)  # p(0) + p(2)
+    assert steps.oracle_mass.tolist() == pytest.approx([0.8] * 3)  # p(0) + p(1)
+    assert steps.recall.tolist() == pytest.approx([2 / 3] * 3)  # 0 and 2 of 0, 1, 2
+    assert steps.oov.tolist() == [0.0, 1.0, 0.0]
+    # q is a half on each of the two: min(0.5, 0.5) + min(0.15, 0.5).
+    assert steps.acceptance.tolist() == pytest.approx([0.65] * 3)
+    assert steps.is_draft.tolist() == pytest.approx([1.0, 0.0, 1.0])  # min(1, 0.5 / 0.5), 0 and min(1, 0.5 / 0.15)
+
+
+def test_the_drafters_distribution_is_renormalised_over_the_shortlist():
+    steps = draft_steps(rows_of(P, [0.1, 0.1, 0.3, 0.5]), shortlist_of(0, 2), torch.tensor([0]), 2, is_greedy=False)
+    # q is 0.25 on token 0 and 0.75 on token 2.
+    assert steps.acceptance.item() == pytest.approx(0.25 + 0.15)
+    assert steps.is_draft.item() == pytest.approx(0.25 / 0.5)
+
+
+@pytest.mark.parametrize(("token_id", "agrees"), [(2, 1.0), (0, 0.0), (3, 0.0)])
+def test_greedy_drafts_are_accepted_where_they_are_the_texts_token(token_id, agrees):
+    # Of tokens 0 and 2 the drafter prefers 2; it likes 3 best, which is not on the shortlist.
+    rows = rows_of(P, [0.1, 0.1, 0.3, 0.5])
+    steps = draft_steps(rows, shortlist_of(0, 2), torch.tensor([token_id]), 2, is_greedy=True)
+    assert steps.acceptance.item() == steps.is_draft.item() == agrees
+    assert steps.oov.item() == float(token_id == 3)
+    assert rejected_draft(rows, 0, shortlist_of(0, 2), True, torch.Generator()).tolist() == [2]
+
+
+def test_rejected_drafts_are_what_the_target_thinks_less_likely():
+    generator = torch.Generator().manual_seed(0)
+    # On 1, 2, 3 the drafter's distribution is 0.2, 0.2, 0.6; only of 3 is that more than the target's.
+    rows = rows_of([0.1, 0.3, 0.3, 0.3], [0.5, 0.1, 0.1, 0.3])
+    drawn = {rejected_draft(rows, 0, shortlist_of(1, 2, 3), False, generator).item() for _ in range(20)}
+    assert drawn == {3}
+    # Equal distributions reject nothing; what rounding rejects all the same is some draft.
+    assert rejected_draft(rows_of(UNIFORM, UNIFORM), 0, shortlist_of(0, 1, 2, 3), False, generator).item() in range(4)
+
+
+# Rounds --------------------------------------------------------------------------------------------------------------
+
+
+def test_expected_lengths_by_hand():
+    assert expected_acceptance_length(0.5, 3) == 1.0 + 0.5 + 0.25 + 0.125
+    assert expected_acceptance_length(0.5, 3) == (1 - 0.5**4) / (1 - 0.5)
+    assert expected_acceptance_length(1.0, 5) == 6.0
+    assert expected_acceptance_length(0.0, 5) == 1.0
+    halves = torch.full((3,), 0.5)
+    assert expected_tokens(halves, halves).item() == expected_acceptance_length(0.5, 3)
+    acceptance, is_draft = torch.tensor([0.9, 0.5, 0.4]), torch.tensor([0.8, 1.0, 0.1])
+    assert expected_tokens(acceptance, is_draft).item() == pytest.approx(1 + 0.9 + 0.8 * 0.5 + 0.8 * 1.0 * 0.4)
+
+
+def test_averaged_over_the_targets_texts_a_round_has_as_many_tokens_as_speculative_sampling_accepts():
+    """All texts of three tokens over a vocabulary of three, for random distributions that depend on the context."""
+    generator = torch.Generator().manual_seed(0)
+    contexts = [context for length in range(3) for context in product(range(3), repeat=length)]
+    p, q = ({one: torch.rand(3, generator=generator).double().mul(3).softmax(-1) for one in contexts} for _ in "pq")
+    overlap = {one: torch.minimum(p[one], q[one]) for one in contexts}
+
+    averaged = 0.0
+    for text in product(range(3), repeat=3):
+        befores = [text[:i] for i in range(3)]
+        probability = math.prod(p[before][token].item() for before, token in zip(befores, text, strict=True))
+        acceptance = torch.stack([overlap[before].sum() for before in befores])
+        is_draft = torch.stack([overlap[one][token] / p[one][token] for one, token in zip(befores, text, strict=True)])
+        averaged += probability * expected_tokens(acceptance, is_draft).item()
+    # The probability of drafting these tokens and having them all accepted.
+    accepted = (
+        math.prod(overlap[drafted[:i]][drafted[i]].item() for i in range(length))
+        for length in (1, 2, 3)
+        for drafted in product(range(3), repeat=length)
+    )
+    assert averaged == pytest.approx(1.0 + sum(accepted), abs=1e-9)
+
+
+class WatchedShortlist(ShortlistPolicy):
+    """Writes down everything that it is shown."""
+
+    name = "watched"
+    needs = Needs(verify_top_k=4, prompt_top_k=3, prompt_positions=5)
+
+    def __init__(self):
+        self.seen: list[tuple] = []
+
+    def start(self, vocabulary: VocabularyInfo) -> "WatchedState":
+        return WatchedState(self.seen, FrequencyShortlist(size=250).start(vocabulary))
+
+
+class WatchedState(ShortlistState):
+    def __init__(self, seen: list[tuple], inner: ShortlistState):
+        self._seen = seen
+        self._inner = inner
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        self._seen.append(("select", depth, token_ids.tolist(), features))
+        return self._inner.select(depth, token_ids, features)
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        self._seen.append(("prompt", prompt.token_ids.tolist(), _listed(prompt.top_ids)))
+
+    def observe(self, verdict: Verdict) -> None:
+        rejected = verdict.verified.shape[0]
+        # Drafts after the rejected one follow a text that is not there when texts are given.
+        self._seen.append(
+            ("verdict", verdict.drafted[:rejected].tolist(), verdict.verified.tolist(), _listed(verdict.top_ids))
+        )
+
+
+def _listed(tensor: torch.Tensor | None) -> list | None:
+    return None if tensor is None else tensor.tolist()
+
+
+def test_policies_are_shown_what_a_session_shows_them(target, drafter):
+    """Greedily, where nothing is left to chance, a run and the measurement are the same round for round."""
+    real, forced = WatchedShortlist(), WatchedShortlist()
+    input_ids = prompt(12, seed=0)
+    with torch.no_grad():
+        assistant = DynSpecAssistant(drafter, real, target=target, num_assistant_tokens=3)
+        config = generation_config(target, 24, temperature=0.0)
+        target.generate(input_ids, generation_config=config, assistant_model=assistant)
+        assistant.unbind()
+    result = measure(target, drafter, {"watched": forced}, 1, temperature=0.0)
+
+    assert figures(result, "watched")["acceptance_length"] == pytest.approx(assistant.stats.acceptance_length)
+    assert 1.2 < assistant.stats.acceptance_length < 3.8
+    assert result.measured[0].rounds == assistant.stats.rounds
+    assert result.measured[0].oov == pytest.approx(assistant.stats.oov_rate)
+    # A run has nobody to tell the verdict on its last round.
+    runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
+    assert runs[0] == runs[1][: len(runs[0])] and len(runs[1]) - len(runs[0]) <= 1
+    assert [kind for kind, *_ in runs[1][:3]] == ["prompt", "prompt", "verdict"]
+    assert len(runs[1][1][2]) == 5 and len(runs[1][1][2][0]) == 3
+    # At the first draft step of every round the two know the same.
+    first_steps = [[one for one in policy.seen if one[:2] == ("select", 0)] for policy in (real, forced)]
+    assert len(first_steps[0]) == len(first_steps[1])
+    for ours, theirs in zip(*first_steps, strict=True):
+        assert ours[2] == theirs[2]
+        torch.testing.assert_close(ours[3], theirs[3])
+
+
+def test_acceptance_agrees_with_real_runs_at_a_temperature(target, drafter):
+    """Two estimates of one number from 24 texts each. They are compared within four standard errors of their
+    difference, which chance exceeds once in some 10,000 seeds."""
+    policies = {"full": FullShortlist(), "frequency": FrequencyShortlist(size=150)}
+    count = 24
+    result = measure(target, drafter, policies, count, seed=7)
+    config = generation_config(target, 24, temperature=0.5)
+    for label, policy in policies.items():
+        assistant = DynSpecAssistant(drafter, policy, target=target, num_assistant_tokens=3)
+        lengths, rates = [], []
+        for seed in range(count):
+            torch.manual_seed(100 + seed)
+            target.generate(prompt(12, seed=seed), generation_config=config, assistant_model=assistant)
+            lengths.append(assistant.stats.acceptance_length)
+            rates.append(1.0 - assistant.stats.oov_rate)
+        assistant.unbind()
+        measured = [row for row in result.measured if row.policy == label]
+        for real, ours in (
+            (lengths, [row.acceptance_length for row in measured]),
+            (rates, [1.0 - row.oov for row in measured]),
+        ):
+            error = math.sqrt((stdev(real) ** 2 + stdev(ours) ** 2) / count)
+            assert abs(fmean(real) - fmean(ours)) <= 4 * error
+            assert error < 0.15
+    assert figures(result, "full")["acceptance_length"] > figures(result, "frequency")["acceptance_length"] > 1.1
+
+
+# Whole measurements --------------------------------------------------------------------------------------------------
+
+
+def test_the_full_vocabulary_and_the_target_itself(target):
+    result = measure(target, target, {"full": FullShortlist()}, 2, num_assistant_tokens=4)
+    found = figures(result, "full")
+    assert found["size"] == VOCABULARY
+    assert found["mass"] == pytest.approx(1.0, abs=1e-5)
+    assert found["oracle_mass"] == pytest.approx(1.0, abs=1e-5)
+    assert (found["recall"], found["oov"]) == (1.0, 0.0)
+    assert found["acceptance"] == pytest.approx(1.0, abs=1e-4)
+    assert found["expected_acceptance_length"] == pytest.approx(5.0, abs=1e-2)
+    # 24 tokens are four rounds of five and one of four, whose last draft `generate` leaves out too.
+    assert found["acceptance_length"] == pytest.approx(24 / 5, abs=1e-2)
+
+
+def test_the_acceptance_probability_of_the_full_vocabulary_by_hand(target, drafter):
+    """Two new tokens: one is drafted, and the second is the target's own in the same round or in the next."""
+    result = measure(target, drafter, {"full": FullShortlist()}, 4, temperature=0.7, max_new_tokens=2)
+    for seed, row in enumerate(result.measured):
+        with torch.no_grad():
+            p, q = ((model(prompt(12, seed=seed)).logits[0, -1] / 0.7).softmax(-1) for model in (target, drafter))
+        overlap = torch.minimum(p, q).sum().item()
+        assert row.positions == 1
+        assert row.acceptance == pytest.approx(overlap, abs=1e-4)
+        assert row.acceptance_length == pytest.approx(1 + overlap / row.rounds, abs=1e-4)
+    assert {row.rounds for row in result.measured} <= {1, 2}
+
+
+def test_a_shortlist_of_the_end_alone(target, drafter):
+    found = figures(measure(target, drafter, {"eos": EosOnlyShortlist()}), "eos")
+    assert found["size"] == 1.0
+    assert found["mass"] == pytest.approx(found["acceptance"])  # q is 1 on it
+    assert found["mass"] < 0.05 < found["oracle_mass"]
+    assert found["acceptance_length"] == pytest.approx(1.0 + found["acceptance"], abs=0.1)
+
+
+def test_nothing_covers_more_than_the_oracle(target, drafter):
+    policies = {name: make() for name, make in {**POLICY_CASES, **TERRIBLE}.items()}
+    result = measure(target, drafter, policies, 2, recall_k=5)
+    assert {row.policy for row in result.measured} == set(policies)
+    for row in result.measured:
+        assert row.mass <= row.oracle_mass + 1e-5
+        # The largest acceptance probability for this support (lemma 1).
+        assert 0.0 <= row.acceptance <= row.mass + 1e-5
+        assert 0.0 <= row.recall <= 1.0 and 0.0 <= row.oov <= 1.0
+        assert 1.0 <= row.acceptance_length <= 4.0
+        assert 1.0 <= row.size <= VOCABULARY
+    curve = dict(result.oracle_curve())
+    assert list(curve) == [1, 2, 4, 8, 16, 32, 64, 128, 256, VOCABULARY]
+    assert list(curve.values()) == sorted(curve.values()) and curve[VOCABULARY] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_policies_do_not_change_each_others_figures(target, drafter, monkeypatch):
+    window = InContextShortlist(window=60, verify_top_k=7)
+    together = measure(target, drafter, {"full": FullShortlist(), "window": window})
+    alone = measure(target, drafter, {"window": window})
+    assert [row for row in together.measured if row.policy == "window"] == alone.measured
+    # Nor does the number of rows that are read at a time, but for rounding.
+    monkeypatch.setattr(teacher_forcing, "CHUNK", 4)
+    for few, many in zip(measure(target, drafter, {"window": window}).measured, alone.measured, strict=True):
+        assert (few.positions, few.rounds) == (many.positions, many.rounds)
+        for name in coverage.FIGURES:
+            assert getattr(few, name) == pytest.approx(getattr(many, name), abs=1e-4)
+
+
+def test_summaries_average_over_prompts():
+    def row(domain: str, mass: float, acceptance: float) -> PromptCoverage:
+        return PromptCoverage(f"{domain}{mass}", domain, "one", 10, 4, 5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
+
+    settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
+    result = CoverageResult(settings, {"one": FullShortlist()}, [], {}, 1, "now")
+    result.measured = [row("a", 0.2, 0.5), row("a", 0.4, 0.7), row("b", 0.9, 0.9)]
+    overall, a, b = result.summaries()
+    assert [(one.domain, one.prompts, one.positions) for one in (overall, a, b)] == [
+        (None, 3, 30),
+        ("a", 2, 20),
+        ("b", 1, 10),
+    ]
+    assert overall.figures["mass"].mean == pytest.approx(0.5)
+    assert overall.figures["mass"].standard_error == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2 / 3))
+    assert b.figures["mass"].standard_error is None
+    assert a.expected_acceptance_length == pytest.approx(1 + 0.6 + 0.36)
+
+
+def test_a_text_that_ends_at_once_is_left_out(target, drafter):
+    ending = tiny("llama", seed=0)
+    ending.generation_config.eos_token_id = list(range(VOCABULARY))
+    result = measure(ending, drafter, {"full": FullShortlist()}, 1)
+    assert result.complete and not result.measured
+    assert result.notes == ["words/0 was left out: the target ends it before there is anything to draft"]
+    assert coverage_table(result).row_count == 0
+
+
+def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
+    def interrupt(activity: str, done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    saved = []
+    result = measure_coverage(
+        CoverageSettings(policies={"full": FullShortlist()}, max_new_tokens=4, device="cpu"),
+        target=target,
+        drafter=drafter,
+        tokenizer=word_tokenizer(),
+        prompts=words(3),
+        report=interrupt,
+        save=lambda one: saved.append(len(one.measured)),
+    )
+    assert not result.complete and result.notes == ["interrupted before all was measured"]
+    assert saved == [1, 1]
+    assert "generate" not in vars(target)
+
+
+# What the models say -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+def test_rows_are_those_of_one_forward(family, monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
+    target = tiny(family, seed=3)
+    drafter = perturbed(target, noise=0.2)
+    text = prompt(40, seed=3)[0]
+    length, keep = 23, 3
+    vocabulary = VocabularyInfo(VOCABULARY - 4, (EOS,), CPU)
+    with torch.no_grad():
+        forced = ForcedText(target, as_drafter(drafter), text, length, vocabulary, temperature=0.5, top_k=6)
+        chunks = list(forced.rows(keep))
+        p = (target(text[None]).logits[0] / 0.5).softmax(-1)
+        logits = drafter(text[None]).logits[0, :, : VOCABULARY - 4] / 0.5
+    # What rounding in another order does to probabilities and logits.
+    close = {"atol": 2e-4, "rtol": 1e-3}
+    assert torch.equal(forced.prompt_top_ids, p[:length].topk(6).indices)
+    assert [(rows.first, rows.end) for rows in chunks] == [(23, 29), (26, 34), (31, 39), (36, 40)]
+    for rows in chunks:
+        about = slice(rows.first - 1, rows.end - 1)
+        torch.testing.assert_close(rows.target, p[about], **close)
+        torch.testing.assert_close(rows.drafter, logits[about], **close)
+        torch.testing.assert_close(rows.oracle, p[about].sort(descending=True).values.cumsum(-1), **close)
+        assert torch.equal(rows.top_ids, p[about].topk(6).indices)
+        assert rows.features.shape == (rows.end - rows.first, 32)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, target, drafter) -> Path:
+    """A target, a drafter and two files of prompts."""
+    root = tmp_path_factory.mktemp("coverage")
+    for name, model in (("target", target), ("drafter", drafter)):
+        model.save_pretrained(root / name)
+        word_tokenizer().save_pretrained(root / name)
+    for name, prompts in (("code", words(2)), ("law", words(3)[2:])):
+        rows = [{"question_id": index, "turns": [one.text]} for index, one in enumerate(prompts)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["coverage", *map(str, arguments)])
+
+
+POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
+
+
+def test_the_whole_command(folder):
+    out, plot = folder / "out.json", folder / "out.png"
+    arguments = ["--target", folder / "target", "--drafter", folder / "drafter", "--prompts", folder / "code.jsonl"]
+    arguments += [word for policy in POLICIES for word in ("--policy", policy)]
+    arguments += ["--temperature", 0.8, "--max-new-tokens", 16, "--num-assistant-tokens", 2, "--device", "cpu"]
+    arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot]
+    done = invoke(*arguments, folder / "law.jsonl")
+    assert done.exit_code == 0, done.exception
+    assert "Coverage, temperature 0.8, 3 prompts" in done.stdout and "Mass on the shortlist" in done.stdout
+    for heading in ("oracle", "recall", "OOV", "acceptance", "equation 1", "±", "law"):
+        assert heading in done.stdout
+    assert all(done.stdout.count(f"│ {policy} ") == 2 for policy in POLICIES)
+
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written["complete"] and not written["notes"]
+    assert str(folder.parent) not in json.dumps(written)
+    assert written["provenance"]["command"][:4] == ["hf-dynspec", "coverage", "--target", f"{folder.name}/target"]
+    assert written["settings"]["temperature"] == 0.8 and written["settings"]["recall_k"] == 10
+    assert written["models"]["drafter"]["class"] == "LlamaForCausalLM"
+    assert written["policies"]["frequency:size=64"]["settings"]["size"] == 64
+    assert len(written["measured"]) == 3 * len(POLICIES)
+    assert {(row["policy"], row["domain"]) for row in written["results"]} == set(
+        product(POLICIES, (None, "code", "law"))
+    )
+    overall = {row["policy"]: row for row in written["results"] if row["domain"] is None}
+    assert overall["full"]["figures"]["size"] == {"mean": VOCABULARY, "standard_error": 0.0}
+    assert overall["full"]["figures"]["mass"]["mean"] > overall["frequency:size=64"]["figures"]["mass"]["mean"]
+    assert written["oracle_curve"][-1]["size"] == VOCABULARY
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    result = measure(target, drafter, {"a": FullShortlist(), "b": FrequencyShortlist(size=64)})
+    write_plot(folder / "drawn.svg", result)
+    (figure,) = drawn
+    (axes,) = figure.axes
+    points = {one.get_label(): one.lines[0].get_xydata().tolist() for one in axes.containers}
+    for label in ("a", "b"):
+        found = figures(result, label)
+        assert points[label] == [pytest.approx([found["size"], found["mass"]])]
+    curve = axes.lines[0].get_xydata().tolist()
+    assert curve == [pytest.approx(point) for point in result.oracle_curve()]
+    assert axes.get_xscale() == "log" and "size" in axes.get_xlabel() and "mass" in axes.get_ylabel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"recall_k": 0}, "recall_k must be"),
+        ({"max_new_tokens": 1}, "max_new_tokens must be a whole number of at least 2"),
+        ({"num_assistant_tokens": 0}, "num_assistant_tokens must be"),
+        ({"policies": ()}, "no policy to measure"),
+        ({"policies": ("full", "full")}, "given twice"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        CoverageSettings(**changes)
+
+
+def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
+    with pytest.raises(ConfigurationError, match="recall_k must be at most the size of the vocabulary, 301"):
+        measure(target, drafter, {"full": FullShortlist()}, recall_k=302)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--policy", "nonsense"], "no policy 'nonsense'"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
+        (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
+        (["--plot", "out.txt"], "no suffix of an image"),
+        (["--plot", "out"], "no suffix of an image"),
+        (["missing.jsonl"], "missing.jsonl: cannot be read"),
+    ],
+)
+def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text('{"text": "a"}\n')
+    result = invoke("--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, DynSpecError)
+    assert problem in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text('{"text": "a"}\n')
+    words = ["--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", "--plot", "out.png"]
+    result = invoke(*words)
+    assert isinstance(result.exception, ConfigurationError)
+    assert "pip install 'hf-dynspec[plots]'" in str(result.exception)
