@@ -144,7 +144,7 @@ class DraftSession:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
-            hidden = self._backbone.advance(prefix, self._features)
+            hidden = self._backbone.advance(prefix, self._features)[-1:]
         self._features = None
         return hidden
 

@@ -29,7 +29,8 @@ class DrafterState(ABC):
                 those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
 
         Returns:
-            `[1, d]`: the hidden state that predicts the token after the prefix, as the output projection expects it.
+            `[r, d]`: the hidden states at the tokens that the cache did not cover, as the output projection expects
+            them. The last one predicts the token after the prefix.
         """
 
     @abstractmethod

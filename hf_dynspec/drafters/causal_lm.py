@@ -73,7 +73,7 @@ class CausalLMState(DrafterState):
 
     def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         self.truncate(self._length)
-        return self._extend(prefix[self._length :].clamp_max(self._largest_id))[-1:]
+        return self._extend(prefix[self._length :].clamp_max(self._largest_id))
 
     def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
         if parents is None:

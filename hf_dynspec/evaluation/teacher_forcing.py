@@ -135,8 +135,7 @@ class ForcedText:
 
     def _features(self, start: int, end: int) -> torch.Tensor:
         """`[end - start, d]`: the drafter's hidden states, after reading these tokens."""
-        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
-        return self._drafter_state.extend(self.token_ids[start:end].clamp_max(self._head.weight.shape[0] - 1))
+        return self._drafter_state.advance(self.token_ids[:end])[start - end :]
 
     def _rows(self, first: int, logits: torch.Tensor, features: torch.Tensor) -> Rows:
         device = self.token_ids.device
