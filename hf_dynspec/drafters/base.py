@@ -8,27 +8,49 @@ from ..head import DynamicLMHead
 
 
 class DrafterState(ABC):
-    """What a drafter remembers during one session: its cache over the verified prefix and the current draft."""
+    """What a drafter remembers during one session: its cache over the verified prefix and the current draft.
+
+    A round calls `advance` once, `draft` any number of times, and `truncate` when the verdict is known.
+    """
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many tokens the cache covers."""
+        """How many leading tokens of the text the cache covers, those of the current draft included."""
 
     @abstractmethod
-    def extend(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Append tokens to the cache.
+    def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring the cache to the verified prefix.
 
         Args:
-            token_ids: int64 `[m]`, `m >= 1`, on the drafter's device.
+            prefix: int64 `[n]` on the drafter's device: all verified tokens. The cache covers fewer of them, and the
+                tokens that it covers have not changed.
+            features: `[m, d_target · layers]`: for drafters that read the target's hidden states (`Drafter.reads`),
+                those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
 
         Returns:
-            `[m, d]`: the hidden state at each of them, as the output projection expects it.
+            `[1, d]`: the hidden state that predicts the token after the prefix, as the output projection expects it.
+        """
+
+    @abstractmethod
+    def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+        """Append one level of drafted tokens.
+
+        Args:
+            token_ids: int64 `[w]`, `w >= 1`, on the drafter's device.
+            parents: int64 `[w]`: for each token the row of its parent in the level before; in the first level all are
+                children of the prefix and its values do not matter. None for a chain, which is one token a level.
+
+        Returns:
+            `[w, d]`: the hidden state that predicts the successors of each of them.
         """
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Shorten the cache to its first `length` tokens, `length <= self.length`."""
+        """Shorten the cache to the first `length` tokens of the text, or fewer, `length <= self.length`.
+
+        The drafted tokens among them have been accepted; a drafter may keep what it computed for them, or forget it.
+        """
 
 
 class Drafter(ABC):
@@ -36,9 +58,15 @@ class Drafter(ABC):
 
     Attributes:
         head: the output projection that turns the hidden states into logits over a shortlist.
+        reads: which hidden states of the target it reads, side by side in this order: 0 is the target's embedding, its
+            number of layers the output of the final norm. Empty for an independent model.
+        token_ids: int64 `[rows]`: the target's token id that each row of the head stands for, without repeats. None
+            where row `i` is token `i`.
     """
 
     head: DynamicLMHead
+    reads: tuple[int, ...] = ()
+    token_ids: torch.Tensor | None = None
 
     @abstractmethod
     def start(self) -> DrafterState:
