@@ -176,8 +176,8 @@ def read_checkpoint(
             dtype, not finite, or maps draft tokens to ids that are no tokens.
     """
     folder = _local_folder(directory_or_repo, revision, cache_dir, token, allow_pickle)
-    config = _read_json(folder, CONFIG_FILE)
-    files = _safetensors_files(folder)
+    config = read_json(folder, CONFIG_FILE)
+    files = safetensors_files(folder)
     if files is None:
         return EagleCheckpoint.from_parts(config, _load_pickle(folder, allow_pickle))
     source = files[0].name if len(files) == 1 else INDEX_FILE
@@ -255,7 +255,7 @@ def _local_folder(
         )
 
 
-def _read_json(folder: Path, filename: str) -> dict[str, Any]:
+def read_json(folder: Path, filename: str) -> dict[str, Any]:
     from ..configuration import parse_strict_json
 
     path = folder / filename
@@ -266,13 +266,13 @@ def _read_json(folder: Path, filename: str) -> dict[str, Any]:
     return parse_strict_json(path.read_bytes(), filename)
 
 
-def _safetensors_files(folder: Path) -> list[Path] | None:
+def safetensors_files(folder: Path) -> list[Path] | None:
     """The one file, or those that an index names; None where there are no safetensors."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
         return None
-    shards = _read_json(folder, INDEX_FILE).get("weight_map")
+    shards = read_json(folder, INDEX_FILE).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise ArtifactError(f"{INDEX_FILE}: weight_map", "must map tensors to files", _FETCH_AGAIN)
     for name in set(shards.values()):
