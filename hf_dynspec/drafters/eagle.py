@@ -143,10 +143,12 @@ class EagleDrafter(Drafter):
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: the layer after its attention, `[w, heads · head_dim]`."""
         weights = self.weights
-        hidden = residual + linear(attended, weights.output, weights.output_bias)
+        if weights.output_bias is not None:
+            residual = residual + weights.output_bias
+        hidden = torch.addmm(residual, attended, weights.output.T)
         normed = rms_norm(hidden, hidden.shape[-1:], weights.mlp_norm, self.settings.rms_norm_eps)
         gate, up = linear(normed, weights.gate_up).chunk(2, -1)
-        return hidden + linear(weights.activation(gate) * up, weights.down)
+        return torch.addmm(hidden, weights.activation(gate) * up, weights.down.T)
 
 
 class EagleState(DrafterState):
@@ -281,13 +283,13 @@ class EagleState(DrafterState):
         stop = position + (1 if fed_back else width)
         cos, sin = drafter.rotary.tables(stop)
         joined, residual = drafter.combine(token_ids, hidden, fed_back)
-        queries, keys, values = drafter.weights.project(joined, outputs)
-        queries = _rotate(queries, cos[stop - 1], sin[stop - 1])
+        at = slice(position, stop)
         if drafter.rotary.is_steady:
-            keys = _rotate(keys, cos[position:stop, None], sin[position:stop, None])
+            queries, keys, values = drafter.weights.project(joined, outputs, cos[at], sin[at])
         else:
-            positions = torch.arange(position, stop, device=keys.device)
-            self._positions[begin : begin + width] = positions
+            queries, keys, values = drafter.weights.project(joined, outputs)
+            queries = _rotate(queries, cos[stop - 1], sin[stop - 1])
+            self._positions[begin : begin + width] = torch.arange(position, stop, device=keys.device)
         self._keys[:, begin : begin + width] = keys.transpose(0, 1)
         self._values[:, begin : begin + width] = values.transpose(0, 1)
         attended = self._attend(queries, begin + width, cos, sin)
@@ -302,7 +304,7 @@ class EagleState(DrafterState):
         keys, values = self._keys[:, :rows], self._values[:, :rows]
         if not self._drafter.rotary.is_steady:
             positions = self._positions[:rows]
-            keys = _rotate(keys, cos.index_select(0, positions), sin.index_select(0, positions))
+            keys = _rotate(keys, cos[:, 0].index_select(0, positions), sin[:, 0].index_select(0, positions))
         kv_heads = keys.shape[0]
         group = heads // kv_heads
         queries = queries.view(width, kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -390,22 +392,44 @@ class _Weights:
             activation=silu if settings.hidden_act == "silu" else ACT2FN[settings.hidden_act],
         )
 
-    def project(self, joined: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[outputs, heads, head_dim]` of the last rows, keys and values `[w, kv_heads, head_dim]` of all."""
+    def project(
+        self, joined: torch.Tensor, outputs: int, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries of the last rows, keys and values of all; queries and keys rotated, if tables are given.
+
+        Args:
+            joined: `[w, H or 2 · H]`.
+            outputs: how many queries are wanted.
+            cos, sin: `[w, 1, head_dim]` or `[1, 1, head_dim]`.
+
+        Returns:
+            `[outputs, heads, head_dim]`, `[w, kv_heads, head_dim]` and the same.
+        """
         settings = self.settings
         heads, kv_heads, head_dim = settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim
         width, split = joined.shape[0], heads * head_dim
         if outputs == width:
-            fused = linear(joined, self.qkv, self.qkv_bias).view(width, -1, head_dim)
-            queries, keys, values = fused.split([heads, kv_heads, kv_heads], 1)
-        else:
-            bias = (None, None) if self.qkv_bias is None else (self.qkv_bias[:split], self.qkv_bias[split:])
-            queries = linear(joined[-outputs:], self.qkv[:split], bias[0]).view(outputs, heads, head_dim)
-            keys, values = linear(joined, self.qkv[split:], bias[1]).view(width, -1, head_dim).chunk(2, 1)
-        if self.qk_norm is not None:
-            queries = rms_norm(queries, (head_dim,), None, settings.rms_norm_eps) * self.qk_norm[:heads]
-            keys = rms_norm(keys, (head_dim,), None, settings.rms_norm_eps) * self.qk_norm[heads:]
-        return queries, keys, values
+            states, values = (
+                linear(joined, self.qkv, self.qkv_bias)
+                .view(width, -1, head_dim)
+                .split([heads + kv_heads, kv_heads], 1)
+            )
+            queries, keys = self._position(states, self.qk_norm, cos, sin).split([heads, kv_heads], 1)
+            return queries, keys, values
+        bias = (None, None) if self.qkv_bias is None else (self.qkv_bias[:split], self.qkv_bias[split:])
+        norm = (None, None) if self.qk_norm is None else (self.qk_norm[:heads], self.qk_norm[heads:])
+        last = (None, None) if cos is None else (cos[-outputs:], sin[-outputs:])
+        queries = linear(joined[-outputs:], self.qkv[:split], bias[0]).view(outputs, heads, head_dim)
+        keys, values = linear(joined, self.qkv[split:], bias[1]).view(width, -1, head_dim).chunk(2, 1)
+        return self._position(queries, norm[0], *last), self._position(keys, norm[1], cos, sin), values
+
+    def _position(
+        self, states: torch.Tensor, norm: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Normalise queries or keys, if the head does so, and rotate them."""
+        if norm is not None:
+            states = rms_norm(states, states.shape[-1:], None, self.settings.rms_norm_eps) * norm
+        return states if cos is None else _rotate(states, cos, sin)
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -448,7 +472,7 @@ class _Rotary:
             raise ArtifactError(f"{CONFIG_FILE}: partial_rotary_factor", problem, "Use a head that rotates all of it.")
 
     def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines `[length or more, head_dim]` for a text of so many positions."""
+        """Cosines and signed sines `[length or more, 1, head_dim]` for a text of so many positions."""
         key, cos, sin = self._cached
         if key != self._key(length) or cos.shape[0] < length:
             # Tables that hold for any length are made larger than needed, so that they are made seldom.
@@ -469,7 +493,7 @@ class _Rotary:
         cos, sin = angles.cos() * scale, angles.sin() * scale
         # Turning the sign here instead of in each step: rotate_half(x) · sin = roll(x) · (−sin, sin).
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        return self._key(length), cos.to(self._dtype), sin.to(self._dtype)
+        return self._key(length), cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1)
 
 
 # The target ----------------------------------------------------------------------------------------------------------
