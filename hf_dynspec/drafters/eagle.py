@@ -113,7 +113,7 @@ class EagleDrafter(Drafter):
     def predict(self, output: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: outputs as the output projection expects them. EAGLE-2 has no norm of its own."""
         if self.weights.norm is not None:
-            output = rms_norm(output, output.shape[-1:], self.weights.norm, self.settings.rms_norm_eps)
+            output = self.weights.norm(output)
         return output.to(self.head.weight.dtype)
 
     def combine(self, token_ids: torch.Tensor, hidden: torch.Tensor, fed_back: bool) -> tuple[torch.Tensor, ...]:
@@ -126,19 +126,18 @@ class EagleDrafter(Drafter):
         Returns:
             What the attention reads, `[w, H]` (EAGLE-2) or `[w, 2 · H]`, and the residual around it, `[w, H]`.
         """
-        weights, eps = self.weights, self.settings.rms_norm_eps
+        weights = self.weights
         embedded = self.embed(token_ids)
         if self.settings.generation == 2:
             joined = linear(torch.cat([embedded, hidden], -1), weights.fc, weights.fc_bias)
             return joined, joined
         if not fed_back:
             if weights.input_norm is not None:
-                hidden = rms_norm(hidden, hidden.shape[-1:], weights.input_norm, eps)
+                hidden = weights.input_norm(hidden)
             hidden = linear(hidden, weights.fc)
-        normed = rms_norm(hidden, hidden.shape[-1:], weights.hidden_norm, eps)
-        embedded = rms_norm(embedded, embedded.shape[-1:], weights.embedding_norm, eps)
+        both = weights.pair_norm(torch.stack([embedded, hidden], 1))
         # speculators' norm_before_residual: the normalised hidden state goes around the attention.
-        return torch.cat([embedded, normed], -1), normed if self.settings.norm_before_residual else hidden
+        return both.flatten(1), both[:, 1] if self.settings.norm_before_residual else hidden
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: the layer after its attention, `[w, heads · head_dim]`."""
@@ -146,8 +145,7 @@ class EagleDrafter(Drafter):
         if weights.output_bias is not None:
             residual = residual + weights.output_bias
         hidden = torch.addmm(residual, attended, weights.output.T)
-        normed = rms_norm(hidden, hidden.shape[-1:], weights.mlp_norm, self.settings.rms_norm_eps)
-        gate, up = linear(normed, weights.gate_up).chunk(2, -1)
+        gate, up = linear(weights.mlp_norm(hidden), weights.gate_up).chunk(2, -1)
         return torch.addmm(hidden, weights.activation(gate) * up, weights.down.T)
 
 
@@ -335,25 +333,26 @@ class _Weights:
 
     Args:
         qkv: `[(heads + 2 · kv_heads) · head_dim, H or 2 · H]`.
-        qk_norm: `[heads + kv_heads, head_dim]`, a row for each head, or None.
+        pair_norm: EAGLE-3's of embeddings and hidden states, over `[w, 2, H]`.
+        query_norm, key_norm: over `[w, heads, head_dim]`, where the head has them.
         gate_up: `[2 · intermediate, H]`.
     """
 
     settings: EagleSettings
     fc: torch.Tensor
     fc_bias: torch.Tensor | None
-    input_norm: torch.Tensor | None
-    embedding_norm: torch.Tensor | None
-    hidden_norm: torch.Tensor | None
+    input_norm: "_Norm | None"
+    pair_norm: "_Norm | None"
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None
+    query_norm: "_Norm | None"
+    key_norm: "_Norm | None"
     output: torch.Tensor
     output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: "_Norm"
     gate_up: torch.Tensor
     down: torch.Tensor
-    norm: torch.Tensor | None
+    norm: "_Norm | None"
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     @classmethod
@@ -368,27 +367,29 @@ class _Weights:
             parts = [one(name) for name in names]
             return None if parts[0] is None else torch.cat(parts)
 
+        def norm(*names: str) -> _Norm | None:
+            parts = [one(f"{name}.weight") for name in names]
+            if parts[0] is None:
+                return None
+            return _Norm(torch.stack(parts) if len(parts) > 1 else parts[0], settings.rms_norm_eps)
+
         attention = "layer.self_attn."
-        norms = [one(f"{attention}q_norm.weight"), one(f"{attention}k_norm.weight")]
-        counts = [settings.num_attention_heads, settings.num_key_value_heads]
         return cls(
             settings=settings,
             fc=one("fc.weight"),
             fc_bias=one("fc.bias"),
-            input_norm=one("input_norm.weight"),
-            embedding_norm=one("layer.input_layernorm.weight"),
-            hidden_norm=one("layer.hidden_norm.weight"),
+            input_norm=norm("input_norm"),
+            pair_norm=norm("layer.input_layernorm", "layer.hidden_norm"),
             qkv=several([f"{attention}{letter}_proj.weight" for letter in "qkv"]),
             qkv_bias=several([f"{attention}{letter}_proj.bias" for letter in "qkv"]),
-            qk_norm=torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
-            if settings.qk_norm
-            else None,
+            query_norm=norm(f"{attention}q_norm"),
+            key_norm=norm(f"{attention}k_norm"),
             output=one(f"{attention}o_proj.weight"),
             output_bias=one(f"{attention}o_proj.bias"),
-            mlp_norm=one("layer.post_attention_layernorm.weight"),
+            mlp_norm=norm("layer.post_attention_layernorm"),
             gate_up=several([f"layer.mlp.{name}_proj.weight" for name in ("gate", "up")]),
             down=one("layer.mlp.down_proj.weight"),
-            norm=one("norm.weight"),
+            norm=norm("norm"),
             activation=silu if settings.hidden_act == "silu" else ACT2FN[settings.hidden_act],
         )
 
@@ -408,28 +409,53 @@ class _Weights:
         settings = self.settings
         heads, kv_heads, head_dim = settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim
         width, split = joined.shape[0], heads * head_dim
-        if outputs == width:
-            states, values = (
-                linear(joined, self.qkv, self.qkv_bias)
-                .view(width, -1, head_dim)
-                .split([heads + kv_heads, kv_heads], 1)
-            )
-            queries, keys = self._position(states, self.qk_norm, cos, sin).split([heads, kv_heads], 1)
-            return queries, keys, values
-        bias = (None, None) if self.qkv_bias is None else (self.qkv_bias[:split], self.qkv_bias[split:])
-        norm = (None, None) if self.qk_norm is None else (self.qk_norm[:heads], self.qk_norm[heads:])
-        last = (None, None) if cos is None else (cos[-outputs:], sin[-outputs:])
-        queries = linear(joined[-outputs:], self.qkv[:split], bias[0]).view(outputs, heads, head_dim)
-        keys, values = linear(joined, self.qkv[split:], bias[1]).view(width, -1, head_dim).chunk(2, 1)
-        return self._position(queries, norm[0], *last), self._position(keys, norm[1], cos, sin), values
+        if outputs < width:
+            bias = (None, None) if self.qkv_bias is None else (self.qkv_bias[:split], self.qkv_bias[split:])
+            last = (None, None) if cos is None else (cos[-outputs:], sin[-outputs:])
+            queries = linear(joined[-outputs:], self.qkv[:split], bias[0]).view(outputs, heads, head_dim)
+            keys, values = linear(joined, self.qkv[split:], bias[1]).view(width, -1, head_dim).chunk(2, 1)
+            return _position(queries, self.query_norm, *last), _position(keys, self.key_norm, cos, sin), values
+        states = linear(joined, self.qkv, self.qkv_bias).view(width, -1, head_dim)
+        states, values = states.split([heads + kv_heads, kv_heads], 1)
+        if self.query_norm is not None:
+            states = torch.cat([self.query_norm(states[:, :heads]), self.key_norm(states[:, heads:])], 1)
+        queries, keys = _position(states, None, cos, sin).split([heads, kv_heads], 1)
+        return queries, keys, values
 
-    def _position(
-        self, states: torch.Tensor, norm: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Normalise queries or keys, if the head does so, and rotate them."""
-        if norm is not None:
-            states = rms_norm(states, states.shape[-1:], None, self.settings.rms_norm_eps) * norm
-        return states if cos is None else _rotate(states, cos, sin)
+
+class _Norm:
+    """Root mean square normalisation over the last dimension.
+
+    torch's own is one kernel on a GPU, but a dozen operations on a CPU, which there is half of a small head's step.
+    The same takes four: `x / sqrt(|x|² / d + eps) · w = x / hypot(|x|, sqrt(d · eps)) · (sqrt(d) · w)`.
+
+    Args:
+        weight: `[d]`, or `[k, d]` for inputs `[w, k, d]`.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        self._weight, self._eps = weight, eps
+        self._shape = weight.shape[-1:]
+        # 16-bit inputs are squared in fp32, which torch's own sees to.
+        self._is_split = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        if self._is_split:
+            self._scaled = weight * self._shape[0] ** 0.5
+            self._floor = torch.tensor((self._shape[0] * eps) ** 0.5, dtype=weight.dtype)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if not self._is_split:
+            return rms_norm(states, self._shape, None, self._eps) * self._weight
+        lengths = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+        return states / torch.hypot(lengths, self._floor) * self._scaled
+
+
+def _position(
+    states: torch.Tensor, norm: _Norm | None, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> torch.Tensor:
+    """Normalise queries or keys, if the head does so, and rotate them, if tables are given."""
+    if norm is not None:
+        states = norm(states)
+    return states if cos is None else _rotate(states, cos, sin)
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
