@@ -274,6 +274,13 @@ def test_a_layer_of_another_family_is_refused():
         checkpoint_of(head)
 
 
+def test_a_head_tied_to_its_own_embedding_is_refused():
+    head = random_head("eagle3", own_embedding=True, tie_word_embeddings=True)
+    with pytest.raises(ArtifactError, match="tie_word_embeddings"):
+        checkpoint_of(head)
+    checkpoint_of(random_head("eagle3", tie_word_embeddings=True))
+
+
 def test_a_promised_embedding_must_be_there():
     head = random_head("speculators")
     head.config["has_own_embed_tokens"] = True

@@ -279,6 +279,8 @@ def test_what_cannot_be_done_is_refused(target):
         state.advance(text)
     with pytest.raises(ValueError, match="none were given"):
         state.advance(text[:1], features[:0])
+    with pytest.raises(ValueError, match="4 features"):
+        state.advance(text[:4], features)
     with pytest.raises(ValueError, match="follows advance"):
         state.draft(text[:1])
     state.advance(text, features)
@@ -331,7 +333,7 @@ def test_the_last_feature_comes_after_the_final_norm(target):
     torch.testing.assert_close(features, expected)
 
 
-def test_an_untrained_target_of_the_wrong_size_is_refused(target):
+def test_a_target_of_another_size_is_refused(target):
     for changes, field in (({"hidden_size": 16}, "hidden_size"), ({"vocabulary": 300}, "vocab_size")):
         for layout in LAYOUTS:
             with pytest.raises(ArtifactError, match=field):

@@ -165,10 +165,10 @@ class EagleState(DrafterState):
         self._stable = 0
         self._drafted = 0
         self._levels = 0
-        self._output: torch.Tensor | None = (
-            None  # [w, H]: what the rows of the last level, or the last stable row, say
-        )
-        self._ancestors: torch.Tensor | None = None  # bool [w, drafted], None where all drafted rows are ancestors
+        # `[w, H]`: the outputs of the last level, or of the last stable row.
+        self._output: torch.Tensor | None = None
+        # bool `[w, drafted]`: which drafted rows the last level saw, None where it saw all.
+        self._ancestors: torch.Tensor | None = None
         self._reserve(_FIRST_CAPACITY)
 
     @property
@@ -193,13 +193,15 @@ class EagleState(DrafterState):
             `[1, H]`, of the output projection's dtype.
 
         Raises:
-            ValueError: there are no features, or no tokens that are not covered yet.
+            ValueError: there are no features, more than tokens before the last one, or no tokens to cover.
         """
         n = prefix.shape[0]
         if features is None or not features.shape[0]:
             raise ValueError("an EAGLE head drafts from the target's hidden states, and none were given")
-        self._forget_draft()
         first = n - 1 - features.shape[0]
+        if first < 0:
+            raise ValueError(f"{features.shape[0]} features, and the prefix has {n - 1} tokens before its last one")
+        self._forget_draft()
         if first > self._start + self._stable or not self._stable:
             self._start, self._stable = first, 0
         position = self._start + self._stable
@@ -213,7 +215,11 @@ class EagleState(DrafterState):
 
     @torch.no_grad()
     def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
-        """Append one level of drafted tokens, each after the hidden state that its parent had.
+        """Append one level of drafted tokens, each with its parent's output in the place of a feature.
+
+        Args:
+            token_ids: int64 `[w]`: the target's ids, also of a head with a vocabulary of its own.
+            parents: int64 `[w]`, as the contract has it; None for a chain.
 
         Returns:
             `[w, H]`, of the output projection's dtype.
@@ -444,6 +450,8 @@ class _Norm:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if not self._is_split:
+            if self._weight.dim() == 1:
+                return rms_norm(states, self._shape, self._weight, self._eps)
             return rms_norm(states, self._shape, None, self._eps) * self._weight
         lengths = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
         return states / torch.hypot(lengths, self._floor) * self._scaled
@@ -549,7 +557,10 @@ def _require_fit(checkpoint: EagleCheckpoint, target: PreTrainedModel) -> None:
         raise ArtifactError(f"{CONFIG_FILE}: hidden_size", problem, f"Use a checkpoint with {lent[0]}.")
     width = target.get_input_embeddings().weight.shape[-1]
     if "embed_tokens.weight" in lent and width != settings.hidden_size:
-        raise UnsupportedError(f"{type(target).__name__} embeds tokens in {width} numbers, the head reads others")
+        raise UnsupportedError(
+            f"{type(target).__name__} embeds tokens in {width} numbers, and the head reads {settings.hidden_size}. "
+            "Use a checkpoint with an embedding of its own."
+        )
 
 
 def _hidden_states_read(settings: EagleSettings, layers: int) -> tuple[int, ...]:

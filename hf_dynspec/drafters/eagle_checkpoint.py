@@ -436,6 +436,10 @@ def _read_settings(
     draft_vocab = top.count("draft_vocab_size", vocab) if generation == 3 else vocab
     if draft_vocab > vocab:
         raise top.fail("draft_vocab_size", f"is {draft_vocab}, more than the vocab_size {vocab}")
+    tied = generation == 3 and layer.flag("tie_word_embeddings")
+    if tied and "embed_tokens.weight" in found and "lm_head.weight" not in found:
+        problem = "is true, so that the head's own embedding is its output projection"
+        raise layer.fail("tie_word_embeddings", problem, "Store that projection as lm_head.weight.")
     attention_bias, output_bias = _biases(layer, checkpoint_format, generation, found)
     return EagleSettings(
         generation=generation,
