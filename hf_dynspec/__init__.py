@@ -14,13 +14,14 @@ _HOMES = {
     "DynSpecAssistant": ".assistant",
     "DynSpecConfig": ".configuration",
     "DynSpecError": ".errors",
+    "EagleDrafter": ".drafters",
     "FrequencyShortlist": ".shortlists",
     "FullShortlist": ".shortlists",
     "HybridShortlist": ".shortlists",
     "InContextShortlist": ".shortlists",
     "NotBoundError": ".errors",
     "ShortlistPolicy": ".shortlists",
-    "TreeConfig": ".tree",
+    "TreeConfig": ".tree_config",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
 }
@@ -42,6 +43,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from .assistant import DynSpecAssistant as DynSpecAssistant
     from .configuration import DynSpecConfig as DynSpecConfig
+    from .drafters import EagleDrafter as EagleDrafter
     from .errors import ArtifactError as ArtifactError
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DynSpecError as DynSpecError
@@ -53,4 +55,4 @@ if TYPE_CHECKING:
     from .shortlists import InContextShortlist as InContextShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import UnionShortlist as UnionShortlist
-    from .tree import TreeConfig as TreeConfig
+    from .tree_config import TreeConfig as TreeConfig

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from .configuration import DynSpecConfig, ModelReference, PolicyConfig
-from .drafters import CausalLMDrafter, Drafter, as_drafter
+from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from .errors import ArtifactError, ConfigurationError, NotBoundError
 from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
-from .generation.drafting import Drafting
-from .protocol import VocabularyInfo
+from .generation.drafting import Drafting, draft_once
+from .protocol import Candidates, VocabularyInfo
 from .session import DraftSession
 from .shortlists import ShortlistPolicy, as_policy
 from .stats import DraftingStatistics, Stopwatch
-from .tree import TreeConfig
+from .tree_config import TreeConfig
 from .vocabulary import local_tokenizer, shared_tokenizer, shared_vocabulary_size
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class DynSpecAssistant(Bindable):
     Two `generate` calls on one assistant may run in two threads.
 
     Args:
-        drafter: a decoder-only causal language model of transformers with the target's tokenizer.
+        drafter: a decoder-only causal language model of transformers with the target's tokenizer, or an
+            `EagleDrafter`.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`), or None for
             `HybridShortlist()`, which needs nothing built or trained.
         target: the model to speed up; the same as calling `bind(target)` afterwards.
@@ -183,14 +185,14 @@ class DynSpecAssistant(Bindable):
         if self.tokenizer is not None:
             eos = _eos_token_ids(self.target.generation_config) if self.target is not None else None
             tokenizer = fingerprint_tokenizer(self.tokenizer, eos or None)
-        drafter = self.drafter.model if isinstance(self.drafter, CausalLMDrafter) else None
         return DynSpecConfig(
             policy=PolicyConfig(self.policy.name, self.policy.settings()),
             tokenizer=tokenizer,
-            drafter=_reference(drafter),
+            drafter=_drafter_reference(self.drafter),
             target=_reference(self.target),
             num_assistant_tokens=self.generation_config.num_assistant_tokens,
             assistant_confidence_threshold=self.generation_config.assistant_confidence_threshold,
+            tree=self.tree,
             provenance=dict(provenance),
             results=[dict(row) for row in results],
         )
@@ -242,6 +244,7 @@ class DynSpecAssistant(Bindable):
         policy = rebuild_policy(config, tensors)
         for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
             settings.setdefault(name, getattr(config, name))
+        settings.setdefault("tree", config.tree or False)
         drafter = drafter if drafter is not None else _load_drafter(config, target, cache_dir, token)
         return cls(drafter, policy, target=target, tokenizer=tokenizer, **settings)
 
@@ -272,6 +275,45 @@ class DynSpecAssistant(Bindable):
         with tempfile.TemporaryDirectory() as directory:
             self.save_pretrained(directory, provenance=provenance, results=results)
             return push_artifact(directory, repo_id, **options)
+
+    # One round -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draft_round(self, input_ids: torch.Tensor) -> Candidates:
+        """Draft one round after a text, greedily, and verify nothing. For study and for comparison.
+
+        Everything is computed anew, so that the result depends on the text alone; a policy that learns from the context
+        has seen the text, and what the target finds likely in it, but no earlier round.
+
+        Args:
+            input_ids: int64 `[1, n]`, `n >= 2`: the text, without padding. Its last token counts as the one that the
+                target chose last, and which it has not read yet: the root of a tree.
+
+        Returns:
+            The nodes: their tokens, parents, depths and scores, in fp32 log-probabilities of the path, for chains too.
+
+        Raises:
+            NotBoundError: the assistant is not bound to a target.
+            UnsupportedError: not one sequence of at least two tokens.
+        """
+        if self.target is None:
+            raise NotBoundError("bind the assistant to a target before drafting.")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+            raise UnsupportedError(f"draft_round takes one sequence, int64 [1, n >= 2], got {tuple(input_ids.shape)}.")
+        eos = self.scored_eos_token_ids(self.target.generation_config)
+        session = self.take_session(eos)
+        try:
+            return draft_once(
+                forward_of(self.target),
+                session,
+                self.policy.needs,
+                self.drafter.reads,
+                self.generation_config,
+                self.tree,
+                input_ids.to(self.target.device),
+            )
+        finally:
+            self.return_session(session)
 
     # One call ------------------------------------------------------------------------------------------------------
 
@@ -437,9 +479,18 @@ def _reference(model: PreTrainedModel | None) -> ModelReference | None:
     )
 
 
+def _drafter_reference(drafter: Drafter) -> ModelReference | None:
+    """Which drafter this is, or None where it does not say where it came from."""
+    if isinstance(drafter, CausalLMDrafter):
+        return _reference(drafter.model)
+    if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
+        return None
+    return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
+
+
 def _load_drafter(
     config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
-) -> PreTrainedModel:
+) -> PreTrainedModel | Drafter:
     """The drafter that an artifact names, at the commit that it names."""
     reference = config.drafter
     if reference is None or reference.hub_id is None:
@@ -447,6 +498,10 @@ def _load_drafter(
             "config.json: drafter",
             "names no drafter" if reference is None else f"{reference.name_or_path!r} is not on the Hub",
             "Load the drafter yourself and pass it as drafter=….",
+        )
+    if reference.architecture == EagleDrafter.__name__:
+        return EagleDrafter.from_pretrained(
+            reference.hub_id, target=target, revision=reference.commit, cache_dir=cache_dir, token=token
         )
     model = AutoModelForCausalLM.from_pretrained(
         reference.hub_id, revision=reference.commit, dtype=target.dtype, cache_dir=cache_dir, token=token

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from . import __version__
 from .errors import ArtifactError, ConfigurationError
+from .tree_config import TreeConfig
 
 LIBRARY_NAME = "hf_dynspec"
 FORMAT_VERSION = 1
@@ -173,6 +174,7 @@ class DynSpecConfig:
         target: the model that verifies.
         num_assistant_tokens: draft length, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
+        tree: the shape of the trees to draft, or None for chains.
         provenance: JSON values that say how the artifact was made. The model card lists all of them and reads two:
             `"datasets"` (a list of Hub ids) and `"license"`.
         results: measurements, one JSON object for each row of the card's table. `"workload"` names what was run, every
@@ -192,6 +194,7 @@ class DynSpecConfig:
     target: ModelReference | None = None
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float | None = None
+    tree: TreeConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     weights: WeightsDigest | None = field(default=None, compare=False)
@@ -256,6 +259,7 @@ _SECTIONS: dict[str, tuple[type, bool]] = {
     "tokenizer": (TokenizerFingerprint, False),
     "drafter": (ModelReference, False),
     "target": (ModelReference, False),
+    "tree": (TreeConfig, False),
     "weights": (WeightsDigest, False),
 }
 
@@ -325,6 +329,8 @@ def _naming_the_path(prefix: str) -> Iterator[None]:
         yield
     except FieldError as error:
         raise ArtifactError(prefix + error.field, error.problem, f"{error.fix}. {_WRITE_AGAIN}.") from error
+    except ConfigurationError as error:
+        raise ArtifactError(prefix.rstrip(".: "), str(error), f"{_WRITE_AGAIN}.") from error
 
 
 def _without_folders(name: str) -> tuple[str, str | None, bool]:

@@ -10,7 +10,8 @@ from .kernels import top_k_ids
 from .protocol import Candidates, Prompt, Shortlist, Verdict, VocabularyInfo
 from .shortlists.base import ShortlistPolicy
 from .stats import DraftingStatistics, Stopwatch
-from .tree import TreeConfig, TreeGrowth
+from .tree import TreeGrowth
+from .tree_config import TreeConfig
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
 # before it. Also returns the logits that the token was drawn by.

@@ -3,36 +3,11 @@
 Every function works on whole levels of a tree, never node by node, and none waits for the device.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """The shape of a dynamic draft tree (EAGLE-2, section 4; the defaults are those of its code).
-
-    Args:
-        total_tokens: nodes of the tree that is verified, the last verified token at its root included.
-        depth: draft steps after the first, so that paths have up to `depth + 1` drafted tokens.
-        top_k: nodes that each draft step expands, and children that each of them gets.
-
-    Raises:
-        ConfigurationError: a setting is mistyped or out of range.
-    """
-
-    total_tokens: int = 60
-    depth: int = 5
-    top_k: int = 10
-
-    def __post_init__(self):
-        for name, least in (("total_tokens", 2), ("depth", 0), ("top_k", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"tree: {name} must be a whole number of at least {least}, got {value!r}")
+from .tree_config import TreeConfig
 
 
 class TreeGrowth:

@@ -48,10 +48,12 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
         tokenizer: the tokenizer of both, or None where it is not known; padding then counts as tokens.
 
     Raises:
-        UnsupportedError: the models' vocabularies differ by more than padding.
+        UnsupportedError: the models' vocabularies differ by more than padding, or the drafter's holds other ids.
     """
     target_rows = target.get_output_embeddings().weight.shape[0]
-    drafter_rows = drafter.head.weight.shape[0]
+    draftable = drafter.head.token_ids
+    # A head that leaves tokens out says which ones it has, and was made for this target.
+    drafter_rows = drafter.head.weight.shape[0] if draftable is None else target_rows
     if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
         raise UnsupportedError(
             f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
@@ -59,7 +61,13 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
         )
     rows = min(target_rows, drafter_rows)
     # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
-    return rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
+    size = rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
+    if draftable is not None and int(draftable.max()) >= size:
+        raise UnsupportedError(
+            f"the drafter's head scores the token id {int(draftable.max()):,}, and the tokenizer's end at "
+            f"{size - 1:,}. Load the head that was made for this target."
+        )
+    return size
 
 
 def local_tokenizer(model: PreTrainedModel) -> Any:

@@ -21,9 +21,10 @@ DOWNHILL = {
     "head": {"protocol", "kernels", "errors"},
     "stats": {"protocol"},
     "shortlists": {"protocol", "kernels", "errors", "head"},
-    "tree": {"errors"},
+    "tree_config": {"errors"},
+    "tree": {"tree_config"},
     "drafters": {"protocol", "kernels", "errors", "head", "tree"},
-    "session": {"protocol", "kernels", "errors", "head", "stats", "tree", "drafters", "shortlists"},
+    "session": {"protocol", "kernels", "errors", "head", "stats", "tree", "tree_config", "drafters", "shortlists"},
 }
 # Of the rooms that hold several implementations, the session knows the contracts only.
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}

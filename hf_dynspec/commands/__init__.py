@@ -5,6 +5,7 @@ import typer
 
 from .bench import bench
 from .build import build_app
+from .convert import convert_app
 from .coverage import coverage
 
 app = typer.Typer(
@@ -14,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(build_app, name="build")
+app.add_typer(convert_app, name="convert")
 app.command()(bench)
 app.command()(coverage)
 

@@ -5,8 +5,9 @@ from typing import Any
 from ..errors import UnsupportedError
 from .base import Drafter, DrafterState
 from .causal_lm import CausalLMDrafter
+from .eagle import EagleDrafter
 
-__all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "as_drafter"]
+__all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_drafter"]
 
 
 def as_drafter(drafter: Any) -> Drafter:
@@ -22,6 +23,6 @@ def as_drafter(drafter: Any) -> Drafter:
     if isinstance(drafter, PreTrainedModel):
         return CausalLMDrafter(drafter)
     raise UnsupportedError(
-        f"a drafter must be a transformers causal language model, got {type(drafter).__name__}. "
-        "Load it with AutoModelForCausalLM.from_pretrained."
+        f"a drafter must be a transformers causal language model or an EagleDrafter, got {type(drafter).__name__}. "
+        "Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
     )

@@ -16,7 +16,7 @@ class DrafterState(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many leading tokens of the text the cache covers, those of the current draft included."""
+        """How many leading tokens of the text the cache covers; those of the current draft count if they may stay."""
 
     @abstractmethod
     def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,8 +29,8 @@ class DrafterState(ABC):
                 those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
 
         Returns:
-            `[r, d]`: the hidden states at the tokens that the cache did not cover, as the output projection expects
-            them. The last one predicts the token after the prefix.
+            `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
+            predicts the token after the prefix. An independent model returns those at all tokens that it read.
         """
 
     @abstractmethod
@@ -61,13 +61,10 @@ class Drafter(ABC):
         head: the output projection that turns the hidden states into logits over a shortlist.
         reads: which hidden states of the target it reads, side by side in this order: 0 is the target's embedding, its
             number of layers the output of the final norm. Empty for an independent model.
-        token_ids: int64 `[rows]`: the target's token id that each row of the head stands for, without repeats. None
-            where row `i` is token `i`.
     """
 
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
-    token_ids: torch.Tensor | None = None
 
     @abstractmethod
     def start(self) -> DrafterState:

@@ -1,14 +1,17 @@
 """The drafting side of one call: hands the text to the session, asks for candidates, and feeds the verdicts back."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
+from ..configuration import LONGEST_DRAFT
 from ..kernels import top_k_ids
 from ..protocol import Candidates, Needs
 from ..session import DraftSession
-from ..tree import TreeConfig
+from ..stats import DraftingStatistics
+from ..tree_config import TreeConfig
 from .target import TargetForward
 from .token_choice import TokenChoice
 from .verification import Outcome
@@ -69,6 +72,7 @@ class Drafting:
         self._choose = TokenChoice(bool(generation_config.do_sample), logits_processor, rows, model.device)
         self._measure_coverage = measure_coverage
         self._candidates: Candidates | None = None
+        self._prefix_length = input_ids.shape[1]
         self._begin(input_ids, model_kwargs, continues)
 
     def propose(self, input_ids: torch.Tensor) -> Candidates | None:
@@ -205,3 +209,44 @@ class Drafting:
             for row, shortlist in zip(scores, candidates.shortlists, strict=False)
         ]
         self._session.stats.record_coverage(torch.stack(mass))
+
+
+def draft_once(
+    target: TargetForward,
+    session: DraftSession,
+    needs: Needs,
+    reads: tuple[int, ...],
+    drafting_config: GenerationConfig,
+    tree: TreeConfig | None,
+    input_ids: torch.Tensor,
+) -> Candidates:
+    """Draft after a text as the second round of a greedy call does, whose first round ended with its last token.
+
+    Args:
+        target: as for `Drafting`, likewise the next five.
+        input_ids: int64 `[1, n]`, `n >= 2`.
+
+    Returns:
+        The candidates, with parents, depths and scores for chains too.
+    """
+    session.stats = DraftingStatistics()
+    prompt, last = input_ids[:, :-1], input_ids[0, -1:]
+    cache = DynamicCache(config=target.model.config)
+    kwargs = {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones_like(prompt)}
+    longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
+    drafting = Drafting(
+        session, needs, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
+    )
+    outputs = drafting.verify(prompt, None, True, kwargs)
+    drafting.observe(outputs, Outcome(last, slice(0, 1)), outputs.logits[0], False)
+    candidates = drafting.propose(input_ids)
+    if not candidates.is_chain:
+        return candidates
+    steps = torch.arange(candidates.token_ids.shape[0], device=candidates.token_ids.device)
+    log_probabilities = [
+        torch.where(shortlist.scored_slots == token_id, logits.log_softmax(-1), -torch.inf).amax()
+        for token_id, logits, shortlist in zip(
+            candidates.token_ids, candidates.logits, candidates.shortlists, strict=True
+        )
+    ]
+    return replace(candidates, parents=steps - 1, depths=steps, scores=torch.stack(log_probabilities).cumsum(0))

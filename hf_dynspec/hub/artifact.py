@@ -81,7 +81,7 @@ def read_artifact(
             the file and the part of it that is at fault.
     """
     files: _FolderFiles | _RepositoryFiles
-    if _is_folder(directory_or_repo):
+    if is_folder(directory_or_repo):
         files = _FolderFiles(Path(directory_or_repo))
     else:
         api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
@@ -194,7 +194,7 @@ def push_artifact(
     api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
     files = _FolderFiles(Path(directory))
     config, _ = read_artifact(files.directory)
-    with _naming_hub_errors(repo_id, CONFIG_FILE):
+    with naming_hub_errors(repo_id, CONFIG_FILE):
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
@@ -276,7 +276,7 @@ class _RepositoryFiles:
 
     def _download(self, filename: str, **options: Any) -> Any:
         """A file's path, or with `dry_run=True` its commit and, where the Hub tells, its size."""
-        with _naming_hub_errors(self._repo_id, filename):
+        with naming_hub_errors(self._repo_id, filename):
             try:
                 return self._api.hf_hub_download(
                     self._repo_id, filename, revision=self._revision, **self._options, **options
@@ -308,7 +308,7 @@ class _PublishedFiles:
             raise ArtifactError("repository", problem, "Push to a repository of its own.")
 
 
-def _is_folder(directory_or_repo: str | os.PathLike) -> bool:
+def is_folder(directory_or_repo: str | os.PathLike) -> bool:
     """Whether to read a folder and not a repository.
 
     Raises:
@@ -393,7 +393,7 @@ def _missing(filename: str, place: str, names: list[str]) -> ArtifactError:
 
 
 @contextmanager
-def _naming_hub_errors(repo_id: str, filename: str) -> Iterator[None]:
+def naming_hub_errors(repo_id: str, filename: str) -> Iterator[None]:
     """Say in this package's words what a user can mend; other trouble with the network stays the Hub client's."""
     try:
         yield
