@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from .configuration import DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .errors import ArtifactError, ConfigurationError, NotBoundError
+from .errors import ArtifactError, ConfigurationError, NotBoundError, UnsupportedError
 from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
 from .generation.drafting import Drafting, draft_once
 from .protocol import Candidates, VocabularyInfo
@@ -282,8 +282,8 @@ class DynSpecAssistant(Bindable):
     def draft_round(self, input_ids: torch.Tensor) -> Candidates:
         """Draft one round after a text, greedily, and verify nothing. For study and for comparison.
 
-        Everything is computed anew, so that the result depends on the text alone; a policy that learns from the context
-        has seen the text, and what the target finds likely in it, but no earlier round.
+        Everything is computed anew, so that the result depends on the text alone; a policy that learns from the
+        context has seen the text, and what the target finds likely in it, but no earlier round.
 
         Args:
             input_ids: int64 `[1, n]`, `n >= 2`: the text, without padding. Its last token counts as the one that the
