@@ -148,9 +148,9 @@ class DynamicLMHead:
         """Compile what `all_scores` uses for up to `m` rows. Takes seconds the first time."""
         prepare_dense_scores(self.weight, m)
 
-    def all_scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score every row: `[m, d]` → fp32 `[m, V]`. For the target's head, on the CPU."""
-        logits = dense_scores(hidden, self.weight)
+    def all_scores(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Score every row: `[m, d]` → fp32 `[m, V]`. For the target's head, on the CPU. See `kernels.dense_scores`."""
+        logits = dense_scores(hidden, self.weight, out)
         return self._finish((logits if self.bias is None else logits + self.bias).float())
 
     def agrees_with(self, model: nn.Module) -> bool:

@@ -6,7 +6,6 @@ out after the one that stops; a passed-in cache is not read again; processors th
 positions at once; and sampling draws one random number where a multinomial draws one for each token of the vocabulary.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from ..errors import UnsupportedError
 from ..protocol import Candidates
 from .drafting import Drafting
 from .processing import divide
-from .target import keep_path
-from .verification import Outcome, verify_greedy, verify_sampled
+from .target import RowsBuffer, keep_path
+from .verification import Outcome, ProcessRow, verify_chain_greedy, verify_chain_sampled, verify_tree
 
 
 def decode(
@@ -72,11 +71,10 @@ def decode(
         k = 0 if candidates is None else candidates.token_ids.shape[0]
         outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
         logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
-        scores = verifier.process(logits, input_ids, candidates)
-        outcome = verifier.verify(scores, candidates)
+        outcome = verifier.verify(logits, input_ids, candidates)
 
         extended = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
-        record.add_scores(scores, logits, outcome)
+        record.add_scores(logits, outcome)
         kept, is_done = _tokens_until_done(stopping_criteria, extended, length, record.scores)
         outcome = outcome.first(kept)
         input_ids = extended[:, : length + kept]
@@ -88,7 +86,7 @@ def decode(
             cache.crop(kept - 1 - k)
         else:
             keep_path(cache, k, outcome.rows[1:] - 1)
-        drafting.observe(outputs, outcome, scores, is_done)
+        drafting.observe(outputs, outcome, is_done)
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
         record.add_states(outputs, k, outcome, length)
         is_first = False
@@ -120,48 +118,45 @@ class _Verifier:
     def __init__(self, processors: LogitsProcessorList, do_sample: bool):
         self._by_id, self._by_value = divide(list(processors))
         self._do_sample = do_sample
-        self._probabilities: torch.Tensor | None = None
+        self._scores = RowsBuffer()
+        self._probabilities = RowsBuffer()
 
-    def process(self, logits: torch.Tensor, input_ids: torch.Tensor, candidates: Candidates | None) -> torch.Tensor:
-        """fp32 `[k + 1, V]`: each row processed with the tokens on the path to it as its context."""
+    def verify(self, logits: torch.Tensor, input_ids: torch.Tensor, candidates: Candidates | None) -> Outcome:
+        """Accept candidates.
+
+        Args:
+            logits: fp32 `[k + 1, V]`: the target's.
+            input_ids: int64 `[1, n]`: the verified tokens.
+            candidates: what follows them (None: nothing).
+        """
+        if candidates is not None and not candidates.is_chain:
+            return verify_tree(candidates, self._process_row_of(logits, input_ids), self._do_sample, logits.device)
+        drafted = input_ids[0, :0] if candidates is None else candidates.token_ids.to(input_ids.device)
+        scores = self._process_chain(logits, torch.cat([input_ids, drafted.unsqueeze(0)], dim=1))
+        if not self._do_sample:
+            return verify_chain_greedy(scores, drafted)
+        return verify_chain_sampled(scores, drafted, candidates, self._probabilities.like(scores))
+
+    def _process_chain(self, logits: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
+        """fp32 `[k + 1, V]`: each row processed with the tokens before it as its context."""
         scores = logits
         if self._by_id:
             # Processors may write into what they are given.
-            scores = logits.clone()
-            for rows, context in _contexts(input_ids, candidates):
-                scores[rows] = self._by_id(context, scores[rows])
-        return self._by_value(input_ids, scores) if self._by_value else scores
+            first = candidate_ids.shape[1] - logits.shape[0] + 1
+            rows = [self._by_id(candidate_ids[:, : first + i], row.clone()) for i, row in enumerate(logits.split(1))]
+            scores = torch.cat(rows)
+        return self._by_value(candidate_ids, scores, self._scores.like(logits)) if self._by_value else scores
 
-    def verify(self, scores: torch.Tensor, candidates: Candidates | None) -> Outcome:
-        """See `verification`."""
-        if not self._do_sample:
-            return verify_greedy(scores, candidates)
-        if self._probabilities is None or self._probabilities.shape[0] < scores.shape[0]:
-            self._probabilities = torch.empty_like(scores)
-        return verify_sampled(scores, candidates, self._probabilities)
+    def _process_row_of(self, logits: torch.Tensor, input_ids: torch.Tensor) -> ProcessRow:
+        """What processes one row of a tree's logits with the tokens on the path to it as its context."""
 
+        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+            scores = logits.index_select(0, row)
+            if self._by_id:
+                scores = self._by_id(torch.cat([input_ids, path], dim=1), scores)
+            return self._by_value(input_ids, scores)
 
-def _contexts(input_ids: torch.Tensor, candidates: Candidates | None) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Which scored rows have contexts of the same length, and those contexts, int64 `[rows, n + depth]`."""
-    yield slice(0, 1), input_ids
-    if candidates is None:
-        return
-    token_ids = candidates.token_ids.to(input_ids.device).unsqueeze(1)
-    if candidates.is_chain:
-        for i in range(token_ids.shape[0]):
-            yield slice(i + 1, i + 2), torch.cat([input_ids, token_ids[: i + 1].T], dim=1)
-        return
-    # Nodes come level by level. This waits for the device once, for processors that look at ids only.
-    sizes = [(candidates.depths == depth).sum() for depth in range(len(candidates.shortlists))]
-    parents = candidates.parents.to(input_ids.device)
-    above, start = input_ids, 0
-    for depth, size in enumerate(torch.stack(sizes).tolist()):
-        nodes = slice(start, start + size)
-        first_above = start - above.shape[0] if depth else -1
-        above = torch.cat([above[parents[nodes] - first_above], token_ids[nodes]], dim=1)
-        start += size
-        if size:
-            yield slice(nodes.start + 1, nodes.stop + 1), above
+        return process
 
 
 class _Record:
@@ -175,12 +170,13 @@ class _Record:
         self._attentions = () if self._returns_dict and config.output_attentions else None
         self._hidden_states = () if self._returns_dict and config.output_hidden_states else None
 
-    def add_scores(self, scores: torch.Tensor, logits: torch.Tensor, outcome: Outcome) -> None:
+    def add_scores(self, logits: torch.Tensor, outcome: Outcome) -> None:
         """Add the rows of one round's tokens; `keep_scores` takes back those whose tokens do not come out."""
+        # Copies, as the next round's rows take the place of these.
         if self.scores is not None:
-            self.scores += scores[outcome.rows].split(1)
+            self.scores += outcome.scores.clone().split(1)
         if self._logits is not None:
-            self._logits += logits[outcome.rows].split(1)
+            self._logits += logits[outcome.rows].clone().split(1)
 
     def keep_scores(self, length: int) -> None:
         """Keep as many rows as there are new tokens in a sequence of this length."""

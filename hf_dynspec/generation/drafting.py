@@ -12,7 +12,7 @@ from ..protocol import Candidates, Needs
 from ..session import DraftSession
 from ..stats import DraftingStatistics
 from ..tree_config import TreeConfig
-from .target import TargetForward
+from .target import RowsBuffer, TargetForward
 from .token_choice import TokenChoice
 from .verification import Outcome
 
@@ -71,6 +71,7 @@ class Drafting:
         rows = model.get_output_embeddings().weight.shape[0]
         self._choose = TokenChoice(bool(generation_config.do_sample), logits_processor, rows, model.device)
         self._measure_coverage = measure_coverage
+        self._logits = RowsBuffer()
         self._candidates: Candidates | None = None
         self._prefix_length = input_ids.shape[1]
         self._begin(input_ids, model_kwargs, continues)
@@ -109,15 +110,14 @@ class Drafting:
             if self._needs.prompt_top_k:
                 states = (*states, self._target.num_layers)
         with self._session.stopwatch.section("verification"):
-            return self._target.run(input_ids, candidates, unread, is_first, model_kwargs, states)
+            return self._target.run(input_ids, candidates, unread, is_first, model_kwargs, states, self._logits)
 
-    def observe(self, outputs: Any, outcome: Outcome, scores: torch.Tensor, is_done: bool) -> None:
+    def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
         """Count the round, adapt the draft length as transformers' schedules do, and show the session the verdict.
 
         Args:
             outputs: the target's.
             outcome: the tokens that came out.
-            scores: fp32 `[k + 1, V]`: the target's processed logits.
             is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more.
         """
         candidates = self._candidates
@@ -126,16 +126,17 @@ class Drafting:
         if candidates is not None:
             self._session.stats.record_verified_tokens(candidates, verified)
             if self._measure_coverage:
-                self._record_coverage(candidates, scores[outcome.rows])
+                self._record_coverage(candidates, outcome.scores)
         if self._schedule in ("heuristic", "heuristic_transient") and self._tree is None:
-            change = 2 if outcome.accepted == scores.shape[0] - 1 else -1
+            drafted = 0 if candidates is None else candidates.token_ids.shape[0]
+            change = 2 if outcome.accepted == drafted else -1
             self.num_assistant_tokens = max(1, self.num_assistant_tokens + change)
         if is_done and not self._is_kept:
             return
         if self._prefix_length == self._padded_length and self._needs.prompt_top_k:
-            self._observe_prompt_logits(outputs, scores.shape[0] - 1)
+            self._observe_prompt_logits(outputs)
         if self._reads:
-            self._observe_features(outputs, outcome, scores.shape[0])
+            self._observe_features(outputs, outcome)
         if candidates is None:
             return
         top_ids = None
@@ -174,9 +175,10 @@ class Drafting:
 
     # The verdict ---------------------------------------------------------------------------------------------------
 
-    def _observe_features(self, outputs: Any, outcome: Outcome, rows: int) -> None:
+    def _observe_features(self, outputs: Any, outcome: Outcome) -> None:
         """Hand the session the hidden states at the tokens that the drafter will read, the prompt's at first."""
         states = torch.cat([self._target.state(outputs, index) for index in self._reads], dim=-1)
+        rows = outputs.logits.shape[1]
         features = states[states.shape[0] - rows :][outcome.rows]
         length = self._prompt.shape[0] + self._prefix_length - self._padded_length
         if self._prefix_length == self._padded_length:
@@ -186,10 +188,10 @@ class Drafting:
             features = unseen
         self._session.observe_features(features.to(self._device), length + outcome.accepted)
 
-    def _observe_prompt_logits(self, outputs: Any, drafted: int) -> None:
+    def _observe_prompt_logits(self, outputs: Any) -> None:
         """Find the target's most probable tokens at the prompt positions that the policy has not seen."""
         states = self._target.state(outputs, self._target.num_layers)
-        end = states.shape[0] - drafted
+        end = states.shape[0] - outputs.logits.shape[1] + 1
         first_read = self._padded_length - end
         start = max(0, self._padded_length - self._prompt.shape[0] + self._kept - first_read)
         if self._needs.prompt_positions is not None:
@@ -238,7 +240,7 @@ def draft_once(
         session, needs, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
     )
     outputs = drafting.verify(prompt, None, True, kwargs)
-    drafting.observe(outputs, Outcome(last, slice(0, 1)), outputs.logits[0], False)
+    drafting.observe(outputs, Outcome(last, slice(0, 1), outputs.logits[0]), False)
     candidates = drafting.propose(input_ids)
     if not candidates.is_chain:
         return candidates

@@ -58,6 +58,7 @@ class TargetForward:
         is_first: bool,
         model_kwargs: dict[str, Any],
         states: tuple[int, ...],
+        buffer: "RowsBuffer | None" = None,
     ) -> CausalLMOutputWithPast:
         """Run the target on what it has not read and on the candidates.
 
@@ -68,6 +69,7 @@ class TargetForward:
             is_first: whether the call begins.
             model_kwargs: of transformers' loop.
             states: hidden states to return, see `state`.
+            buffer: may be used for the logits.
 
         Returns:
             The model's output; `logits` `[1, k + 1, V]` are those after the last verified token and each candidate.
@@ -94,14 +96,14 @@ class TargetForward:
             # Releases of transformers differ in whether entry 0 is the embedding: one of each pair is the one wanted.
             wanted = {index for state in states for index in (state - 1, state)}
             inputs["output_hidden_states"] = True if min(wanted) < 0 else sorted(wanted)
-        return self._forward(inputs, k + 1)
+        return self._forward(inputs, k + 1, buffer)
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
         states = outputs.hidden_states
         return states[index - (len(states) == self.num_layers)][0]
 
-    def _forward(self, inputs: dict[str, Any], rows: int) -> CausalLMOutputWithPast:
+    def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
         if self._head is None or not _may_be_taken_apart(self.model, self._head):
             if "logits_to_keep" in inputs:
                 inputs["logits_to_keep"] = rows
@@ -110,8 +112,9 @@ class TargetForward:
             return outputs
         inputs.pop("logits_to_keep", None)
         outputs = self.model.get_decoder()(**inputs)
+        into = None if buffer is None else buffer.rows(rows, self._head.weight.shape[0], self._head.weight)
         return CausalLMOutputWithPast(
-            logits=self._head.all_scores(outputs.last_hidden_state[0, -rows:]).unsqueeze(0),
+            logits=self._head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -184,6 +187,26 @@ class TargetForward:
                 f"{name} cannot verify a tree of tokens: what it says of one changes with the others beside it. Draft "
                 "chains with tree=False."
             )
+
+
+class RowsBuffer:
+    """Memory for as many rows over the vocabulary as one call's verifications have, the same in every round.
+
+    That for the rows of a tree takes milliseconds to be had from the system.
+    """
+
+    def __init__(self):
+        self._memory: torch.Tensor | None = None
+
+    def rows(self, count: int, width: int, kind: torch.Tensor) -> torch.Tensor:
+        """`[count, width]`, of the dtype and on the device of `kind`."""
+        if self._memory is None or self._memory.shape[0] < count:
+            self._memory = kind.new_empty(count, width)
+        return self._memory[:count]
+
+    def like(self, rows: torch.Tensor) -> torch.Tensor:
+        """Memory of the size of `rows`, `[count, width]`."""
+        return self.rows(*rows.shape, rows)
 
 
 def keep_path(cache: Any, nodes: int, path: torch.Tensor) -> None:

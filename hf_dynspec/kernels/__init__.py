@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 
 from .cpu import can_compile_dense_scores, dense_scores, prepare_dense_scores
-from .reference import packed_scores, replace_rows, scattered_scores, top_k_ids
+from .reference import argmax_rows, packed_scores, replace_rows, scattered_scores, top_k_ids
 
 __all__ = [
+    "argmax_rows",
     "can_compile_dense_scores",
     "dense_scores",
     "packed_scores",

@@ -33,9 +33,9 @@ def _compiled_scores():
     return torch.compile(scores, dynamic=True)
 
 
-# A matrix product packs its large operand anew in every call, which for a few rows takes longer than the arithmetic.
-# From here on the product is faster.
-MOST_COMPILED_ROWS = 12
+# A matrix product packs its large operand anew in every call, which for a few rows takes longer than the arithmetic. A
+# kernel that takes this many rows in one pass over the weight still has all of their sums in registers.
+_LARGEST_PASS = 12
 # A weight with fewer elements than this fits the cache, and then packing costs little.
 FEWEST_COMPILED_ELEMENTS = 2**23
 
@@ -50,8 +50,8 @@ def _compiled_dense_scores(m: int, rows: int, columns: int):
     return torch.compile(scores, dynamic=False)
 
 
-# The numbers of rows that a kernel was compiled for, by the shape of the weight.
-_COMPILED_ROWS: dict[tuple[int, int], list[int]] = {}
+# The numbers of rows that a kernel was compiled for, ascending, by the shape of the weight.
+_COMPILED_PASSES: dict[tuple[int, int], list[int]] = {}
 
 
 def can_compile_dense_scores(weight: torch.Tensor) -> bool:
@@ -66,24 +66,45 @@ def can_compile_dense_scores(weight: torch.Tensor) -> bool:
 
 
 def prepare_dense_scores(weight: torch.Tensor, m: int) -> None:
-    """Compile `dense_scores` for `m` rows, which takes seconds, unless a kernel for as many is there."""
-    compiled = _COMPILED_ROWS.setdefault(tuple(weight.shape), [])
-    if m <= MOST_COMPILED_ROWS and not any(size >= m for size in compiled):
-        _compiled_dense_scores(m, *weight.shape)(weight.new_zeros(m, weight.shape[1]), weight)
-        compiled.append(m)
+    """Compile what `dense_scores` uses for up to `m` rows, which takes seconds, unless it is there."""
+    passes = -(-m // _LARGEST_PASS)
+    size = -(-m // passes)
+    compiled = _COMPILED_PASSES.setdefault(tuple(weight.shape), [])
+    if not any(other >= size for other in compiled):
+        _compiled_dense_scores(size, *weight.shape)(weight.new_zeros(size, weight.shape[1]), weight)
+        compiled.append(size)
         compiled.sort()
 
 
-def dense_scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`reference.packed_scores` without bias: `[m, d]` × `[V, d]` → `[m, V]`, compiled where `prepare_dense_scores`
-    was called for `m` rows or more, for weights that `can_compile_dense_scores` accepts."""
+def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`reference.packed_scores` without bias, for weights that `prepare_dense_scores` was called for.
+
+    Args:
+        hidden: `[m, d]`.
+        weight: `[V, d]`.
+        out: `[m, V]`: may be used for the result, which saves the system's handing out of memory anew.
+
+    Returns:
+        `[m, V]`.
+    """
     m = hidden.shape[0]
-    size = next((size for size in _COMPILED_ROWS.get(tuple(weight.shape), ()) if size >= m), None)
-    if size is None:
+    compiled = _COMPILED_PASSES.get(tuple(weight.shape))
+    if not compiled:
         return reference.packed_scores(hidden, weight, None)
-    if size > m:
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, size - m))
-    return _compiled_dense_scores(size, *weight.shape)(hidden.contiguous(), weight)[:m]
+    size = next((size for size in compiled if size >= m), compiled[-1])
+    kernel = _compiled_dense_scores(size, *weight.shape)
+    passes = -(-m // size)
+    if passes * size > m:
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, passes * size - m))
+    parts = [kernel(part, weight) for part in hidden.contiguous().split(size)]
+    return parts[0][:m] if passes == 1 else _join(parts, hidden.new_empty(m, weight.shape[0]) if out is None else out)
+
+
+def _join(parts: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Lay parts one below the other into `out`, `[m, V]`; the last one may have rows too many."""
+    for part, into in zip(parts, out.split(parts[0].shape[0]), strict=True):
+        into.copy_(part[: into.shape[0]])
+    return out
 
 
 def scattered_scores(

@@ -48,6 +48,21 @@ def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor,
     packed.index_copy_(0, slots, table.index_select(0, ids))
 
 
+def argmax_rows(scores: torch.Tensor, block: int = 128) -> torch.Tensor:
+    """The first column that holds each row's maximum: int64 `[m]` for `[m, V]`.
+
+    torch's argmax compares one by one, its maximum many at a time; so the maxima of blocks are compared.
+    """
+    m, columns = scores.shape
+    blocks = columns // block
+    if blocks < 2:
+        return scores.argmax(-1)
+    best = scores[:, : blocks * block].view(m, blocks, block).amax(-1).argmax(-1, keepdim=True) * block
+    leftover = torch.arange(blocks * block, columns, device=scores.device)
+    candidates = torch.cat([best + torch.arange(block, device=scores.device), leftover.expand(m, -1)], dim=1)
+    return candidates.gather(1, scores.gather(1, candidates).argmax(-1, keepdim=True)).squeeze(1)
+
+
 def top_k_ids(scores: torch.Tensor, k: int, block: int = 128) -> torch.Tensor:
     """Return the column indices of the `k` largest values in each row, largest first.
 
