@@ -113,4 +113,4 @@ def about(models: dict, threads: int, max_new_tokens: int, num_assistant_tokens:
     target, where = models["target"], hardware()
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
     parts = [processor, f"{threads} CPU threads", target["dtype"]]
-    return ", ".join([*parts, f"{max_new_tokens} new tokens", f"{num_assistant_tokens} drafted a round"])
+    return ", ".join([*parts, f"{max_new_tokens} new tokens", f"chains of {num_assistant_tokens}"])
