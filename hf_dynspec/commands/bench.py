@@ -51,7 +51,8 @@ def bench(
     tree: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="Repeatable. Draft trees of this shape too; default is 60/5/10."
+            metavar="TOTAL_TOKENS/DEPTH/TOP_K",
+            help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -135,7 +136,8 @@ def _print(result: "BenchmarkResult", by_domain: bool) -> None:
     if not result.generations:
         return
     console, settings = wide_console(), result.settings
-    line = about(result.models, result.threads, settings.max_new_tokens, settings.num_assistant_tokens)
+    chain_length = settings.num_assistant_tokens if settings.chains or settings.transformers_assisted else None
+    line = about(result.models, result.threads, settings.max_new_tokens, chain_length)
     console.print(line, highlight=False)
     for temperature in settings.temperatures:
         console.print(speed_table(result, temperature))
