@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
 import pytest
 import torch
+from eagle_heads import random_head
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -17,15 +20,19 @@ from typer.testing import CliRunner
 
 from hf_dynspec.commands import app
 from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
+from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import benchmark, provenance
 from hf_dynspec.evaluation.benchmark import BenchmarkSettings, run_benchmark
+from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.provenance import git_revision, write_json
-from hf_dynspec.evaluation.report import acceptance_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.report import acceptance_table, round_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.tree_text import parse_tree
 from hf_dynspec.evaluation.workloads import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
 from hf_dynspec.shortlists import FrequencyShortlist
+from hf_dynspec.tree_config import TreeConfig
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
@@ -74,6 +81,11 @@ def folder(tmp_path_factory) -> Path:
     make_model(root / "target", wrapped, seed=0, rows=len(wrapped))
     make_model(root / "twin", wrapped, seed=0, rows=len(wrapped))
     make_model(root / "padded", wrapped, seed=1, rows=len(wrapped) + 4)
+    # The target has two layers, so that the head is told which hidden states there are to read.
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    random_head("eagle3", len(wrapped), draft_vocabulary=200, **layers).write(root / "eagle3")
+    random_head("eagle2", len(wrapped)).write(root / "more" / "eagle2")
+    random_head("eagle2", len(wrapped) + 4).write(root / "other-target")
     write_rows(root / "code.jsonl", [{"question_id": n, "category": "code", "turns": [text[2], "x"]} for n in (1, 2)])
     write_rows(root / "law.jsonl", [{"text": text[1]}, {"prompt": text[0]}])
     return root
@@ -238,9 +250,188 @@ def test_the_tables_show_all_systems(reported):
     assert "Greedy, 4 prompts" in printed and "Temperature 0.8, top-k 50, 4 prompts" in printed
     for heading in ("vs plain", "vs transformers", "vs frequency", "coverage", "draft ms", "identical"):
         assert heading in printed
+    assert "vs full" not in printed and " · " not in printed
     for system in SYSTEMS:
         assert printed.count(f"│ {system} ") >= 2
     assert printed.count("Acceptance length, ") == 2
+
+
+# EAGLE heads and trees -----------------------------------------------------------------------------------------------
+
+TREE = TreeConfig(total_tokens=8, depth=2, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def compared(folder) -> tuple[str, dict]:
+    """What the command prints and writes for three drafters in two shapes."""
+    out = folder / "compared.json"
+    words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
+    words += ["--eagle", folder / "eagle3", "--eagle", folder / "more" / "eagle2", "--tree", "8/2/3"]
+    words += ["--policy", "full", "--policy", "frequency:size=64", "--policy", "frequency:size=32"]
+    words += ["--max-new-tokens", 8, "--repeats", 1, "--profile-prompts", 1, "--skip-coverage"]
+    result = invoke(*words, "--limit", 1, "--device", "cpu", "--threads", 1, "--json", out)
+    assert result.exit_code == 0, result.exception
+    return result.stdout, json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_every_drafter_runs_every_policy_in_every_shape(compared):
+    _, written = compared
+    assert written["complete"] and not written["notes"]
+    policies = ("full", "frequency:size=64", "frequency:size=32")
+    expected = {}
+    for drafter in ("drafter", "eagle3", "eagle2"):
+        for tail, tree in (("", None), (" · tree 8/2/3", {"total_tokens": 8, "depth": 2, "top_k": 3})):
+            for policy in policies:
+                expected[f"{drafter} · {policy}{tail}"] = {"drafter": drafter, "policy": policy, "tree": tree}
+    assert written["systems"] == expected and list(written["systems"]) == list(expected)
+    assert [row["system"] for row in written["results"] if row["domain"] is None] == [
+        "plain",
+        "transformers",
+        *expected,
+    ]
+    for system in expected:
+        row = figures(written, system, 0.0)
+        assert (row["identical"], row["compared"]) == (1, 1)
+
+
+def test_ratios_are_to_the_policies_of_the_same_drafter_and_shape(compared):
+    _, written = compared
+    speeds = {run["system"]: run["tokens"] / run["seconds"] for run in written["generations"]}
+    for system, made_of in written["systems"].items():
+        ratios = figures(written, system, 0.0)["ratios"]
+        own = [
+            label
+            for label, other in written["systems"].items()
+            if {**other, "policy": ""} == {**made_of, "policy": ""}
+        ]
+        assert list(ratios) == ["plain", "transformers", *own]
+        for base, ratio in ratios.items():
+            assert ratio["median"] == pytest.approx(speeds[system] / speeds[base])
+    for baseline in ("plain", "transformers"):
+        assert set(figures(written, baseline, 0.0)["ratios"]) == {"plain", "transformers"}
+
+
+def test_rounds_of_chains_and_trees_are_told_apart(compared):
+    _, written = compared
+    for system, made_of in written["systems"].items():
+        row = figures(written, system, 0.0)
+        assert row["drafted_per_round"] == row["drafting"]["drafted"] / row["drafting"]["rounds"]
+        assert row["drafted_per_round"] <= (DRAFTED if made_of["tree"] is None else TREE.total_tokens - 1)
+        assert row["ms_per_round"]["verification"] > 0
+    # The twin is right every time: a chain of 5 and the bonus token, then the 2 that are left. The prompt's round of a
+    # tree drafts nothing, and the others nodes that a chain has not.
+    assert figures(written, "drafter · full", 0.0)["drafting"]["tokens_per_round"] == [0, 0, 1, 0, 0, 0, 1]
+    tree = figures(written, "drafter · full · tree 8/2/3", 0.0)["drafting"]
+    assert sum(tree["tokens_per_round"][2:]) > 0 and tree["drafted"] > 2 * tree["accepted"]
+    # A head with 200 tokens of its own never drafts from more.
+    assert figures(written, "eagle3 · full", 0.0)["active_vocabulary_max"] <= 200
+
+
+def test_the_file_names_heads_and_trees_and_no_folders(compared, folder):
+    _, written = compared
+    heads = written["models"]["eagle"]
+    assert [heads[label]["class"] for label in ("eagle3", "eagle2")] == ["EAGLE-3", "EAGLE-2"]
+    assert (heads["eagle3"]["name"], heads["eagle3"]["head_rows"], heads["eagle3"]["reads"]) == (
+        "eagle3",
+        200,
+        [0, 1, 2],
+    )
+    assert written["models"]["drafter"]["class"] == "Qwen3ForCausalLM"
+    assert written["settings"]["eagle"] == [f"{folder.name}/eagle3", "more/eagle2"]
+    assert written["settings"]["trees"] == [{"total_tokens": 8, "depth": 2, "top_k": 3}]
+    assert written["settings"]["chains"] is True
+    assert "8/2/3" in written["provenance"]["command"]
+    assert str(folder.parent) not in json.dumps(written)
+
+
+def test_the_tables_keep_drafters_and_shapes_apart(compared):
+    printed, written = compared
+    for heading in ("vs plain", "vs transformers", "vs full", "vs frequency", "drafted", "verification", "other"):
+        assert heading in printed
+    assert "of the same drafter and shape" in printed
+    for system in written["systems"]:
+        assert printed.count(f"│ {system}  ") + printed.count(f"│ {system} │") == 2
+    # Two tables of six groups, one of them with a group of baselines: lines between groups.
+    assert sum(line.startswith("├") for line in printed.splitlines()) == 6 + 5
+
+
+def test_one_head_takes_the_drafters_place(folder):
+    result = run_benchmark(
+        settings(
+            folder,
+            drafter=None,
+            eagle=[str(folder / "eagle3")],
+            chains=False,
+            trees=[TREE, "default"],
+            policies=("full", "in_context:window=32"),
+            temperatures=(0.0, 1.0),
+            max_new_tokens=6,
+            repeats=1,
+            limit=1,
+            profile_prompts=0,
+        )
+    )
+    tails = [" · tree 8/2/3", " · tree 60/5/10"]
+    assert list(result.combinations) == [
+        f"{policy}{tail}" for tail in tails for policy in ("full", "in_context:window=32")
+    ]
+    (note,) = result.notes
+    assert "transformers' assisted generation was left out" in note and "EAGLE heads only" in note
+    assert "drafter" not in result.models and list(result.models["eagle"]) == ["eagle3"]
+    assert all(row["identical"] == row["compared"] for row in summarize(result) if row["temperature"] == 0)
+    table = rendered(speed_table(result, 0.0))
+    assert "vs full" in table and "vs transformers" not in table and "vs frequency" not in table
+
+
+def test_heads_of_one_name_are_told_apart_by_their_folders(folder):
+    twin, drafter = folder / "again" / "eagle2", folder / "again" / "drafter"
+    for path in (twin, drafter):
+        shutil.copytree(folder / "more" / "eagle2", path)
+    heads = [str(folder / "more" / "eagle2"), f"{twin}/", str(drafter), "someone/eagle2-8b"]
+    assert head_labels(heads) == ["more/eagle2", "again/eagle2", "again/drafter", "eagle2-8b"]
+    with pytest.raises(ConfigurationError, match="two EAGLE heads would be shown as 'more/eagle2'"):
+        BenchmarkSettings(eagle=heads[:1] * 2)
+
+
+def test_heads_that_do_not_fit_are_named(folder):
+    with pytest.raises(ConfigurationError, match=r"the EAGLE head other-target: .*vocab_size"):
+        run_benchmark(settings(folder, drafter=None, eagle=[str(folder / "other-target")]))
+    head = EagleDrafter.from_pretrained(
+        folder / "eagle3", target=AutoModelForCausalLM.from_pretrained(folder / "target")
+    )
+    with pytest.raises(ConfigurationError, match="drafter must be a small model, got EagleDrafter"):
+        run_benchmark(settings(folder), drafter=head)
+
+
+def test_heads_of_pickles_are_read_where_that_is_allowed(folder, tmp_path):
+    random_head("eagle2", len(AutoTokenizer.from_pretrained(folder / "target"))).write(tmp_path / "old", pickled=True)
+    given = settings(folder, drafter=None, eagle=[str(tmp_path / "old")], policies=("full",), repeats=1, limit=1)
+    with pytest.raises(ConfigurationError, match=r"the EAGLE head old: .*pickle"):
+        run_benchmark(given)
+    assert run_benchmark(replace(given, allow_pickle=True, profile_prompts=0)).complete
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("60/5/10", TreeConfig()),
+        ("default", TreeConfig()),
+        ("2/0/1", TreeConfig(2, 0, 1)),
+        ("60/5", "write total_tokens/depth/top_k"),
+        ("60/5/10/2", "write total_tokens/depth/top_k"),
+        ("60 / 5 / 10", "write total_tokens/depth/top_k"),
+        ("60/-5/10", "write total_tokens/depth/top_k"),
+        ("", "write total_tokens/depth/top_k"),
+        ("1/5/10", "total_tokens must be a whole number from 2"),
+        ("60/5/0", "top_k must be a whole number from 1"),
+    ],
+)
+def test_trees_are_read_from_texts(text, expected):
+    if isinstance(expected, TreeConfig):
+        assert parse_tree(text) == expected
+    else:
+        with pytest.raises(ConfigurationError, match=expected):
+            parse_tree(text)
 
 
 # From Python ---------------------------------------------------------------------------------------------------------
@@ -348,7 +539,7 @@ def test_a_benchmark_of_two_policies_alone(folder):
     )
     (row,) = (row for row in summarize(result) if row["system"].startswith("hybrid") and row["domain"] is None)
     assert row["identical"] == 4 and "coverage" not in row and "ms_per_round" not in row
-    assert "–" in rendered(speed_table(result, 0.0))
+    assert "–" in rendered(round_table(result, 0.0))
 
 
 def test_a_ranking_is_read_from_an_artifact(folder):
@@ -455,6 +646,10 @@ def test_texts_that_are_no_policy_are_refused(text, problem):
         ({"temperatures": (float("nan"),)}, "temperatures must be"),
         ({"dtype": "float33"}, "dtype must be"),
         ({"device": "nowhere"}, "device 'nowhere'"),
+        ({"trees": ("60/5",)}, "tree '60/5': write"),
+        ({"trees": (60,)}, "a tree must be"),
+        ({"trees": ("default", TreeConfig())}, "the tree 60/5/10 is given twice"),
+        ({"chains": False}, "nothing to draft"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, problem):
@@ -560,6 +755,11 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["missing.jsonl"], "missing.jsonl: cannot be read"),
         (["bad.jsonl"], "bad.jsonl, line 1: not valid JSON"),
+        (["--tree", "60x5"], "tree '60x5': write total_tokens/depth/top_k, such as 60/5/10, or default"),
+        (["--tree", "60/5/10", "--tree", "default"], "the tree 60/5/10 is given twice"),
+        (["--no-chain"], "nothing to draft"),
+        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
+        (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
     ],
 )
 def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, words, problem):
@@ -570,10 +770,17 @@ def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, words, p
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{")
     write_rows(Path("good.jsonl"), [{"text": "a"}])
+    Path("empty").mkdir()
     result = invoke("--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *words)
     assert result.exit_code != 0
     assert isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_something_must_draft(folder):
+    result = invoke("--target", folder / "target", "--prompts", folder / "code.jsonl")
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception).startswith("name the drafter")
 
 
 def test_errors_take_one_line(tmp_path):

@@ -8,7 +8,6 @@ from .common import (
     INTERRUPTED,
     ChatTemplate,
     Device,
-    DrafterModel,
     Dtype,
     JsonFile,
     Limit,
@@ -35,12 +34,29 @@ def bench(
     *,
     context: typer.Context,
     target: Target,
-    drafter: DrafterModel,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")] = None,
+    eagle: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors.")
+    ] = False,
     prompts: Prompts,
     more: MorePrompts = None,
     policy: Policies = None,
+    chain: Annotated[bool, typer.Option(help="Draft chains.")] = True,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOTAL_TOKENS/DEPTH/TOP_K",
+            help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
-    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round, by transformers too.")] = 5,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain, of transformers' own too.")] = 5,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")] = None,
     top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
     repeats: Annotated[int, typer.Option(help="Times that each system runs each prompt.")] = 3,
@@ -61,7 +77,8 @@ def bench(
 ) -> None:
     """Measure plain generation, transformers' assisted generation and shortlist policies on the same prompts.
 
-    All run in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
+    Every drafter and EAGLE head runs with every policy, in chains and in trees of every shape that is named. All run
+    in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
     from ..evaluation.benchmark import BenchmarkSettings, run_benchmark
@@ -74,6 +91,10 @@ def bench(
     settings = BenchmarkSettings(
         target=target,
         drafter=drafter,
+        eagle=eagle or [],
+        allow_pickle=allow_pickle,
+        chains=chain,
+        trees=tree or [],
         prompts=files,
         policies=policy or DEFAULT_POLICIES,
         max_new_tokens=max_new_tokens,
@@ -108,16 +129,18 @@ def bench(
 
 
 def _print(result: "BenchmarkResult", by_domain: bool) -> None:
-    from ..evaluation.report import acceptance_table, speed_table
+    from ..evaluation.report import acceptance_table, round_table, speed_table
 
     for note in result.notes:
         typer.echo(f"note: {note}", err=True)
     if not result.generations:
         return
     console, settings = wide_console(), result.settings
-    line = about(result.models, result.threads, settings.max_new_tokens, settings.num_assistant_tokens)
+    chain_length = settings.num_assistant_tokens if settings.chains or settings.transformers_assisted else None
+    line = about(result.models, result.threads, settings.max_new_tokens, chain_length)
     console.print(line, highlight=False)
     for temperature in settings.temperatures:
         console.print(speed_table(result, temperature))
+        console.print(round_table(result, temperature))
         if by_domain:
             console.print(acceptance_table(result, temperature))

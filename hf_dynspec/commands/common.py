@@ -106,11 +106,12 @@ def wide_console() -> "Console":
     return console if console.is_terminal else Console(width=max(console.width, WIDTH_OF_FILES))
 
 
-def about(models: dict, threads: int, max_new_tokens: int, num_assistant_tokens: int) -> str:
-    """One line that says on what and how it was measured."""
+def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | None) -> str:
+    """One line that says on what and how it was measured; `chain_length` is None where no chains were drafted."""
     from ..evaluation.provenance import hardware
 
     target, where = models["target"], hardware()
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
     parts = [processor, f"{threads} CPU threads", target["dtype"]]
-    return ", ".join([*parts, f"{max_new_tokens} new tokens", f"{num_assistant_tokens} drafted a round"])
+    parts.append(f"{max_new_tokens} new tokens")
+    return ", ".join([*parts, *([] if chain_length is None else [f"chains of {chain_length}"])])

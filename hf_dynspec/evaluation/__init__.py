@@ -3,6 +3,7 @@
 from .benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
 from .coverage import CoverageResult, CoverageSettings, measure_coverage
 from .policy_text import parse_policy
+from .tree_text import parse_tree
 from .workloads import WorkloadError, WorkloadPrompt, read_workload
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "WorkloadPrompt",
     "measure_coverage",
     "parse_policy",
+    "parse_tree",
     "read_workload",
     "run_benchmark",
 ]

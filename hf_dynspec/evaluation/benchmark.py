@@ -1,4 +1,4 @@
-"""The benchmark: plain generation, transformers' assisted generation and shortlist policies on the same prompts.
+"""The benchmark: plain generation, transformers' assisted generation and shortlists on the same prompts.
 
 All systems run in one process and take turns on every prompt, so that whatever else the computer does meanwhile slows
 all of them alike. What is timed is `target.generate`, prompt included, and nothing else; where time goes and what the
@@ -6,19 +6,22 @@ shortlists cover is measured in passes of their own, because measuring it takes 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from ..drafters import Drafter
+from ..drafters import CausalLMDrafter
 from ..errors import ConfigurationError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
-from .pair import Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
-from .systems import PLAIN, TRANSFORMERS, System, open_systems
+from ..tree_config import TreeConfig
+from .pair import Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
+from .policy_text import shorten_paths
+from .systems import PLAIN, TRANSFORMERS, Combination, System, combine, open_systems
+from .tree_text import parse_trees
 from .workloads import WorkloadPrompt
 
 # What to measure ---------------------------------------------------------------------------------------------------
@@ -28,10 +31,15 @@ from .workloads import WorkloadPrompt
 class BenchmarkSettings(PairSettings):
     """What to measure, and on what. `PairSettings` has the models, policies and prompts.
 
-    Every system draws a prompt with the same seed, and each repeat has seeds of its own. Transformers' assisted
-    generation drafts `num_assistant_tokens` per round too.
+    Every drafter runs with every policy, in chains and in trees of every shape. Every system draws a prompt with the
+    same seed, and each repeat has seeds of its own. Transformers' assisted generation drafts chains of
+    `num_assistant_tokens` too, with the independent drafter.
 
     Args:
+        eagle: folders or Hub ids of EAGLE heads for the target, beside the drafter or in its place.
+        allow_pickle: read heads that are not in safetensors, as `EagleDrafter.from_pretrained`.
+        chains: draft chains of `num_assistant_tokens`.
+        trees: draft trees of each of these shapes: a `TreeConfig`, or what `parse_tree` understands.
         temperatures: each is measured for itself; 0 decodes greedily.
         top_k: for sampling: draw from the so many most probable tokens (0: from all).
         repeats: how often each prompt is run by each system.
@@ -41,9 +49,13 @@ class BenchmarkSettings(PairSettings):
         transformers_assisted: run transformers' assisted generation too.
 
     Raises:
-        ConfigurationError: a setting is out of range, or a text is no policy.
+        ConfigurationError: a setting is out of range, or a text is no policy or no tree.
     """
 
+    eagle: Sequence[str] = ()
+    allow_pickle: bool = False
+    chains: bool = True
+    trees: Sequence[str | TreeConfig] = ()
     temperatures: Sequence[float] = (0.0,)
     top_k: int = 50
     repeats: int = 3
@@ -59,6 +71,13 @@ class BenchmarkSettings(PairSettings):
             raise ConfigurationError(f"temperatures must be numbers of at least 0, got {self.temperatures!r}")
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigurationError(f"a temperature is given twice: {self.temperatures!r}")
+        head_labels(self.eagle)
+        if not self.resolved_shapes():
+            raise ConfigurationError("there is nothing to draft: name a tree, or leave chains on")
+
+    def resolved_shapes(self) -> list[TreeConfig | None]:
+        """The shapes of the drafts; None for chains."""
+        return [None] * bool(self.chains) + parse_trees(self.trees)
 
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
         """See `named_policies`. The labels of the baselines are taken."""
@@ -67,6 +86,11 @@ class BenchmarkSettings(PairSettings):
             if label in named:
                 raise ConfigurationError(f"a policy cannot be shown as {label!r}, which is one of the baselines")
         return named
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PairSettings.to_dict`."""
+        eagle = [shorten_paths(str(source)) for source in self.eagle]
+        return {**super().to_dict(), "eagle": eagle, "trees": [asdict(tree) for tree in parse_trees(self.trees)]}
 
 
 # What was measured -------------------------------------------------------------------------------------------------
@@ -105,24 +129,26 @@ class BenchmarkResult:
 
     Args:
         settings: what was asked for.
-        policies: the policies by label, in the order of the table.
+        policies: the policies by label.
+        combinations: what each system but the baselines is made of, in the order of the tables.
         prompts: identifier, domain and number of tokens of each prompt.
-        models: what is known of the target and the drafter.
+        models: what is known of the target and the drafters.
         threads: CPU threads in use.
         started: UTC time in ISO format.
         finished: UTC time; None while the run is not complete.
         notes: what a reader should know, such as a baseline that could not run.
         generations: the timed calls.
-        drafting: by temperature, policy and domain: the counts of the timed calls.
+        drafting: by temperature, system and domain: the counts of the timed calls.
         forwards: by temperature and domain: new tokens and target forwards of transformers' assisted generation.
-        profiles: by temperature and policy: the counts of the profiled calls, with seconds by section.
-        coverages: by temperature and policy: the counts of the calls in which coverage was measured.
+        profiles: by temperature and system: the counts of the profiled calls, with seconds by section.
+        coverages: by temperature and system: the counts of the calls in which coverage was measured.
         compared: by system: the prompts whose greedy tokens were compared with plain generation's.
         mismatches: by system: prompts whose greedy tokens differ, with the first position that does, from 0.
     """
 
     settings: BenchmarkSettings
     policies: dict[str, ShortlistPolicy]
+    combinations: dict[str, Combination]
     prompts: list[dict[str, Any]]
     models: dict[str, Any]
     threads: int
@@ -150,13 +176,13 @@ def run_benchmark(
     settings: BenchmarkSettings,
     *,
     target: PreTrainedModel | None = None,
-    drafter: PreTrainedModel | Drafter | None = None,
+    drafter: PreTrainedModel | CausalLMDrafter | None = None,
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
     save: Callable[[BenchmarkResult], None] = lambda result: None,
 ) -> BenchmarkResult:
-    """Measure. Settings and prompts are checked before any model is loaded.
+    """Measure. Settings, prompts and EAGLE heads are checked before any model is loaded.
 
     Args:
         settings: what to measure.
@@ -172,21 +198,23 @@ def run_benchmark(
         The result. After an interrupt from the keyboard, what was measured until then.
 
     Raises:
-        ConfigurationError: a setting is out of range, or a model cannot be loaded.
+        ConfigurationError: a setting is out of range, nothing drafts, or a model or head cannot be loaded.
         WorkloadError: the prompts cannot be read or are too long.
         UnsupportedError: the models cannot be used together.
     """
-    with open_pair(settings, target, drafter, tokenizer, prompts) as pair:
+    heads = {"eagle": settings.eagle, "allow_pickle": settings.allow_pickle}
+    with open_pair(settings, target, drafter, tokenizer, prompts, **heads) as pair:
         result = BenchmarkResult(
             settings=settings,
             policies=pair.policies,
+            combinations=combine(list(pair.drafters), pair.policies, settings.resolved_shapes()),
             prompts=pair.described_prompts(),
             models=pair.described_models(),
             threads=torch.get_num_threads(),
             started=utc_now(),
         )
         drafted, assisted = settings.num_assistant_tokens, settings.transformers_assisted
-        with open_systems(pair, drafted, assisted, result.notes) as systems:
+        with open_systems(pair, result.combinations, drafted, assisted, result.notes) as systems:
             try:
                 _Run(result, pair, systems, report, save).everything()
                 result.finished = utc_now()
@@ -220,7 +248,9 @@ class _Run:
             value: generation_config(target, self._settings.max_new_tokens, value, self._settings.top_k)
             for value in self._temperatures
         }
-        self._clock = Stopwatch(enabled=False, devices=(target.device, pair.drafter_model.device))
+        self._clock = Stopwatch(
+            enabled=False, devices=(target.device, *(drafter.head.device for drafter in pair.drafters.values()))
+        )
         self._plain_tokens: dict[str, list[int]] = {}
         self._report = report
         self._save = save
@@ -242,15 +272,15 @@ class _Run:
         for temperature, system in product(self._temperatures, self._systems):
             if system.label == TRANSFORMERS:
                 self._count_forwards(system, temperature)
-            if system.policy is not None:
+            if system.is_ours:
                 self._profile(system, temperature)
         self._report("done", self._done, self._total)
 
     def _count_generations(self) -> int:
-        policies = sum(system.policy is not None for system in self._systems)
+        assistants = sum(system.is_ours for system in self._systems)
         counting = any(system.label == TRANSFORMERS for system in self._systems)
         timed = self._settings.repeats * len(self._systems) * len(self._prompts)
-        studied = policies * len(self._few) * (1 + self._settings.measure_coverage)
+        studied = assistants * len(self._few) * (1 + self._settings.measure_coverage)
         return len(self._temperatures) * (len(self._systems) + timed + counting * len(self._prompts) + studied)
 
     def _time_all_prompts(self, temperature: float, repeat: int) -> None:
@@ -270,7 +300,7 @@ class _Run:
         self, prompt: WorkloadPrompt, system: System, temperature: float, repeat: int, tokens: int, seconds: float
     ) -> None:
         rounds = None
-        if system.policy is not None:
+        if system.is_ours:
             stats = system.assistant.stats
             rounds = stats.rounds
             key = (temperature, system.label, prompt.domain)

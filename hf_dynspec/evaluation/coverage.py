@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..assistant import DynSpecAssistant
-from ..drafters import Drafter, as_drafter
+from ..drafters import Drafter
 from ..errors import ConfigurationError
 from ..protocol import VocabularyInfo
 from ..shortlists import ShortlistPolicy
-from .pair import Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
+from .pair import INDEPENDENT, Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
 from .rounds import RoundsAlongText, expected_acceptance_length
 from .teacher_forcing import ForcedText, Rows
 from .workloads import WorkloadPrompt
@@ -249,7 +249,7 @@ def measure_coverage(
             threads=torch.get_num_threads(),
             started=utc_now(),
         )
-        own_drafter = as_drafter(pair.drafter)
+        own_drafter = pair.drafters[INDEPENDENT]
         vocabulary = _vocabulary(pair, own_drafter)
         if settings.recall_k > vocabulary.size:
             raise ConfigurationError(

@@ -1,5 +1,6 @@
-"""What every measurement starts from: a target, a drafter, their tokenizer, and prompts as token ids."""
+"""What every measurement starts from: a target, its drafters, their tokenizer, and prompts as token ids."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,16 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ..drafters import Drafter
-from ..errors import ConfigurationError
+from ..configuration import ModelReference
+from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
+from ..drafters.eagle_checkpoint import EagleCheckpoint, read_checkpoint
+from ..errors import ConfigurationError, DynSpecError
 from ..shortlists import ShortlistPolicy
 from .policy_text import DEFAULT_POLICIES, named_policies, shorten_paths
 from .workloads import WorkloadPrompt, encode_workload, read_workload
+
+# The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
+INDEPENDENT = "drafter"
 
 
 @dataclass(frozen=True)
@@ -114,32 +120,39 @@ def is_temperature(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two models for one another, and what they are measured on.
+    """A target and what drafts for it, and what they are measured on.
 
     Args:
         policies: the policies by label.
         target: the model to speed up.
-        drafter: the small model.
-        tokenizer: the tokenizer of both.
+        drafters: the drafters by label, at least one; `INDEPENDENT` is the small model.
+        tokenizer: the tokenizer of all.
         prompts: the prompts.
         encoded: the token ids of each prompt.
     """
 
     policies: dict[str, ShortlistPolicy]
     target: PreTrainedModel
-    drafter: PreTrainedModel | Drafter
+    drafters: dict[str, Drafter]
     tokenizer: Any
     prompts: list[WorkloadPrompt]
     encoded: list[list[int]]
 
     @property
-    def drafter_model(self) -> PreTrainedModel:
-        """The drafter as a model of transformers."""
-        return _model_of(self.drafter)
+    def drafter_model(self) -> PreTrainedModel | None:
+        """The small model, or None where there are EAGLE heads only."""
+        drafter = self.drafters.get(INDEPENDENT)
+        return drafter.model if isinstance(drafter, CausalLMDrafter) else None
 
     def described_models(self) -> dict[str, Any]:
-        """What is known of both models, as JSON values."""
-        return {"target": _describe(self.target), "drafter": _describe(self.drafter_model)}
+        """What is known of the target, the small model and the EAGLE heads by label, as JSON values."""
+        heads = {label: one for label, one in self.drafters.items() if isinstance(one, EagleDrafter)}
+        described: dict[str, Any] = {"target": _describe(self.target)}
+        if self.drafter_model is not None:
+            described["drafter"] = _describe(self.drafter_model)
+        if heads:
+            described["eagle"] = {label: _describe_head(head) for label, head in heads.items()}
+        return described
 
     def described_prompts(self) -> list[dict[str, Any]]:
         """Identifier, domain and number of tokens of each prompt."""
@@ -153,42 +166,56 @@ class Pair:
 def open_pair(
     settings: PairSettings,
     target: PreTrainedModel | None = None,
-    drafter: PreTrainedModel | Drafter | None = None,
+    drafter: PreTrainedModel | CausalLMDrafter | None = None,
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
+    *,
+    eagle: Sequence[str] = (),
+    allow_pickle: bool = False,
 ) -> Iterator[Pair]:
     """Read the prompts and load what is not passed. Torch's threads and random state are put back at the end.
 
     Args:
-        settings: what to load. Settings and prompts are checked before any model is loaded.
+        settings: what to load. Settings, prompts and EAGLE heads are checked before any model is loaded.
         target: the loaded model, in place of the one that the settings name; likewise the next three.
         drafter: the loaded small model.
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
+        eagle: folders or Hub ids of EAGLE heads, which may take the small model's place.
+        allow_pickle: as `EagleDrafter.from_pretrained`.
 
     Raises:
-        ConfigurationError: a model cannot be loaded, or there are no prompts.
+        ConfigurationError: a model or head cannot be loaded, or there are no prompts or no drafters.
         WorkloadError: the prompts cannot be read or are too long.
     """
     policies = settings.resolved_policies()
     prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
     if not prompts:
         raise ConfigurationError("there is no prompt to measure on")
+    if drafter is not None and not isinstance(drafter, PreTrainedModel | CausalLMDrafter):
+        raise ConfigurationError(f"drafter must be a small model, got {type(drafter).__name__}; name heads in eagle")
+    _require_names(settings, target, drafter, eagle)
+    heads = _read_heads(eagle, allow_pickle)
     with ExitStack() as stack:
         stack.enter_context(_cpu_threads(settings.threads))
         target = target or _load_model(settings, "target")
-        drafter = drafter or _load_model(settings, "drafter")
+        if drafter is None and settings.drafter:
+            drafter = _load_model(settings, "drafter")
         tokenizer = tokenizer or _load_tokenizer(settings.target or target.name_or_path)
+        drafters: dict[str, Drafter] = {} if drafter is None else {INDEPENDENT: as_drafter(drafter)}
+        for label, checkpoint in heads.items():
+            with _naming_head(label):
+                drafters[label] = EagleDrafter(checkpoint, target)
         encoded = encode_workload(
             prompts,
             tokenizer,
-            _room_for_prompt(settings, target, _model_of(drafter)),
+            _room_for_prompt(settings, target, drafters.get(INDEPENDENT)),
             truncate_to=settings.max_prompt_tokens,
             use_chat_template=settings.chat_template,
         )
         stack.enter_context(_fewer_messages())
         stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
-        yield Pair(policies, target, drafter, tokenizer, prompts, encoded)
+        yield Pair(policies, target, drafters, tokenizer, prompts, encoded)
 
 
 def generation_config(
@@ -220,10 +247,59 @@ def utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
+def _require_names(
+    settings: PairSettings,
+    target: PreTrainedModel | None,
+    drafter: PreTrainedModel | CausalLMDrafter | None,
+    eagle: Sequence[str],
+) -> None:
+    """Refuse before anything is loaded where something that is needed has neither been loaded nor named."""
+    if target is None and not settings.target:
+        raise ConfigurationError("name the target: a folder or a Hub id")
+    if drafter is None and not settings.drafter and not eagle:
+        raise ConfigurationError("name the drafter: a folder or a Hub id; a benchmark takes EAGLE heads too")
+
+
+def _read_heads(sources: Sequence[str], allow_pickle: bool) -> dict[str, EagleCheckpoint]:
+    """The checkpoints of EAGLE heads by label, on the CPU and not yet compared with a target."""
+    heads = {}
+    for label, source in zip(head_labels(sources), sources, strict=True):
+        with _naming_head(label):
+            heads[label] = read_checkpoint(source, allow_pickle=allow_pickle)
+    return heads
+
+
+def head_labels(sources: Sequence[str]) -> list[str]:
+    """What EAGLE heads are shown as: the last component of each name, and the one before it where that is not enough.
+
+    Args:
+        sources: folders or Hub ids.
+
+    Raises:
+        ConfigurationError: the names do not tell two heads apart.
+    """
+    parts = [Path(source).absolute().parts if Path(source).is_dir() else Path(source).parts for source in sources]
+    last = [Counter([INDEPENDENT, *("/".join(one[-count:]) for one in parts)]) for count in (1, 2)]
+    labels = []
+    for one in parts:
+        label = next((text for count in (1, 2) if last[count - 1][text := "/".join(one[-count:])] == 1), None)
+        if label is None:
+            raise ConfigurationError(f"two EAGLE heads would be shown as {'/'.join(one[-2:])!r}; rename a folder")
+        labels.append(label)
+    return labels
+
+
+@contextmanager
+def _naming_head(label: str) -> Iterator[None]:
+    """Say which of several EAGLE heads cannot be used."""
+    try:
+        yield
+    except DynSpecError as error:
+        raise ConfigurationError(f"the EAGLE head {label}: {error}") from error
+
+
 def _load_model(settings: PairSettings, role: str) -> PreTrainedModel:
     name = getattr(settings, role)
-    if not name:
-        raise ConfigurationError(f"name the {role}: a folder or a Hub id")
     device = settings.resolved_device()
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
     try:
@@ -244,15 +320,15 @@ def _load_tokenizer(name: str) -> Any:
         raise ConfigurationError(f"the tokenizer of {name} cannot be loaded: {problem}") from error
 
 
-def _room_for_prompt(settings: PairSettings, *models: PreTrainedModel) -> int | None:
-    """Most tokens of a prompt for which all models have positions, or None where none of them tells."""
+def _room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:
+    """Most tokens of a prompt for which both models have positions, or None where none of them tells.
+
+    The positions of EAGLE heads go on past what their configuration says.
+    """
+    models = [target, *([drafter.model] if isinstance(drafter, CausalLMDrafter) else [])]
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     known = [limit for limit in limits if limit]
     return min(known) - settings.max_new_tokens if known else None
-
-
-def _model_of(drafter: PreTrainedModel | Drafter) -> PreTrainedModel:
-    return drafter.model if isinstance(drafter, Drafter) else drafter
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
@@ -265,6 +341,22 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "attention": model.config._attn_implementation,
+    }
+
+
+def _describe_head(head: EagleDrafter) -> dict[str, Any]:
+    checkpoint = head.checkpoint
+    source = ModelReference(checkpoint.folder) if checkpoint.folder else None
+    return {
+        "name": source and source.name_or_path,
+        "commit": source and source.commit,
+        "class": f"EAGLE-{checkpoint.settings.generation}",
+        "format": checkpoint.format,
+        "parameters": sum(one.numel() for one in checkpoint.tensors.values() if one.is_floating_point()),
+        "head_rows": head.head.weight.shape[0],
+        "reads": list(head.reads),
+        "dtype": str(head.weights.qkv.dtype).removeprefix("torch."),
+        "device": str(head.weights.qkv.device),
     }
 
 

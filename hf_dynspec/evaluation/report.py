@@ -14,7 +14,7 @@ from .provenance import provenance
 from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
 
 SCHEMA_VERSION = 1
-# Policies that others are compared with, besides the two baselines.
+# Policies that the others of the same drafter and shape are compared with, besides the two baselines.
 BASELINE_POLICIES = ("full", "frequency")
 
 
@@ -25,7 +25,8 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
     """Figures for every temperature, domain and system; domain None is all of them together.
 
     Speeds count the prompts that every system has finished in a repeat, so that they are of the same work. A ratio is
-    taken within each repeat, between runs that took turns; median, least and greatest are over the repeats.
+    taken within each repeat, between runs that took turns; median, least and greatest are over the repeats. Systems
+    are compared with the two baselines and with `full` and `frequency` of the same drafter and shape.
 
     Returns:
         Dicts of plain numbers. `tokens_per_second` is all new tokens / all seconds, `mean_tokens_per_second` is the
@@ -38,7 +39,7 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
             repeats = _repeats(result, temperature, domain)
             for label in _labels(result):
                 rows.append({"temperature": temperature, "domain": domain, "system": label})
-                rows[-1].update(_speed(repeats, label, _baselines(result)))
+                rows[-1].update(_speed(repeats, label, _baselines(result, label)))
                 rows[-1].update(_drafting(result, temperature, domain, label))
                 if temperature == 0:
                     rows[-1].update(_identity(result, domain, label))
@@ -48,12 +49,33 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 def _labels(result: BenchmarkResult) -> list[str]:
     """The systems that ran, in the order of the tables."""
     ran = {generation.system for generation in result.generations}
-    return [label for label in (PLAIN, TRANSFORMERS, *result.policies) if label in ran]
+    return [label for label in (PLAIN, TRANSFORMERS, *result.combinations) if label in ran]
 
 
-def _baselines(result: BenchmarkResult) -> list[str]:
-    named = [label for label, policy in result.policies.items() if policy.name in BASELINE_POLICIES]
-    return [label for label in (PLAIN, TRANSFORMERS, *named) if label in _labels(result)]
+def _groups(result: BenchmarkResult) -> list[Any]:
+    """The pairs of a drafter and a shape, in the order of the tables."""
+    return list(dict.fromkeys(combination.group for combination in result.combinations.values()))
+
+
+def _policy(result: BenchmarkResult, label: str) -> str | None:
+    """The name of the class of a system's policy; None for the two baselines."""
+    return result.policies[result.combinations[label].policy].name if label in result.combinations else None
+
+
+def _baselines(result: BenchmarkResult, label: str) -> list[str]:
+    """What a system is compared with: the two baselines, and policies of its own drafter and shape.
+
+    Where there is only one drafter and shape, the two baselines are compared with its policies too.
+    """
+    groups = _groups(result)
+    own = result.combinations[label].group if label in result.combinations else groups[0] if len(groups) == 1 else None
+    named = [
+        other
+        for other, combination in result.combinations.items()
+        if combination.group == own and _policy(result, other) in BASELINE_POLICIES
+    ]
+    ran = set(_labels(result))
+    return [base for base in (PLAIN, TRANSFORMERS, *named) if base in ran]
 
 
 def _repeats(result: BenchmarkResult, temperature: float, domain: str | None) -> list[dict[str, list[Generation]]]:
@@ -114,6 +136,7 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, l
         figures["drafting"] = stats.to_dict()
         for name in ("acceptance_length", "acceptance_rate", "active_vocabulary", "active_vocabulary_max"):
             figures[name] = figures["drafting"][name]
+        figures["drafted_per_round"] = stats.drafted / stats.rounds
     if domain is None:
         figures.update(_studied(result, temperature, label))
     return figures
@@ -145,39 +168,90 @@ def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[s
 
 
 def speed_table(result: BenchmarkResult, temperature: float) -> Table:
-    """One row per system: speed, ratios, acceptance, coverage, active vocabulary and where the time goes."""
-    rows = [row for row in summarize(result) if row["temperature"] == temperature and row["domain"] is None]
-    frequency = next((label for label, policy in result.policies.items() if policy.name == "frequency"), None)
-    baselines = [base for base in (PLAIN, TRANSFORMERS, frequency) if base in _baselines(result)]
+    """One row per system: speed, ratios, acceptance length and, if greedy, whether the tokens are plain's."""
+    rows = _rows_of_all_domains(result, temperature)
+    compared = _compared(result)
     repeats = max((len(row["tokens_per_second"]["per_repeat"]) for row in rows if row["prompts"]), default=0)
     spread = f"median \\[least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
     prompts = rows[0]["prompts"] if rows else 0
+    same = "; full and frequency are those of the same drafter and shape" if len(_groups(result)) > 1 else ""
     table = Table(
         title=f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
-        caption=f"{spread}; the acceptance length counts the target's own token of a round; draft ms and other are of "
-        "profiled calls",
+        caption=f"{spread}; the acceptance length counts the target's own token of a round{same}",
     )
     table.add_column("system", overflow="fold")
-    headings = ["tokens/s", *(f"vs {base.partition(':')[0]}" for base in baselines), "acceptance\nlength", "coverage"]
-    for heading in [*headings, "active\nvocabulary", "draft ms\nper round", "other, of\na round"]:
+    headings = ["tokens/s", *(f"vs {base}" for base in compared), "acceptance\nlength"]
+    for heading in headings + ["identical"] * (temperature == 0):
         table.add_column(heading, justify="right", no_wrap=True)
-    if temperature == 0:
-        table.add_column("identical", justify="right", no_wrap=True)
     for row in rows:
-        ratios = row.get("ratios", {})
+        bases = _first_by_name(result, row)
         cells = [escape(row["system"]), _spread_cell(row.get("tokens_per_second"), ".1f")]
-        cells += ["" if base == row["system"] else _spread_cell(ratios.get(base), ".2f", "×") for base in baselines]
         cells += [
-            _cell(row.get("acceptance_length"), ".2f"),
-            _cell(row.get("coverage"), ".4f"),
-            _cell(row.get("active_vocabulary"), ",.0f"),
-            _cell(row.get("draft_ms_per_round"), ".2f"),
-            _cell(row.get("share_of_round", {}).get("other"), ".1%"),
+            "" if bases.get(name) in (None, row["system"]) else _spread_cell(row["ratios"][bases[name]], ".2f", "×")
+            for name in compared
         ]
+        cells.append(_cell(row.get("acceptance_length"), ".2f"))
         if temperature == 0:
             cells.append("" if row["system"] == PLAIN else f"{row['identical']}/{row['compared']}")
-        table.add_row(*cells)
+        table.add_row(*cells, end_section=_ends_group(result, row["system"]))
     return table
+
+
+def round_table(result: BenchmarkResult, temperature: float) -> Table:
+    """One row per assistant: what a round drafts and from how many tokens, and where its time goes."""
+    table = Table(
+        title=f"One round, {_temperature_name(result, temperature)}",
+        caption="times are of profiled calls; other is what is neither drafting nor the target's forward",
+    )
+    table.add_column("system", overflow="fold")
+    headings = ["drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
+    for heading in [*headings, "verification\nms", "other"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in _rows_of_all_domains(result, temperature):
+        if row["system"] not in result.combinations:
+            continue
+        cells = [
+            _cell(row.get("drafted_per_round"), ".1f"),
+            _cell(row.get("acceptance_length"), ".2f"),
+            _cell(row.get("active_vocabulary"), ",.0f"),
+            _cell(row.get("coverage"), ".4f"),
+            _cell(row.get("draft_ms_per_round"), ".2f"),
+            _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
+            _cell(row.get("share_of_round", {}).get("other"), ".1%"),
+        ]
+        table.add_row(escape(row["system"]), *cells, end_section=_ends_group(result, row["system"]))
+    return table
+
+
+def _rows_of_all_domains(result: BenchmarkResult, temperature: float) -> list[dict[str, Any]]:
+    return [row for row in summarize(result) if row["temperature"] == temperature and row["domain"] is None]
+
+
+def _compared(result: BenchmarkResult) -> list[str]:
+    """The names of the columns of ratios."""
+    names = {*_labels(result), *(_policy(result, label) for label in result.combinations)}
+    # Transformers' assisted generation drafts chains from all tokens, so that beside the one drafter that it drafts
+    # with too, that drafter's `full` says little more.
+    says_little = {"full"} if TRANSFORMERS in names and len(_groups(result)) == 1 else set()
+    return [name for name in (PLAIN, TRANSFORMERS, *BASELINE_POLICIES) if name in names - says_little]
+
+
+def _first_by_name(result: BenchmarkResult, row: dict[str, Any]) -> dict[str, str]:
+    """Which system each column of ratios compares a row with: of several sizes of one policy, the first."""
+    bases: dict[str, str] = {}
+    for base in row.get("ratios", {}):
+        bases.setdefault(_policy(result, base) or base, base)
+    return bases
+
+
+def _ends_group(result: BenchmarkResult, label: str) -> bool:
+    """Whether the systems of another drafter or shape follow, so that a line is drawn between them."""
+    if len(_groups(result)) == 1:
+        return False
+    labels = _labels(result)
+    following = labels[labels.index(label) + 1 :][:1]
+    groups = [result.combinations[one].group if one in result.combinations else None for one in (label, *following)]
+    return len(set(groups)) > 1
 
 
 def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
@@ -240,6 +314,7 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         "policies": {
             label: {"name": policy.name, "settings": policy.settings()} for label, policy in result.policies.items()
         },
+        "systems": {label: asdict(combination) for label, combination in result.combinations.items()},
         "prompts": result.prompts,
         "results": summarize(result),
         "generations": [asdict(generation) for generation in result.generations],

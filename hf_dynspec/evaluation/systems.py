@@ -1,17 +1,19 @@
-"""The ways to generate that a benchmark compares: two baselines, and an assistant for each policy."""
+"""The ways to generate that a benchmark compares: two baselines, and assistants of drafters, policies and shapes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..assistant import DynSpecAssistant
-from ..drafters import as_drafter
-from ..shortlists import ShortlistPolicy
+from ..errors import ConfigurationError
+from ..tree_config import TreeConfig
 from ..vocabulary import shared_vocabulary_size
 from .pair import Pair
+from .tree_text import format_tree
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
@@ -22,65 +24,129 @@ CONSTANT_DRAFT_LENGTH = {"num_assistant_tokens_schedule": "constant", "assistant
 
 
 @dataclass(frozen=True)
+class Combination:
+    """What one assistant is made of.
+
+    Args:
+        drafter: the drafter's label.
+        policy: the policy's label.
+        tree: the shape of its trees; None drafts chains.
+    """
+
+    drafter: str
+    policy: str
+    tree: TreeConfig | None
+
+    @property
+    def group(self) -> tuple[str, TreeConfig | None]:
+        """What policies have to have in common to be compared with one another: the drafter and the shape."""
+        return self.drafter, self.tree
+
+
+def combine(
+    drafters: Sequence[str], policies: Iterable[str], shapes: Sequence[TreeConfig | None]
+) -> dict[str, Combination]:
+    """Every drafter with every policy in every shape, by label, the policies of one group side by side.
+
+    A label is the policy's, with the drafter's before it where there are several, and with the tree after it.
+
+    Args:
+        drafters: their labels.
+        policies: their labels.
+        shapes: of trees; None for chains.
+
+    Raises:
+        ConfigurationError: two combinations would have one label.
+    """
+    combined: dict[str, Combination] = {}
+    for drafter, shape, policy in product(drafters, shapes, policies):
+        parts = [drafter] if len(drafters) > 1 else []
+        parts += [policy] if shape is None else [policy, f"tree {format_tree(shape)}"]
+        label = " · ".join(parts)
+        if label in combined:
+            raise ConfigurationError(f"two systems would be shown as {label!r}; show the policies by other names")
+        combined[label] = Combination(drafter, policy, shape)
+    return combined
+
+
+@dataclass(frozen=True)
 class System:
     """One way to generate.
 
     Args:
         label: what it is shown as.
-        policy: its shortlist policy; None for the two baselines.
         assistant: what is passed as `assistant_model`; None for plain generation.
+        is_ours: whether it is an assistant of this package, and not one of the two baselines.
     """
 
     label: str
-    policy: ShortlistPolicy | None
     assistant: Any
+    is_ours: bool = False
 
 
 @contextmanager
 def open_systems(
-    pair: Pair, num_assistant_tokens: int, transformers_assisted: bool, notes: list[str]
+    pair: Pair,
+    combinations: dict[str, Combination],
+    num_assistant_tokens: int,
+    transformers_assisted: bool,
+    notes: list[str],
 ) -> Iterator[list[System]]:
-    """Set up the baselines and an assistant for each policy; put the models back as they were.
+    """Set up the baselines and an assistant for each combination; put the models back as they were.
 
     Args:
         pair: models and policies.
-        num_assistant_tokens: tokens drafted per round by all systems that draft.
+        combinations: what the assistants are made of, by label.
+        num_assistant_tokens: tokens of each chain, of all systems that draft chains.
         transformers_assisted: set up transformers' assisted generation too.
         notes: is told why it could not be.
 
     Raises:
         UnsupportedError: the models cannot be used together.
     """
-    target = pair.target
-    own_drafter = as_drafter(pair.drafter)
-    # Refuses a drafter with another tokenizer. The assistants are then told the tokenizer, to look it up only once.
-    shared_vocabulary_size(target, own_drafter, None)
-    systems = [System(PLAIN, None, None)]
+    for drafter in pair.drafters.values():
+        # Refuses a drafter with another tokenizer. The assistants are told the tokenizer, to look it up only once.
+        shared_vocabulary_size(pair.target, drafter, None)
+    systems = [System(PLAIN, None)]
     with ExitStack() as stack:
-        if transformers_assisted:
-            model = pair.drafter_model
-            rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (target, model))
-            if rows == drafter_rows:
-                stack.enter_context(_draft_length(model, num_assistant_tokens))
-                systems.append(System(TRANSFORMERS, None, model))
-            else:
-                notes.append(
-                    "transformers' assisted generation was left out: it takes two models for users of one tokenizer "
-                    f"only if their vocabularies have equally many rows, and these have {rows:,} and {drafter_rows:,}"
-                )
-        for label, policy in pair.policies.items():
-            assistant = DynSpecAssistant(
-                own_drafter,
-                policy,
-                target=target,
-                tokenizer=pair.tokenizer,
-                num_assistant_tokens=num_assistant_tokens,
-            )
+        problem = _why_not_transformers(pair)
+        if transformers_assisted and problem is None:
+            stack.enter_context(_draft_length(pair.drafter_model, num_assistant_tokens))
+            systems.append(System(TRANSFORMERS, pair.drafter_model))
+        elif transformers_assisted:
+            notes.append(f"transformers' assisted generation was left out: {problem}")
+        for label, combination in combinations.items():
+            assistant = _assistant(pair, combination, num_assistant_tokens)
             stack.callback(assistant.unbind)
-            for name, value in CONSTANT_DRAFT_LENGTH.items():
-                setattr(assistant.generation_config, name, value)
-            systems.append(System(label, policy, assistant))
+            systems.append(System(label, assistant, is_ours=True))
         yield systems
+
+
+def _assistant(pair: Pair, combination: Combination, num_assistant_tokens: int) -> DynSpecAssistant:
+    assistant = DynSpecAssistant(
+        pair.drafters[combination.drafter],
+        pair.policies[combination.policy],
+        target=pair.target,
+        tokenizer=pair.tokenizer,
+        num_assistant_tokens=num_assistant_tokens,
+        tree=combination.tree or False,
+    )
+    for name, value in CONSTANT_DRAFT_LENGTH.items():
+        setattr(assistant.generation_config, name, value)
+    return assistant
+
+
+def _why_not_transformers(pair: Pair) -> str | None:
+    """Why transformers' assisted generation cannot draft with this pair's small model; None where it can."""
+    if pair.drafter_model is None:
+        return "it drafts with an independent model, and there are EAGLE heads only"
+    rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (pair.target, pair.drafter_model))
+    if rows == drafter_rows:
+        return None
+    return (
+        "it takes two models for users of one tokenizer only if their vocabularies have equally many rows, and these "
+        f"have {rows:,} and {drafter_rows:,}"
+    )
 
 
 @contextmanager
@@ -96,6 +162,3 @@ def _draft_length(drafter: PreTrainedModel, num_assistant_tokens: int) -> Iterat
     finally:
         for name, value in before.items():
             setattr(config, name, value)
-
-
-# Models and surroundings -------------------------------------------------------------------------------------------
