@@ -570,6 +570,7 @@ def test_sampled_outputs_come_with_everything_too(assistant, target):
         output_scores=True,
         max_new_tokens=20,
         eos_token_id=300,
+        suppress_tokens=[300],  # never ends early
     )
     assert len(output.scores) == 20 == output.sequences.shape[1] - 12
     for token, scores in zip(output.sequences[0, 12:], output.scores, strict=True):

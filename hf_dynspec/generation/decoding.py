@@ -16,8 +16,8 @@ from ..errors import UnsupportedError
 from ..protocol import Candidates
 from .drafting import Drafting
 from .processing import divide
-from .target import RowsBuffer, keep_path
-from .verification import Outcome, ProcessRow, verify_chain_greedy, verify_chain_sampled, verify_tree
+from .target import keep_path
+from .verification import Outcome, verify
 
 
 def decode(
@@ -82,13 +82,14 @@ def decode(
         if token_streamer is not None:
             token_streamer.put(input_ids[0, length:].cpu())
         cache = outputs.past_key_values
-        if candidates is None or candidates.is_chain:
-            cache.crop(kept - 1 - k)
-        else:
+        is_tree = candidates is not None and not candidates.is_chain
+        if is_tree:
             keep_path(cache, k, outcome.rows[1:] - 1)
+        else:
+            cache.crop(kept - 1 - k)
         drafting.observe(outputs, outcome, is_done)
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
-        record.add_states(outputs, k, outcome, length)
+        record.add_states(outputs, k, outcome, length, is_tree)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()
@@ -118,8 +119,6 @@ class _Verifier:
     def __init__(self, processors: LogitsProcessorList, do_sample: bool):
         self._by_id, self._by_value = divide(list(processors))
         self._do_sample = do_sample
-        self._scores = RowsBuffer()
-        self._probabilities = RowsBuffer()
 
     def verify(self, logits: torch.Tensor, input_ids: torch.Tensor, candidates: Candidates | None) -> Outcome:
         """Accept candidates.
@@ -129,34 +128,15 @@ class _Verifier:
             input_ids: int64 `[1, n]`: the verified tokens.
             candidates: what follows them (None: nothing).
         """
-        if candidates is not None and not candidates.is_chain:
-            return verify_tree(candidates, self._process_row_of(logits, input_ids), self._do_sample, logits.device)
-        drafted = input_ids[0, :0] if candidates is None else candidates.token_ids.to(input_ids.device)
-        scores = self._process_chain(logits, torch.cat([input_ids, drafted.unsqueeze(0)], dim=1))
-        if not self._do_sample:
-            return verify_chain_greedy(scores, drafted)
-        return verify_chain_sampled(scores, drafted, candidates, self._probabilities.like(scores))
-
-    def _process_chain(self, logits: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
-        """fp32 `[k + 1, V]`: each row processed with the tokens before it as its context."""
-        scores = logits
-        if self._by_id:
-            # Processors may write into what they are given.
-            first = candidate_ids.shape[1] - logits.shape[0] + 1
-            rows = [self._by_id(candidate_ids[:, : first + i], row.clone()) for i, row in enumerate(logits.split(1))]
-            scores = torch.cat(rows)
-        return self._by_value(candidate_ids, scores, self._scores.like(logits)) if self._by_value else scores
-
-    def _process_row_of(self, logits: torch.Tensor, input_ids: torch.Tensor) -> ProcessRow:
-        """What processes one row of a tree's logits with the tokens on the path to it as its context."""
 
         def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+            # A copy, as processors may write into what they are given.
             scores = logits.index_select(0, row)
             if self._by_id:
                 scores = self._by_id(torch.cat([input_ids, path], dim=1), scores)
             return self._by_value(input_ids, scores)
 
-        return process
+        return verify(candidates, process, self._do_sample, logits.device)
 
 
 class _Record:
@@ -172,11 +152,10 @@ class _Record:
 
     def add_scores(self, logits: torch.Tensor, outcome: Outcome) -> None:
         """Add the rows of one round's tokens; `keep_scores` takes back those whose tokens do not come out."""
-        # Copies, as the next round's rows take the place of these.
         if self.scores is not None:
-            self.scores += outcome.scores.clone().split(1)
+            self.scores += outcome.scores
         if self._logits is not None:
-            self._logits += logits[outcome.rows].clone().split(1)
+            self._logits += logits[outcome.rows].split(1)
 
     def keep_scores(self, length: int) -> None:
         """Keep as many rows as there are new tokens in a sequence of this length."""
@@ -185,7 +164,7 @@ class _Record:
         if self._logits is not None:
             self._logits = self._logits[: length - self._prompt_length]
 
-    def add_states(self, outputs: Any, drafted: int, outcome: Outcome, length: int) -> None:
+    def add_states(self, outputs: Any, drafted: int, outcome: Outcome, length: int, is_tree: bool) -> None:
         """Add the attentions and hidden states of one round.
 
         Args:
@@ -193,6 +172,7 @@ class _Record:
             drafted: how many candidates it read.
             outcome: the tokens that came out.
             length: of the sequence before the round.
+            is_tree: whether the candidates were a tree.
         """
         kept = outcome.accepted + 1
         for wanted, states, keys in (
@@ -202,7 +182,7 @@ class _Record:
             collected = getattr(self, wanted)
             if collected is None or states[0] is None:
                 continue
-            if isinstance(outcome.rows, torch.Tensor):
+            if is_tree:
                 path = tuple(_along_path(layer, drafted, outcome.rows, keys is not None) for layer in states)
                 entries = _split_by_token(path, kept - 1, kept, not collected, keys)
             else:

@@ -205,9 +205,9 @@ class Drafting:
             top_ids = [top_k_ids(head(chunk), self._needs.prompt_top_k) for chunk in chunks]
         self._session.observe_prompt_logits(torch.cat(top_ids).to(self._device))
 
-    def _record_coverage(self, candidates: Candidates, scores: torch.Tensor) -> None:
+    def _record_coverage(self, candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> None:
         mass = [
-            row.softmax(-1).index_select(0, shortlist.ids().to(row.device)).sum()
+            row[0].softmax(-1).index_select(0, shortlist.ids().to(row.device)).sum()
             for row, shortlist in zip(scores, candidates.shortlists, strict=False)
         ]
         self._session.stats.record_coverage(torch.stack(mass))
@@ -240,7 +240,7 @@ def draft_once(
         session, needs, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
     )
     outputs = drafting.verify(prompt, None, True, kwargs)
-    drafting.observe(outputs, Outcome(last, slice(0, 1), outputs.logits[0]), False)
+    drafting.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)
     candidates = drafting.propose(input_ids)
     if not candidates.is_chain:
         return candidates

@@ -42,35 +42,17 @@ class ProcessorsByValue:
     def __bool__(self) -> bool:
         return bool(self._processors)
 
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, buffer: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Process scores.
-
-        Args:
-            input_ids: passed on, and none of them reads it.
-            scores: fp32 `[m, V]`, left as they are.
-            buffer: fp32 `[m, V]`: may be used for the result, which saves the system's handing out of memory anew.
-        """
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Process scores, fp32 `[m, V]`; `input_ids` is passed on, and none of them reads it."""
         for one in self._processors:
-            if type(one) is TemperatureLogitsWarper:
-                scores = torch.div(scores, one.temperature, out=buffer)
-            elif type(one) is TopKLogitsWarper:
-                scores = _keep_top_k(one, scores, buffer)
-            else:
-                scores = one(input_ids, scores)
+            scores = _keep_top_k(one, scores) if type(one) is TopKLogitsWarper else one(input_ids, scores)
         return scores
 
 
-def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
     """What a `TopKLogitsWarper` does: values below the k-th largest of their row are replaced, ties are kept."""
-    last = top_k_ids(scores, min(warper.top_k, scores.shape[-1]))[:, -1:]
-    is_lower = scores < scores.gather(1, last)
-    if buffer is None:
-        return scores.masked_fill(is_lower, warper.filter_value)
-    if scores is not buffer:
-        buffer.copy_(scores)
-    return buffer.masked_fill_(is_lower, warper.filter_value)
+    kept = top_k_ids(scores, min(warper.top_k, scores.shape[-1]))
+    return scores.masked_fill(scores < scores.gather(1, kept[:, -1:]), warper.filter_value)
 
 
 def divide(processors: list) -> tuple[LogitsProcessorList, ProcessorsByValue]:

@@ -190,7 +190,7 @@ class TargetForward:
 
 
 class RowsBuffer:
-    """Memory for as many rows over the vocabulary as one call's verifications have, the same in every round.
+    """Memory for as many rows of logits as one call's verifications have, the same in every round.
 
     That for the rows of a tree takes milliseconds to be had from the system.
     """
@@ -203,10 +203,6 @@ class RowsBuffer:
         if self._memory is None or self._memory.shape[0] < count:
             self._memory = kind.new_empty(count, width)
         return self._memory[:count]
-
-    def like(self, rows: torch.Tensor) -> torch.Tensor:
-        """Memory of the size of `rows`, `[count, width]`."""
-        return self.rows(*rows.shape, rows)
 
 
 def keep_path(cache: Any, nodes: int, path: torch.Tensor) -> None:
