@@ -20,21 +20,20 @@ POLICIES = ("full", "frequency", "in_context", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
 MAX_NEW_TOKENS = 128
 REPEATS = 5
-PROMPT = '''def parse_header(line):
-    """Parse a header line and return the name and the value."""
-    i = line.find(':')
-    if i < 0:
-        raise ValueError("missing colon")
-    name = line[:i].strip()
-    value = line[i+1:].strip()
-    return name, value
+# A prompt ends where a token ends: the line break and the indentation after it are one.
+PROMPT = '''class Node:
+    def __init__(self, name, value, parent=None):
+        self.name = name
+        self.value = value
+        self.parent = parent
 
+    def get_name(self):
+        return self.name
 
-def parse_headers(lines):
-    """Parse header lines and return a dictionary."""
-    headers = {}
-    for line in lines:
-'''
+    def get_value(self):
+        return self.value
+
+    def get_parent(self):'''
 
 
 def load(name: str) -> PreTrainedModel:
