@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..errors import UnsupportedError
 from ..protocol import Candidates
 from .drafting import Drafting
-from .processing import divide
+from .processing import divide, take_batches
 from .target import keep_path
 from .verification import Outcome, verify_greedy, verify_sampled
 
@@ -119,6 +119,7 @@ class _Verifier:
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool):
         self._by_id, self._by_value = divide(list(processors))
+        self._in_batches = take_batches(self._by_id)
         self._do_sample = do_sample
         self._probabilities: torch.Tensor | None = None
 
@@ -129,7 +130,9 @@ class _Verifier:
             # Processors may write into what they are given.
             scores = logits.clone()
             for rows, context in _contexts(input_ids, candidates):
-                scores[rows] = self._by_id(context, scores[rows])
+                size = context.shape[0] if self._in_batches else 1
+                parts = zip(context.split(size), scores[rows].split(size), strict=True)
+                scores[rows] = torch.cat([self._by_id(one, own) for one, own in parts])
         return self._by_value(input_ids, scores) if self._by_value else scores
 
     def verify(self, scores: torch.Tensor, candidates: Candidates | None) -> Outcome:

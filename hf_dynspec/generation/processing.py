@@ -4,9 +4,20 @@ import torch
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,6 +38,27 @@ _BY_VALUE = (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+
+# These look at token ids, and give each sequence of a batch what they would give it alone. Others, such as a user's
+# own or one that asks a user's function, may count on the one sequence that `generate` was given.
+_BY_SEQUENCE = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+
+def take_batches(processors: list) -> bool:
+    """Whether all of these processors may be given several sequences at once."""
+    return all(type(one) in _BY_VALUE or type(one) in _BY_SEQUENCE for one in processors)
 
 
 class ProcessorsByValue:
