@@ -21,7 +21,7 @@ NUM_ASSISTANT_TOKENS = 5
 MAX_NEW_TOKENS = 128
 REPEATS = 5
 # A prompt ends where a token ends: the line break and the indentation after it are one.
-PROMPT = '''class Node:
+PROMPT = """class Node:
     def __init__(self, name, value, parent=None):
         self.name = name
         self.value = value
@@ -33,7 +33,7 @@ PROMPT = '''class Node:
     def get_value(self):
         return self.value
 
-    def get_parent(self):'''
+    def get_parent(self):"""
 
 
 def load(name: str) -> PreTrainedModel:

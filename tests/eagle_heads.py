@@ -119,6 +119,27 @@ def random_head(layout: str, vocabulary: int = 301, draft_vocabulary: int | None
     return head
 
 
+def agreeing_head(layout: str, **changes: Any) -> Head:
+    """A head that often agrees with a target whose layers hardly change what they are given: it passes the embedding
+    of the last token on, an EAGLE-3 head by attention to that token itself."""
+    head = random_head(layout, num_key_value_heads=4, **changes)
+    tensors, eye, none = head.tensors, torch.eye(32), torch.zeros(32, 32)
+    attention = f"{head.prefix}self_attn."
+    tensors[f"{head.prefix}mlp.down_proj.weight"] *= 0.05
+    if layout == "eagle2":
+        tensors["fc.weight"] = torch.cat([eye, 0.1 * tensors["fc.weight"][:, 32:]], 1)
+        tensors["fc.bias"] *= 0.05
+        tensors[f"{attention}o_proj.weight"] *= 0.05
+        return head
+    tensors["fc.weight"] *= 0.05
+    for letter, strength in (("q", 3), ("k", 3), ("v", 1)):
+        tensors[f"{attention}{letter}_proj.weight"] = torch.cat([strength * eye, none], 1)
+    tensors[f"{attention}o_proj.weight"] = 2 * eye
+    for name in (f"{head.prefix}input_layernorm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(32)
+    return head
+
+
 # The reference -------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import FAMILIES, tiny
 
-from hf_dynspec import UnsupportedError
+from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.head import DynamicLMHead, PackedRows, widen
 from hf_dynspec.kernels import cpu, packed_scores, reference, replace_rows, scattered_scores_for, top_k_ids
 from hf_dynspec.protocol import Shortlist
@@ -299,3 +299,150 @@ def test_top_k_ids_among_forbidden_tokens():
     top = top_k_ids(scores, 5)
     assert top[0, :2].tolist() == [3, 999] and top[1, 0] == 512
     assert all(row.unique().numel() == 5 for row in top)
+
+
+# The target's projection ---------------------------------------------------------------------------------------------
+
+DENSE_SIZES = [(1031, 129), (257, 64), (7, 3)]
+
+
+@pytest.fixture
+def small_weights_are_compiled(monkeypatch):
+    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
+
+
+@pytest.mark.parametrize("sizes", DENSE_SIZES)
+def test_the_compiled_dense_kernel_equals_its_plain_twin_and_is_what_ran(
+    sizes, small_weights_are_compiled, poisoned_memory, monkeypatch
+):
+    """For every number of rows up to the most, though it was compiled for two: the others are padded."""
+    weight = random(*sizes, seed=1)
+    assert cpu.can_compile_dense_scores(weight)
+    for m in (5, 12):
+        cpu.prepare_dense_scores(weight, m)
+    plain = reference.packed_scores
+    monkeypatch.setattr(reference, "packed_scores", must_not_run)
+    for m in range(1, 13):
+        hidden = random(m, sizes[1], seed=m)
+        before = hidden.clone()
+        actual = cpu.dense_scores(hidden, weight)
+        assert actual.shape == (m, sizes[0]) and actual.dtype == torch.float32
+        torch.testing.assert_close(
+            actual, truth(hidden, weight, None, torch.arange(sizes[0])), **TOLERANCE[torch.float32]
+        )
+        torch.testing.assert_close(actual, plain(hidden, weight, None), **TOLERANCE[torch.float32])
+        assert torch.equal(hidden, before)
+    # A slice of a larger tensor, as the last rows of a forward are.
+    wide = random(4, 2 * sizes[1], seed=3)
+    torch.testing.assert_close(
+        cpu.dense_scores(wide[1:, ::2], weight), plain(wide[1:, ::2], weight, None), **TOLERANCE[torch.float32]
+    )
+
+
+def test_more_rows_than_one_pass_takes_are_scored_in_several(small_weights_are_compiled, monkeypatch):
+    weight = random(263, 31, seed=1)
+    spy = Spy(reference.packed_scores)
+    monkeypatch.setattr(reference, "packed_scores", spy)
+    cpu.prepare_dense_scores(weight, 25)
+    assert cpu._COMPILED_PASSES[tuple(weight.shape)] == [9]  # three passes over the weight
+    for m in (1, 9, 10, 25, 40):
+        hidden = random(m, 31, seed=m)
+        for out in (None, torch.full((m, 263), torch.nan)):
+            actual = cpu.dense_scores(hidden, weight, out)
+            torch.testing.assert_close(actual, spy.function(hidden, weight, None), **TOLERANCE[torch.float32])
+    assert spy.calls == 0
+
+
+def test_what_was_not_prepared_goes_to_the_plain_twin(small_weights_are_compiled, monkeypatch):
+    spy = Spy(reference.packed_scores)
+    monkeypatch.setattr(reference, "packed_scores", spy)
+    hidden, weight = random(3, 31), random(269, 31, seed=1)
+    assert torch.equal(cpu.dense_scores(hidden, weight), spy.function(hidden, weight, None)) and spy.calls == 1
+
+
+def test_any_number_of_sizes_is_compiled(small_weights_are_compiled, monkeypatch):
+    """torch stops compiling one function after so many sizes, and then runs it uncompiled, which is far slower."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cpu._compiled_dense_scores.cache_clear()
+    monkeypatch.setattr(cpu, "_COMPILED_PASSES", {})
+    weight = random(61, 5)
+    for m in (1, 2, 3):
+        cpu.prepare_dense_scores(weight, m)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def test_what_has_no_compiled_dense_kernel(small_weights_are_compiled, monkeypatch):
+    weight = random(211, 37)
+    assert cpu.can_compile_dense_scores(weight)
+    for other in (weight.bfloat16(), weight.double(), weight.T, weight.to("meta")):
+        assert not cpu.can_compile_dense_scores(other)
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", weight.numel() + 1)
+    assert not cpu.can_compile_dense_scores(weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "granite"])
+def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_compiled, monkeypatch):
+    """Decoder and projection run one after the other, with the scale, cap and bias of the family; and the model's own
+    forward runs where it, or its projection, is hooked, replaced or given another weight. All say the same."""
+    drafter = tiny(family, seed=1)
+
+    def outputs(change=lambda target: None) -> tuple[torch.Tensor, int, int]:
+        """The output of a changed target with an assistant and without, how often its own forward and how often the
+        fast product ran."""
+        target = tiny(family)
+        assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=2)
+        kept = change(target)
+        forwards, forward = [], type(target).forward
+        calls, all_scores = [], DynamicLMHead.all_scores
+        with monkeypatch.context() as patch:
+            patch.setattr(DynamicLMHead, "all_scores", lambda *args: (calls.append(1), all_scores(*args))[1])
+            patch.setattr(
+                type(target),
+                "forward",
+                lambda self, *args, **kwargs: (forwards.append(1), forward(self, *args, **kwargs))[1],
+            )
+            arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 300}
+            output = target.generate(some_ids(9)[None], assistant_model=assistant, **arguments)
+            counts = len(forwards), len(calls)
+            assert torch.equal(output, target.generate(some_ids(9)[None], **arguments))
+        del kept
+        return output, *counts
+
+    def replace_weight(target):
+        projection = target.get_output_embeddings()
+        projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+
+    class Louder(torch.nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) * 2.0
+
+    def replace_projection(target):
+        projection = target.get_output_embeddings()
+        louder = Louder(*projection.weight.T.shape, bias=projection.bias is not None)
+        louder.load_state_dict(projection.state_dict())
+        target.set_output_embeddings(louder.eval())
+
+    plain, own, fast = outputs()
+    assert own == 0 and fast > 1, "the fast product did not run"
+    changes = {
+        "hook on the model": lambda target: target.register_forward_hook(lambda *args: None),
+        "hook before the model": lambda target: target.register_forward_pre_hook(lambda *args: None),
+        "hook on the projection": lambda target: target.get_output_embeddings().register_forward_hook(lambda *_: None),
+        "another weight": replace_weight,
+        "another projection": replace_projection,
+        "a forward of its own": lambda target: setattr(target, "forward", target.forward),
+    }
+    for name, change in changes.items():
+        output, own, fast = outputs(change)
+        assert torch.equal(output, plain), name
+        assert fast == 0, name
+        assert own > 1 or name == "a forward of its own", name
+    # What a hook changes is heard, as in plain generation.
+    shift = random(301, seed=8) * 30
+    hooked, _, fast = outputs(
+        lambda target: target.get_output_embeddings().register_forward_hook(lambda _, __, out: out + shift)
+    )
+    assert fast == 0 and not torch.equal(hooked, plain)

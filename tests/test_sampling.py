@@ -9,12 +9,22 @@ Two kinds of evidence, both with fixed seeds and with a false-alarm probability 
 
 import pytest
 import torch
+from eagle_heads import random_head
 from models import POLICY_CASES, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from scipy import stats as scipy_stats
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
-from hf_dynspec import DynSpecAssistant, FrequencyShortlist, InContextShortlist, UnionShortlist
-from hf_dynspec.generation.processing import draw
+from hf_dynspec import (
+    DynSpecAssistant,
+    EagleDrafter,
+    FrequencyShortlist,
+    InContextShortlist,
+    TreeConfig,
+    UnionShortlist,
+)
+from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.generation import decoding
+from hf_dynspec.generation.processing import ProcessorsByValue, draw
 from hf_dynspec.generation.token_choice import TokenChoice
 
 # Of 10,000 correct programs one would fail such a test.
@@ -229,6 +239,117 @@ def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
     torch.manual_seed(7)
     assistant = DynSpecAssistant(drafter, POLICIES["full"](), target=target, num_assistant_tokens=2)
     assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
+
+
+# Trees ---------------------------------------------------------------------------------------------------------------
+
+WIDE = TreeConfig(total_tokens=10, depth=2, top_k=3)
+TREE_CASES = [
+    ("full", "temperature"),
+    ("full", "top-k"),
+    ("full", "top-p"),
+    ("full", "repetition penalty"),
+    ("frequency", "everything"),
+    ("random", "everything"),
+]
+
+
+@pytest.mark.parametrize(("policy", "processors"), TREE_CASES)
+def test_every_token_of_long_texts_from_trees(policy, processors, target, drafter):
+    torch.manual_seed(7)
+    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=WIDE)
+    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS[processors])) > FALSE_ALARM
+    assert assistant.stats_total.accepted < assistant.stats_total.drafted
+    assert len(assistant.stats_total.tokens_per_round) > 2
+
+
+def eagle_of(target: PreTrainedModel, layout: str) -> EagleDrafter:
+    """Knows nothing; among so few tokens it is often right."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "target_hidden_size": 16}
+    head = random_head(layout, VOCABULARY, features=2, eagle_aux_hidden_state_layer_ids=[0, 1], **shape)
+    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
+
+
+@pytest.mark.parametrize(("layout", "tree"), [("eagle2", WIDE), ("eagle3", WIDE), ("eagle3", False)])
+def test_every_token_of_long_texts_from_eagle_heads(layout, tree, target, drafter):
+    torch.manual_seed(7)
+    assistant = DynSpecAssistant(eagle_of(target, layout), "full", target=target, tree=tree, num_assistant_tokens=2)
+    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["everything"])) > FALSE_ALARM
+    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
+
+
+@pytest.mark.parametrize("processors", ["everything"])
+def test_the_first_two_tokens_from_trees(processors, target, drafter):
+    torch.manual_seed(11)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
+    arguments = PROCESSORS[processors]
+    input_ids = prompt(3, vocabulary=12)
+    expected = enumerate_pairs(target, processors_of(target, arguments), input_ids)
+    counts = count_pairs(target, assistant, arguments, input_ids, samples=600)
+    assert chi_square(counts, expected) > FALSE_ALARM
+    foreign = enumerate_pairs(drafter, processors_of(target, arguments), input_ids)
+    assert chi_square(torch.distributions.Multinomial(600, foreign.flatten()).sample(), expected) < FALSE_ALARM
+
+
+def test_a_wrong_acceptance_of_trees_would_be_noticed(target, drafter, monkeypatch):
+    """The negative control: what the tree holds is accepted more often than it should be."""
+    verify = decoding.verify
+
+    def wrong(candidates, process, do_sample, device):
+        def likelier(row, path):
+            scores = process(row, path)
+            if candidates is not None:
+                scores[0, candidates.token_ids[candidates.parents + 1 == row]] += 2.0
+            return scores
+
+        return verify(candidates, likelier, do_sample, device)
+
+    monkeypatch.setattr(decoding, "verify", wrong)
+    torch.manual_seed(7)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
+    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
+
+
+def test_sampling_from_trees_is_reproducible_from_torchs_seed(target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICIES["union"](), target=target, tree=WIDE)
+    outputs = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        outputs.append(sample(target, prompt(3, vocabulary=12), assistant, {}, 60).tolist())
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+# Processors that look at values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 50, 299, 300, 5000])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_k_is_transformers_own(k, ties):
+    """With ties at the border, which are all kept; with forbidden tokens; and with more than there are."""
+    scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(k))
+    if ties:
+        scores = scores.mul(2).round()
+    scores[1, :290] = -torch.inf
+    scores[2] = 0.5
+    before = scores.clone()
+    for warper in (
+        TopKLogitsWarper(k),
+        TopKLogitsWarper(k, filter_value=-9.0),
+        TopKLogitsWarper(1, min_tokens_to_keep=k),
+    ):
+        expected = warper(None, before.clone())
+        assert torch.equal(ProcessorsByValue([warper])(None, scores), expected)
+        assert torch.equal(scores, before), "the scores that were given must stay as they are"
+    assert bool(ProcessorsByValue([TopKLogitsWarper(3)])) and not ProcessorsByValue([])
+
+
+def test_processors_by_value_follow_one_another(target):
+    processors = processors_of(target, {"temperature": 1.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05})
+    by_value = [one for one in processors if not isinstance(one, ForbidEos)]
+    assert len(by_value) >= 4
+    scores = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
+    expected = LogitsProcessorList(by_value)(torch.zeros(6, 1, dtype=torch.int64), scores.clone())
+    assert torch.equal(ProcessorsByValue(by_value)(torch.zeros(1, 1, dtype=torch.int64), scores.clone()), expected)
 
 
 # The draw itself -----------------------------------------------------------------------------------------------------

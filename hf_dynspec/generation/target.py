@@ -177,7 +177,13 @@ class TargetForward:
             cache = DynamicCache(config=config)
             self.model(input_ids=prefix[:, :-1], past_key_values=cache, use_cache=True)
             kwargs = {"past_key_values": cache, "use_cache": True}
-            verified = self.run(prefix, tree, 1, False, kwargs, ()).logits[0, -1]
+            try:
+                verified = self.run(prefix, tree, 1, False, kwargs, ()).logits[0, -1]
+            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                raise UnsupportedError(
+                    f"{name} cannot verify a tree of tokens, as it takes no tree mask: {error}. Draft chains with "
+                    "tree=False."
+                ) from error
             path = torch.cat([prefix, tree.token_ids[None, 1::2]], dim=1)
             alone = self.model(input_ids=path, use_cache=False).logits[0, -1]
             tolerance = (1e-3 if self.model.dtype == torch.float32 else 5e-2) * alone.float().abs().max()

@@ -1,0 +1,63 @@
+"""EAGLE-2's dynamic tree in plain lists, and what tests read off a tree of candidates."""
+
+from collections.abc import Callable
+
+import torch
+
+from hf_dynspec import TreeConfig
+from hf_dynspec.protocol import Candidates
+
+Path = tuple[int, ...]
+
+
+def slow_tree(successors: Callable[[Path], dict[int, float]], config: TreeConfig) -> dict[Path, float]:
+    """Every node of the tree, as the path of tokens that leads to it, with its score (EAGLE-2, section 4).
+
+    Args:
+        successors: the log-probability of each token after a path.
+        config: the shape.
+    """
+    frontier, nodes = [((), 0.0)], []
+    for _ in range(config.depth + 1):
+        level = []
+        for path, score in frontier:
+            best = sorted(successors(path).items(), key=lambda one: -one[1])[: config.top_k]
+            level += [((*path, token), score + log_probability) for token, log_probability in best]
+        nodes += level
+        frontier = sorted(level, key=lambda one: -one[1])[: config.top_k]
+    # The sort is stable: of a parent and a child of the same score, the parent comes first.
+    chosen = dict(sorted(nodes, key=lambda one: -one[1])[: config.total_tokens - 1])
+    assert all(path[:end] in chosen for path in chosen for end in range(1, len(path)))
+    return chosen
+
+
+def paths_of(candidates: Candidates) -> list[Path]:
+    """The path of tokens that leads to each node, after a look at whether it is a tree at all."""
+    paths: list[Path] = []
+    for node, (token, parent, depth) in enumerate(
+        zip(candidates.token_ids.tolist(), candidates.parents.tolist(), candidates.depths.tolist(), strict=True)
+    ):
+        assert -1 <= parent < node, "a node must come after its parent"
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert depth == len(paths[-1]) - 1
+    assert candidates.depths.diff().min() >= 0 if len(paths) > 1 else True, "nodes must come level by level"
+    return paths
+
+
+def assert_same_tree(candidates: Candidates, expected: dict[Path, float], tolerance: float) -> None:
+    """The same nodes, with the same scores up to rounding."""
+    actual = dict(zip(paths_of(candidates), candidates.scores.tolist(), strict=True))
+    assert len(actual) == candidates.token_ids.shape[0], "two nodes have the same path"
+    assert actual.keys() == expected.keys()
+    paths = list(expected)
+    torch.testing.assert_close(
+        torch.tensor([actual[path] for path in paths]),
+        torch.tensor([expected[path] for path in paths]),
+        rtol=0,
+        atol=tolerance,
+    )
+
+
+def over_shortlist(logits: torch.Tensor, ids: torch.Tensor) -> dict[int, float]:
+    """The log-probability of each id of a shortlist, given logits `[V]`."""
+    return dict(zip(ids.tolist(), logits.float()[ids].log_softmax(-1).tolist(), strict=True))

@@ -1,0 +1,480 @@
+"""EAGLE heads inside `generate`: exact output from chains and trees, and drafts that are made of the true features."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from draft_trees import assert_same_tree, over_shortlist, paths_of, slow_tree
+from eagle_heads import LAYOUTS, Head, SlowHead, agreeing_head, random_head, target_features
+from models import EOS, POLICY_CASES, SLIDING_WINDOW, TERRIBLE, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig, UnsupportedError
+from hf_dynspec.configuration import ModelReference
+from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.generation.drafting import Drafting
+from hf_dynspec.hub import read_artifact
+from hf_dynspec.session import DraftSession
+
+ALL_POLICIES = POLICY_CASES | TERRIBLE
+SHAPE = TreeConfig(total_tokens=24, depth=3, top_k=4)
+SHAPES = {"chain": False, "tree": SHAPE}
+# Log-probabilities of paths of up to four tokens, in fp32, where logits reach about 10.
+CLOSE = 2e-3
+DRAFTABLE = 110
+
+
+def soft(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
+    """A target of four layers that hardly change what they are given, so that `agreeing_head` agrees with it."""
+    if family == "gemma3":
+        changes = {"layer_types": ["sliding_attention", "full_attention"] * 2, **changes}
+    target = tiny(family, seed=seed, num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.25)
+    return target
+
+
+def drafter_of(head: Head, target: PreTrainedModel) -> EagleDrafter:
+    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
+
+
+def trimmed_head(layout: str, target: PreTrainedModel) -> Head:
+    """A head for a third of the vocabulary, EOS not among it, whose own projection is nearly the target's."""
+    head = agreeing_head(layout, draft_vocabulary=DRAFTABLE, seed=2)
+    ids = head.tensors["t2d"].nonzero()[:, 0]
+    rows = target.get_output_embeddings().weight.detach()[ids]
+    head.tensors["lm_head.weight"] = rows + 0.02 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    assert EOS not in ids.tolist()
+    return head
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return soft()
+
+
+@pytest.fixture(scope="module", params=["eagle2", "eagle3"])
+def drafter(request, target) -> EagleDrafter:
+    return drafter_of(agreeing_head(request.param), target)
+
+
+@pytest.fixture(scope="module")
+def trimmed(target) -> EagleDrafter:
+    return drafter_of(trimmed_head("eagle3", target), target)
+
+
+def generate(target, assistant=None, input_ids=None, **arguments):
+    input_ids = prompt(seed=1) if input_ids is None else input_ids
+    defaults = {"max_new_tokens": 24, "do_sample": False, "assistant_model": assistant}
+    return target.generate(input_ids, **{**defaults, **arguments})
+
+
+def assert_same(target, assistant, input_ids=None, **arguments) -> torch.Tensor:
+    """The output with the assistant, which is the one without."""
+    actual = generate(target, assistant, input_ids, **arguments)
+    assert torch.equal(actual, generate(target, None, input_ids, **arguments))
+    return actual
+
+
+@pytest.fixture
+def rounds(monkeypatch) -> list:
+    """The (prefix, longest useful path, candidates) of every tree that any session drafts."""
+    recorded = []
+    draft = DraftSession.draft_tree
+
+    def recording(self, prefix, config, most):
+        candidates = draft(self, prefix, config, most)
+        recorded.append((prefix.clone(), most, candidates))
+        return candidates
+
+    monkeypatch.setattr(DraftSession, "draft_tree", recording)
+    return recorded
+
+
+# Exact output --------------------------------------------------------------------------------------------------------
+
+
+CASES = [(name, "tree") for name in ALL_POLICIES] + [(name, "chain") for name in ("full", "hybrid", "eos_only")]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_greedy_output_is_the_targets_own(name, shape, target, drafter):
+    assistant = DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPES[shape])
+    output = assert_same(target, assistant)
+    assert assistant.stats.tokens == output.shape[1] - 12
+    assert assistant.stats.accepted < assistant.stats.drafted
+    if name == "full":
+        assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_that_knows_nothing_changes_nothing(layout, shape, target):
+    assistant = DynSpecAssistant(drafter_of(random_head(layout), target), target=target, tree=SHAPES[shape])
+    assert_same(target, assistant)
+    assert assistant.stats.acceptance_rate < 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("layout", ["eagle2", "eagle3"])
+def test_every_family_of_targets(layout, family, rounds):
+    """With windows shorter than the text."""
+    target = soft(family)
+    drafter = drafter_of(agreeing_head(layout), target)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    assert_same(target, assistant, prompt(SLIDING_WINDOW + 4), eos_token_id=VOCABULARY - 1)
+    # What the drafter was told in rounds is what it would be told at once.
+    for prefix, most, drafted in list(rounds):
+        if most > SHAPE.depth:
+            alone = assistant.draft_round(prefix.unsqueeze(0))
+            assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
+def test_short_outputs_are_not_overshot(new_tokens, target, drafter):
+    for tree in SHAPES.values():
+        assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
+        assert assert_same(target, assistant, max_new_tokens=new_tokens).shape[1] == 12 + new_tokens
+        assert assistant.stats.tokens == new_tokens
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 7])
+def test_the_end_of_the_text(place, target, drafter):
+    end = int(generate(target)[0, 12 + place])
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    assert assert_same(target, assistant, eos_token_id=end)[0, -1] == end
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_prompts(length, target, drafter):
+    for tree in SHAPES.values():
+        assert_same(target, DynSpecAssistant(drafter, "full", target=target, tree=tree), prompt(length))
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_what_the_user_asks_for_comes_with_what_the_drafter_needs(name, drafter, target):
+    """The hidden states that the head reads are neither returned unasked nor missing from those that are."""
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
+    plain = generate(target, assistant, return_dict_in_generate=True)
+    assert plain.hidden_states is None
+    arguments = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
+    actual, expected = generate(target, assistant, **arguments), generate(target, None, **arguments)
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for one, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        assert [tensor.shape for tensor in one] == [tensor.shape for tensor in other]
+        for mine, its in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-3)
+    for one, other in zip(actual.logits, expected.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+# One round -----------------------------------------------------------------------------------------------------------
+
+
+def slow_draft(head: Head, drafter: EagleDrafter, target, text, config, ids) -> dict:
+    """The tree of the reference head, which computes a whole path anew for every node, from the target's features."""
+    slow = SlowHead(head, target.get_input_embeddings().weight.detach())
+    features = target_features(target, text[:-1], drafter.reads)
+    token_ids, weight = drafter.head.token_ids, drafter.head.weight
+
+    def successors(path: tuple[int, ...]) -> dict[int, float]:
+        scores = slow.after(text, features, list(path)) @ weight.T
+        if token_ids is not None:
+            scores = torch.full((VOCABULARY,), torch.nan).index_put((token_ids,), scores)
+        return over_shortlist(scores, ids)
+
+    return slow_tree(successors, config)
+
+
+@pytest.mark.parametrize("shape", [(60, 5, 10), (20, 3, 4), (5, 0, 6)])
+@pytest.mark.parametrize("name", ["full", "frequency"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "trimmed"])
+def test_a_round_equals_the_papers_algorithm(layout, name, shape, target):
+    head = trimmed_head("eagle3", target) if layout == "trimmed" else agreeing_head(layout)
+    drafter, config = drafter_of(head, target), TreeConfig(*shape)
+    draftable = set(range(VOCABULARY) if drafter.head.token_ids is None else drafter.head.token_ids.tolist())
+    ids = [EOS, *(one for one in range(VOCABULARY - 1, -1, -1) if one != EOS)]
+    ids = torch.tensor([one for one in ids if one in draftable][: None if name == "full" else 90])
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=config)
+    for seed, length in ((0, 2), (1, 19)):
+        text = prompt(length, seed)
+        expected = slow_draft(head, drafter, target, text[0], config, ids)
+        assert_same_tree(assistant.draft_round(text), expected, CLOSE)
+
+
+@pytest.mark.parametrize("name", ["full", "frequency"])
+def test_a_call_drafts_what_its_texts_alone_would(name, target, drafter, rounds):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
+    assert_same(target, assistant)
+    compared = 0
+    for prefix, most, drafted in list(rounds):
+        if most <= SHAPE.depth:
+            assert int(drafted.depths.max()) < most
+            continue
+        alone = assistant.draft_round(prefix.unsqueeze(0))
+        assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
+        compared += 1
+    assert compared > 3
+
+
+def test_a_round_of_a_chain(target, drafter):
+    text = prompt(9)
+    chain = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=4).draft_round(text)
+    tree = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(5, 3, 1)).draft_round(text)
+    assert paths_of(chain) == paths_of(tree)
+    torch.testing.assert_close(chain.scores, tree.scores, rtol=0, atol=CLOSE)
+
+
+# Trimmed vocabularies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_every_policy_works_in_the_heads_own_vocabulary(name, shape, target, trimmed, monkeypatch):
+    draftable = set(trimmed.head.token_ids.tolist())
+    keep, drafted = DraftSession._keep, []
+
+    def checking(self, candidates):
+        assert set(candidates.token_ids.tolist()) <= draftable
+        for shortlist in candidates.shortlists:
+            assert set(shortlist.scored_slots.tolist()) <= draftable and shortlist.ids().numel()
+        drafted.append(candidates)
+        return keep(self, candidates)
+
+    monkeypatch.setattr(DraftSession, "_keep", checking)
+    assistant = DynSpecAssistant(trimmed, POLICY_CASES[name](), target=target, tree=SHAPES[shape])
+    assert_same(target, assistant)
+    assert drafted and 0 < assistant.stats_total.active_vocabulary_max <= DRAFTABLE
+    assert assistant.stats_total.oov_rate > 0
+    if name == "full":
+        assert assistant.stats_total.active_vocabulary == DRAFTABLE and assistant.stats_total.accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_end_that_the_head_cannot_draft(shape, target, trimmed):
+    """It comes from the target."""
+    plain = generate(target)[0, 12:].tolist()
+    draftable = trimmed.head.token_ids.tolist()
+    end = next(token for token in plain[3:] if token not in draftable)
+    assistant = DynSpecAssistant(trimmed, "full", target=target, tree=SHAPES[shape])
+    assert assert_same(target, assistant, eos_token_id=end)[0, -1] == end
+    able = next(token for token in plain[3:] if token in draftable)
+    assert assert_same(target, assistant, eos_token_id=[EOS, able])[0, -1] == able
+    assert assistant.scored_eos_token_ids(target.generation_config) == ()
+
+
+# Padding, caches, conversations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("layout", ["eagle2", "eagle3"])
+def test_left_padding(layout, family, shape):
+    """The head is given neither padding nor what the target made of it: it drafts as it does without."""
+    target = soft(family)
+    assistant = DynSpecAssistant(drafter_of(agreeing_head(layout), target), "full", target=target, tree=SHAPES[shape])
+    arguments = {"eos_token_id": VOCABULARY - 1}
+    generate(target, assistant, **arguments)
+    expected = assistant.stats.to_dict()
+    for padding in (1, 5):
+        padded = torch.cat([torch.zeros(1, padding, dtype=torch.int64), prompt(seed=1)], dim=1)
+        mask = (torch.arange(padded.shape[1]) >= padding).long().unsqueeze(0)
+        output = assert_same(target, assistant, padded, attention_mask=mask, **arguments)
+        assert torch.equal(output[:, padding:], generate(target, None, **arguments))
+        assert assistant.stats.to_dict() == expected
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_cache", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_turns(family, with_cache, shape, drafter):
+    """With the target's cache handed on or not, in a conversation or not."""
+    target = soft(family)
+    drafter = (
+        drafter_of(agreeing_head(f"eagle{drafter.settings.generation}"), target) if family != "llama" else drafter
+    )
+    target = target if family != "llama" else soft()
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    for ours in (assistant, assistant.conversation()):
+        texts, caches = [prompt(14), prompt(14)], [None, None]
+        for turn in range(3):
+            outputs = []
+            for side, one in enumerate((ours, None)):
+                output = generate(
+                    target,
+                    one,
+                    texts[side],
+                    past_key_values=caches[side],
+                    return_dict_in_generate=True,
+                    max_new_tokens=9,
+                    eos_token_id=VOCABULARY - 1,
+                )
+                outputs.append(output.sequences)
+                caches[side] = output.past_key_values if with_cache else None
+                texts[side] = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
+            assert torch.equal(*outputs)
+        assert assistant.stats_total.accepted > 0
+
+
+def reads_of(monkeypatch) -> list[tuple[int, int]]:
+    """The length of every prefix that a head is brought to, and how many features it is given."""
+    from hf_dynspec.drafters.eagle import EagleState
+
+    advance, reads = EagleState.advance, []
+
+    def recording(self, prefix, features=None):
+        reads.append((prefix.shape[0], features.shape[0]))
+        return advance(self, prefix, features)
+
+    monkeypatch.setattr(EagleState, "advance", recording)
+    return reads
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_a_conversation_drafts_as_from_scratch(with_cache, target, drafter, rounds):
+    """In a conversation every feature is known, also those of turns that the target does not read again."""
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    conversation = assistant.conversation()
+    text, cache = prompt(14), None
+    for turn in range(3):
+        output = generate(
+            target, conversation, text, past_key_values=cache, return_dict_in_generate=True, max_new_tokens=9
+        )
+        cache = output.past_key_values if with_cache else None
+        text = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
+    compared = 0
+    for prefix, most, drafted in list(rounds):
+        if most > SHAPE.depth:
+            alone = assistant.draft_round(prefix.unsqueeze(0))
+            assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
+            compared += prefix.shape[0] > 24
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_conversation_may_change_its_past(shape, target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    conversation = assistant.conversation()
+    text = prompt(30)
+    for position in (29, 12, 0):
+        generate(target, conversation, text, max_new_tokens=9)
+        text = text.clone()
+        text[0, position] = 3 + (int(text[0, position]) + 1) % (VOCABULARY - 3)
+        assert_same(target, conversation, text)
+        in_conversation = assistant.stats.to_dict()
+        generate(target, assistant, text)
+        assert in_conversation == assistant.stats.to_dict()
+    assert_same(target, conversation, text[:, :7])
+
+
+def test_a_cache_without_its_features(target, drafter):
+    """Of a cache that was made elsewhere the head knows nothing: it starts at the tokens that the target reads."""
+    with torch.no_grad():
+        cache = target(prompt(20)[:, :-1], past_key_values=DynamicCache()).past_key_values
+    for tree in SHAPES.values():
+        assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
+        expected = generate(target, None, prompt(20))
+        with torch.no_grad():
+            cache = target(prompt(20)[:, :-1], past_key_values=DynamicCache()).past_key_values
+        assert torch.equal(generate(target, assistant, prompt(20), past_key_values=cache), expected)
+        assert assistant.stats.drafted > 0
+
+
+def test_features_of_the_prompt_are_given_once(target, drafter, monkeypatch):
+    reads = reads_of(monkeypatch)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    generate(target, assistant)
+    length = 12
+    for prefix, features in reads:
+        assert features == prefix - (1 if length == 12 else length)
+        length = prefix
+    assert len(reads) > 3
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hybrid"])
+def test_two_threads_on_one_assistant(name, target, drafter):
+    prompts = [prompt(10 + seed, seed) for seed in range(4)]
+    expected = [generate(target, None, input_ids) for input_ids in prompts]
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
+    together = threading.Barrier(2)
+
+    def run(half: int) -> list[torch.Tensor]:
+        together.wait(timeout=30)
+        return [generate(target, assistant, input_ids) for input_ids in prompts[half::2]]
+
+    with ThreadPoolExecutor(2) as pool:
+        for half, outputs in enumerate(pool.map(run, range(2), timeout=60)):
+            for output, own in zip(outputs, expected[half::2], strict=True):
+                assert torch.equal(output, own)
+    alone = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
+    for input_ids in prompts:
+        generate(target, alone, input_ids)
+    assert assistant.stats_total.to_dict() == alone.stats_total.to_dict()
+
+
+# Artifacts and binding -----------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_names_the_head_and_keeps_the_shape(target, tmp_path):
+    head = agreeing_head("eagle3")
+    drafter = EagleDrafter.from_pretrained(head.write(tmp_path / "home" / "head"), target=target)
+    assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target, tree=SHAPE)
+    folder = assistant.save_pretrained(tmp_path / "artifact")
+    config, _ = read_artifact(folder)
+    assert config.drafter == ModelReference("head", architecture="EagleDrafter", local=True)
+    assert config.tree == SHAPE
+    with pytest.raises(ArtifactError, match="not on the Hub"):
+        DynSpecAssistant.from_pretrained(folder, target=target)
+    again = DynSpecAssistant.from_pretrained(folder, target=target, drafter=drafter)
+    assert again.tree == SHAPE
+    assert torch.equal(generate(target, again), generate(target, assistant))
+    assert again.stats.to_dict() == assistant.stats.to_dict()
+
+
+def test_a_head_that_was_never_in_a_folder_is_not_named(target, drafter, tmp_path):
+    DynSpecAssistant(drafter, "full", target=target, tree=SHAPE).save_pretrained(tmp_path)
+    assert read_artifact(tmp_path)[0].drafter is None
+
+
+def test_a_head_and_a_model_draft_for_one_target(target, drafter):
+    head = DynSpecAssistant(drafter, RandomShortlist(80), target=target, tree=SHAPE)
+    model = DynSpecAssistant(perturbed(target), "full", target=target, tree=SHAPE)
+    chain = DynSpecAssistant(perturbed(target), "full", target=target)
+    for assistant in (head, model, chain, head):
+        assert_same(target, assistant)
+    target_stays = dict(target.__dict__)
+    with pytest.raises(UnsupportedError):
+        DynSpecAssistant(drafter, target=tiny(vocabulary=3000))
+    assert target.__dict__ == target_stays
+
+
+# Controls ------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
+    """The drafts of a call whose features are those of the tokens before are not those of its texts."""
+    observe = Drafting._observe_features
+
+    def late(self, outputs, outcome, rows):
+        outputs.hidden_states = [None if state is None else state.roll(1, -2) for state in outputs.hidden_states]
+        observe(self, outputs, outcome, rows)
+
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafting, "_observe_features", late)
+        assert_same(target, assistant)
+    differ = 0
+    for prefix, most, drafted in list(rounds):
+        if most > SHAPE.depth:
+            alone = assistant.draft_round(prefix.unsqueeze(0))
+            scores = dict(zip(paths_of(alone), alone.scores.tolist(), strict=True))
+            own = dict(zip(paths_of(drafted), drafted.scores.tolist(), strict=True))
+            differ += any(abs(scores.get(path, 9.0) - score) > CLOSE for path, score in own.items())
+    assert differ > 3
