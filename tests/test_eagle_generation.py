@@ -68,7 +68,7 @@ def trimmed(target) -> EagleDrafter:
 
 def generate(target, assistant=None, input_ids=None, **arguments):
     input_ids = prompt(seed=1) if input_ids is None else input_ids
-    defaults = {"max_new_tokens": 24, "do_sample": False, "assistant_model": assistant}
+    defaults = {"max_new_tokens": 18, "do_sample": False, "assistant_model": assistant}
     return target.generate(input_ids, **{**defaults, **arguments})
 
 
@@ -118,8 +118,11 @@ def test_a_head_that_knows_nothing_changes_nothing(layout, shape, target):
     assert assistant.stats.acceptance_rate < 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
-@pytest.mark.parametrize("layout", ["eagle2", "eagle3"])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("eagle2", one) for one in ("qwen2", "mistral", "gemma2")]
+    + [("eagle3", one) for one in ("llama", "qwen3", "mistral", "gemma3")],
+)
 def test_every_family_of_targets(layout, family, rounds):
     """With windows shorter than the text."""
     target = soft(family)
@@ -141,7 +144,7 @@ def test_short_outputs_are_not_overshot(new_tokens, target, drafter):
         assert assistant.stats.tokens == new_tokens
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("place", [0, 1, 2, 5])
 def test_the_end_of_the_text(place, target, drafter):
     end = int(generate(target)[0, 12 + place])
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
@@ -189,7 +192,7 @@ def slow_draft(head: Head, drafter: EagleDrafter, target, text, config, ids) -> 
     return slow_tree(successors, config)
 
 
-@pytest.mark.parametrize("shape", [(60, 5, 10), (20, 3, 4), (5, 0, 6)])
+@pytest.mark.parametrize("shape", [(60, 5, 10), (5, 0, 6)])
 @pytest.mark.parametrize("name", ["full", "frequency"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "trimmed"])
 def test_a_round_equals_the_papers_algorithm(layout, name, shape, target):
@@ -199,7 +202,7 @@ def test_a_round_equals_the_papers_algorithm(layout, name, shape, target):
     ids = [EOS, *(one for one in range(VOCABULARY - 1, -1, -1) if one != EOS)]
     ids = torch.tensor([one for one in ids if one in draftable][: None if name == "full" else 90])
     assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=config)
-    for seed, length in ((0, 2), (1, 19)):
+    for seed, length in ((0, 2), (1, 13)):
         text = prompt(length, seed)
         expected = slow_draft(head, drafter, target, text[0], config, ids)
         assert_same_tree(assistant.draft_round(text), expected, CLOSE)
@@ -231,8 +234,7 @@ def test_a_round_of_a_chain(target, drafter):
 # Trimmed vocabularies ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", POLICY_CASES)
+@pytest.mark.parametrize(("name", "shape"), [one for one in CASES if one[0] in POLICY_CASES])
 def test_every_policy_works_in_the_heads_own_vocabulary(name, shape, target, trimmed, monkeypatch):
     draftable = set(trimmed.head.token_ids.tolist())
     keep, drafted = DraftSession._keep, []
@@ -279,7 +281,7 @@ def test_left_padding(layout, family, shape):
     arguments = {"eos_token_id": VOCABULARY - 1}
     generate(target, assistant, **arguments)
     expected = assistant.stats.to_dict()
-    for padding in (1, 5):
+    for padding in (5,):
         padded = torch.cat([torch.zeros(1, padding, dtype=torch.int64), prompt(seed=1)], dim=1)
         mask = (torch.arange(padded.shape[1]) >= padding).long().unsqueeze(0)
         output = assert_same(target, assistant, padded, attention_mask=mask, **arguments)
@@ -301,7 +303,7 @@ def test_turns(family, with_cache, shape, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
     for ours in (assistant, assistant.conversation()):
         texts, caches = [prompt(14), prompt(14)], [None, None]
-        for turn in range(3):
+        for turn in range(2):
             outputs = []
             for side, one in enumerate((ours, None)):
                 output = generate(
@@ -360,7 +362,7 @@ def test_a_conversation_may_change_its_past(shape, target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
     conversation = assistant.conversation()
     text = prompt(30)
-    for position in (29, 12, 0):
+    for position in (29, 12):
         generate(target, conversation, text, max_new_tokens=9)
         text = text.clone()
         text[0, position] = 3 + (int(text[0, position]) + 1) % (VOCABULARY - 3)

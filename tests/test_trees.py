@@ -54,7 +54,7 @@ from hf_dynspec.session import DraftSession
 from hf_dynspec.tree import TreeGrowth, attention_mask, attention_windows, descent
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
-NEW_TOKENS = 32
+NEW_TOKENS = 22
 SHAPE = TreeConfig(total_tokens=24, depth=4, top_k=4)
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 100.
 CLOSE = {"rtol": 1e-4, "atol": 3e-3}
@@ -446,10 +446,10 @@ def test_every_family(family, attention):
     target.set_attn_implementation(attention)
     drafter = perturbed(target)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
-    output = assert_same(target, assistant, prompt(14), max_new_tokens=36, eos_token_id=VOCABULARY - 1)
+    output = assert_same(target, assistant, prompt(14), max_new_tokens=26, eos_token_id=VOCABULARY - 1)
     assert output.shape[1] > SLIDING_WINDOW + 10, "the text never got past the sliding windows"
     assert len(assistant.stats.tokens_per_round) > 3, "no path of more than one token was ever accepted"
-    text, shape = output[:, :40], TreeConfig(10, 2, 3)
+    text, shape = output[:, :32], TreeConfig(10, 2, 3)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=shape)
     assert_same_tree(assistant.draft_round(text), slow_draft(drafter, text, shape), tolerance=2e-3)
 
@@ -469,13 +469,13 @@ def gemma() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("prompt_length", [SLIDING_WINDOW - 2, SLIDING_WINDOW, 40])
+@pytest.mark.parametrize("prompt_length", [SLIDING_WINDOW - 2, 40])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "cohere2"])
 def test_a_cache_without_windows(family, prompt_length):
     """A passed-in `DynamicCache()` keeps all positions, also those that the windows of the model have left behind."""
     target = confident(tiny(family, seed=3))
     assistant = DynSpecAssistant(perturbed(target), "full", target=target, tree=SHAPE)
-    arguments = {"max_new_tokens": 30, "eos_token_id": VOCABULARY - 1}
+    arguments = {"max_new_tokens": 20, "eos_token_id": VOCABULARY - 1}
     expected = generate(target, None, prompt(prompt_length), **arguments)
     for cache in (DynamicCache(), DynamicCache(config=target.config), None):
         output = generate(target, assistant, prompt(prompt_length), past_key_values=cache, **arguments)
@@ -645,7 +645,7 @@ def test_nodes_come_from_their_shortlists(name, target, drafter, rounds):
 # Lengths and ends ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 5])
 def test_short_outputs_are_not_overshot(new_tokens, target):
     """Also by a drafter that is always right."""
     assistant = DynSpecAssistant(target, "full", target=target, tree=SHAPE)
@@ -704,7 +704,7 @@ def test_a_criterion_is_asked_after_every_token(length, assistant, target):
     assert output.past_key_values.get_seq_length() == length - 1
 
 
-@pytest.mark.parametrize("place", [2, 5, 6, 11])
+@pytest.mark.parametrize("place", [2, 5, 9])
 def test_stop_strings(place, target, full):
     tokenizer = character_tokenizer()
     stop = tokenizer.decode(generate(target)[0, 12 + place : 14 + place])
@@ -903,8 +903,8 @@ def test_a_cache_of_the_prompt_but_its_last_token(assistant, target):
 def test_a_conversation_stays_exact(name, target, drafter):
     conversation = DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPE).conversation()
     text = prompt(10)
-    for turn in range(3):
-        output = assert_same(target, conversation, text, max_new_tokens=14)
+    for turn in range(2):
+        output = assert_same(target, conversation, text, max_new_tokens=12)
         text = torch.cat([output, prompt(5, seed=50 + turn)], dim=1)
 
 
@@ -914,7 +914,7 @@ def test_a_conversation_may_change_its_past(family):
     assistant = DynSpecAssistant(perturbed(target), "full", target=target, tree=SHAPE)
     conversation = assistant.conversation()
     text = prompt(30)
-    for position in (29, 12, 0):
+    for position in (29, 12):
         generate(target, conversation, text, max_new_tokens=12)
         text = text.clone()
         text[0, position] = 3 + (int(text[0, position]) + 1) % (VOCABULARY - 3)
