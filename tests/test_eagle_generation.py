@@ -464,9 +464,9 @@ def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
     """The drafts of a call whose features are those of the tokens before are not those of its texts."""
     observe = Drafting._observe_features
 
-    def late(self, outputs, outcome, rows):
+    def late(self, outputs, outcome):
         outputs.hidden_states = [None if state is None else state.roll(1, -2) for state in outputs.hidden_states]
-        observe(self, outputs, outcome, rows)
+        observe(self, outputs, outcome)
 
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
     with monkeypatch.context() as patch:
