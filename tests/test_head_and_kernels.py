@@ -363,14 +363,14 @@ def test_what_was_not_prepared_goes_to_the_plain_twin(small_weights_are_compiled
 
 def test_any_number_of_sizes_is_compiled(small_weights_are_compiled, monkeypatch):
     """torch stops compiling one function after so many sizes, and then runs it uncompiled, which is far slower."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cpu._compiled_dense_scores.cache_clear()
     monkeypatch.setattr(cpu, "_COMPILED_PASSES", {})
     weight = random(61, 5)
-    for m in (1, 2, 3):
-        cpu.prepare_dense_scores(weight, m)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for m in (1, 2, 3):
+            cpu.prepare_dense_scores(weight, m)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 

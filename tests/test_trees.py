@@ -400,7 +400,7 @@ def assert_same(target, assistant, input_ids=None, **arguments) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALL_POLICIES)
 def test_greedy_output_is_the_targets_own(name, target, drafter):
-    assistant = DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=True)
+    assistant = DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPE)
     output = assert_same(target, assistant)
     stats = assistant.stats
     assert stats.tokens == output.shape[1] - 12
