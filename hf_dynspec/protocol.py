@@ -27,18 +27,16 @@ class VocabularyInfo:
     draftable: torch.Tensor | None = None
 
     @functools.cached_property
-    def row_of(self) -> torch.Tensor | None:
-        """int64 `[size + 1]`: the head's row of each id, −1 for those that it cannot score and at the last entry, to
-        which ids past the vocabulary are sent. None where row `i` is id `i`."""
-        if self.draftable is None:
-            return None
-        rows = torch.full((self.size + 1,), -1, dtype=torch.int64, device=self.device)
-        return rows.scatter(0, self.draftable, torch.arange(self.draftable.shape[0], device=self.device))
+    def _is_draftable(self) -> torch.Tensor:
+        """bool `[size + 1]`: for each id; the last entry is for ids past the vocabulary."""
+        table = torch.zeros(self.size + 1, dtype=torch.bool, device=self.device)
+        return table.index_fill(0, self.draftable, True)
 
     def can_draft(self, token_ids: torch.Tensor) -> torch.Tensor:
         """bool, of the shape of `token_ids` (on the device): which of these ids the head can score."""
-        real = token_ids < self.size
-        return real if self.row_of is None else self.row_of[token_ids.clamp_max(self.size)] >= 0
+        if self.draftable is None:
+            return token_ids < self.size
+        return self._is_draftable[token_ids.clamp_max(self.size)]
 
 
 @dataclass(frozen=True)
