@@ -8,6 +8,7 @@ import torch
 from models import FAMILIES, tiny
 
 from hf_dynspec import DynSpecAssistant, UnsupportedError
+from hf_dynspec.generation.target import TargetForward
 from hf_dynspec.head import DynamicLMHead, PackedRows, widen
 from hf_dynspec.kernels import cpu, packed_scores, reference, replace_rows, scattered_scores_for, top_k_ids
 from hf_dynspec.protocol import Shortlist
@@ -446,3 +447,11 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
         lambda target: target.get_output_embeddings().register_forward_hook(lambda _, __, out: out + shift)
     )
     assert fast == 0 and not torch.equal(hooked, plain)
+
+
+def test_a_model_with_more_before_its_decoder_is_not_taken_apart(small_weights_are_compiled, monkeypatch):
+    """As models of images and text have: their decoder alone would not see the images."""
+    target = tiny("llama")
+    assert TargetForward(target)._head is not None
+    monkeypatch.setattr(type(target), "get_decoder", lambda self: self.model.layers[0])
+    assert TargetForward(target)._head is None

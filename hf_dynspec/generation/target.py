@@ -232,6 +232,9 @@ def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
     projection = model.get_output_embeddings()
     if type(projection) is not nn.Linear or projection.weight.device.type != "cpu":
         return None
+    # In a model of images and text, what comes before the decoder must run too.
+    if model.get_decoder() is not model.base_model:
+        return None
     head = DynamicLMHead.from_model(model)
     return head if head.can_speed_up_all_scores and head.agrees_with(model) else None
 
