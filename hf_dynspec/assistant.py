@@ -108,8 +108,10 @@ class DynSpecAssistant(Bindable):
 
         Raises:
             UnsupportedError: the target cannot be used, or has another tokenizer than the drafter.
+            ArtifactError: the drafter is a head for a target of another size.
         """
         check_target(target)
+        self.drafter.require_target(target)
         tokenizer = self.tokenizer if self.tokenizer is not None else shared_tokenizer(target, self.drafter)
         size = shared_vocabulary_size(target, self.drafter, tokenizer)
         self._require_tokenizer_of_policy(tokenizer)

@@ -10,7 +10,7 @@ from eagle_heads import LAYOUTS, Head, SlowHead, agreeing_head, random_head, tar
 from models import EOS, POLICY_CASES, SLIDING_WINDOW, TERRIBLE, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig, UnsupportedError
+from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.configuration import ModelReference
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.generation.drafting import Drafting
@@ -452,7 +452,7 @@ def test_a_head_and_a_model_draft_for_one_target(target, drafter):
     for assistant in (head, model, chain, head):
         assert_same(target, assistant)
     target_stays = dict(target.__dict__)
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(ArtifactError, match="vocab_size"):
         DynSpecAssistant(drafter, target=tiny(vocabulary=3000))
     assert target.__dict__ == target_stays
 
@@ -480,3 +480,16 @@ def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
             own = dict(zip(paths_of(drafted), drafted.scores.tolist(), strict=True))
             differ += any(abs(scores.get(path, 9.0) - score) > CLOSE for path, score in own.items())
     assert differ > 3
+
+
+def test_a_target_of_another_size_is_refused_when_bound(drafter):
+    """Its hidden states would not fit the head, in the middle of a call."""
+    wide = tiny("llama", num_hidden_layers=4, hidden_size=128)
+    with pytest.raises(ArtifactError, match="hidden_size"):
+        DynSpecAssistant(drafter, "full", target=wide)
+    assert "generate" not in vars(wide)
+    fitting = soft()
+    assistant = DynSpecAssistant(drafter, "full", target=fitting)
+    with pytest.raises(ArtifactError, match="hidden_size"):
+        assistant.bind(wide)
+    assert assistant.target is fitting

@@ -1,6 +1,7 @@
 """The contract of drafters: tokens in, hidden states out, and never a projection to the vocabulary."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -65,6 +66,14 @@ class Drafter(ABC):
 
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
+
+    def require_target(self, target: Any) -> None:  # noqa: B027
+        """Make sure that the hidden states of a target, a model of transformers, are those that this reads.
+
+        Raises:
+            ArtifactError: they have another size.
+            UnsupportedError: the target has too few layers.
+        """
 
     @abstractmethod
     def start(self) -> DrafterState:

@@ -102,6 +102,10 @@ class EagleDrafter(Drafter):
         """Write what was loaded, in the format that it came in; a pickle becomes safetensors."""
         write_checkpoint(directory, self.checkpoint)
 
+    def require_target(self, target: PreTrainedModel) -> None:
+        _require_fit(self.checkpoint, target)
+        _hidden_states_read(self.settings, target.config.get_text_config().num_hidden_layers)
+
     def start(self) -> "EagleState":
         return EagleState(self)
 
