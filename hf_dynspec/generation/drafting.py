@@ -34,7 +34,8 @@ class Drafting:
         drafting_config: `num_assistant_tokens`, its schedule and `assistant_confidence_threshold`.
         logits_processor: the call's logits processors.
         tree: draft trees of this shape (None: chains).
-        continues: the session goes on with a longer text, and will go on after this call.
+        is_kept: the session will go on with a longer text after this call.
+        continues: it goes on with a longer text in this call.
         measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
             vocabulary for every verified position.
     """
