@@ -68,6 +68,8 @@ def can_compile_dense_scores(weight: torch.Tensor) -> bool:
     )
 
 
+# torch compiles anew where gradients are switched on or off, so both run without.
+@torch.no_grad()
 def prepare_dense_scores(weight: torch.Tensor, m: int) -> None:
     """Compile what `dense_scores` uses for up to `m` rows, which takes seconds, unless it is there."""
     passes = -(-m // _LARGEST_PASS)
@@ -79,6 +81,7 @@ def prepare_dense_scores(weight: torch.Tensor, m: int) -> None:
         compiled.sort()
 
 
+@torch.no_grad()
 def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`reference.packed_scores` without bias, for weights that `prepare_dense_scores` was called for.
 
