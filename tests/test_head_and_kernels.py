@@ -372,10 +372,10 @@ def test_any_number_of_sizes_is_compiled(small_weights_are_compiled, monkeypatch
     with torch._dynamo.config.patch(recompile_limit=1):
         for m in (1, 2, 3):
             cpu.prepare_dense_scores(weight, m)
-        # What was prepared is not compiled once more when it is used, with gradients or, as in generate, without.
-        with torch.no_grad():
-            cpu.dense_scores(random(3, 5), weight)
+    # What was prepared is not compiled once more when it is used, with gradients or, as in generate, without.
+    with torch.no_grad():
         cpu.dense_scores(random(3, 5), weight)
+    cpu.dense_scores(random(3, 5), weight)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
