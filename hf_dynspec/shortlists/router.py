@@ -3,7 +3,6 @@
 Paper: DynaSpec (Zhang et al., 2025), section 4.2.
 """
 
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -248,6 +247,8 @@ class RouterState(ShortlistState):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and policy.needs.draft_inputs else None
 
     def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        if self._router.centroids is not None:
+            return
         if self._stream is None:
             self._take(self._router.scores(embeddings, features).amax(0))
             return
