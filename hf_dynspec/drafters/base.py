@@ -8,9 +8,8 @@ import torch
 
 from ..head import DynamicLMHead
 
-
-# Is shown what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what was
-# known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state at the token before.
+# Is shown what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
+# was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
 ShowInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 

@@ -8,8 +8,8 @@ from .cpu import can_compile_dense_scores, dense_scores, prepare_dense_scores
 from .reference import argmax_rows, packed_scores, replace_rows, scattered_scores, top_k_ids
 
 __all__ = [
-    "block_scores_for",
     "argmax_rows",
+    "block_scores_for",
     "can_compile_dense_scores",
     "dense_scores",
     "packed_scores",

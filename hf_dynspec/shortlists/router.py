@@ -70,16 +70,16 @@ class Router:
         self._require_shapes(sizes.shape[0])
 
     def _require_shapes(self, count: int) -> None:
-        network = [getattr(self, name) for name in _NETWORK]
+        network = [getattr(self, name) for name in NETWORK_TENSORS]
         if self.centroids is None and any(one is None for one in network):
-            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(_NETWORK)}")
+            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}")
         if self.centroids is not None:
             if any(one is not None for one in network):
                 raise ConfigurationError("a router has centroids or a network, not both")
             wanted = {"centroids": (count, self.centroids.shape[-1])}
         else:
             hidden, inputs = self.output_weight.shape[-1], self.input_weight.shape[-1]
-            wanted = dict(zip(_NETWORK, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
+            wanted = dict(zip(NETWORK_TENSORS, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
         for name, shape in wanted.items():
             tensor = getattr(self, name)
             if tuple(tensor.shape) != shape or not tensor.is_floating_point():
@@ -98,10 +98,8 @@ class Router:
         return self.input_weight.shape[1] // 2 if self.centroids is None else self.centroids.shape[1]
 
     def scores(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The network's logits `[m, M]` for embeddings `[m, d]` and features `[m, d]`, both fp32."""
-        inputs = torch.cat([scaled(embeddings), scaled(features)], dim=-1)
-        hidden = functional.silu(functional.linear(inputs, self.input_weight, self.input_bias))
-        return functional.linear(hidden, self.output_weight, self.output_bias)
+        """The network's logits `[m, M]` for embeddings `[m, d]` and features `[m, d]`."""
+        return network_scores(embeddings, features, *(getattr(self, name) for name in NETWORK_TENSORS))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of the router's tensors that it has."""
@@ -118,12 +116,22 @@ class Router:
         return replace(self, **moved)
 
 
-_NETWORK = ("input_weight", "input_bias", "output_weight", "output_bias")
+NETWORK_TENSORS = ("input_weight", "input_bias", "output_weight", "output_bias")
 
 
-def scaled(states: torch.Tensor) -> torch.Tensor:
-    """States `[m, d]` divided by their root mean square, so that embeddings and features weigh the same."""
-    return functional.rms_norm(states.float(), states.shape[-1:])
+def network_scores(
+    embeddings: torch.Tensor,
+    features: torch.Tensor,
+    input_weight: torch.Tensor,
+    input_bias: torch.Tensor,
+    output_weight: torch.Tensor,
+    output_bias: torch.Tensor,
+) -> torch.Tensor:
+    """fp32 `[m, M]`: the logits of a router's network, see `Router`."""
+    # Divided by their root mean square, embeddings and features weigh the same.
+    read = [functional.rms_norm(one.float(), one.shape[-1:]) for one in (embeddings, features)]
+    hidden = functional.silu(functional.linear(torch.cat(read, dim=-1), input_weight, input_bias))
+    return functional.linear(hidden, output_weight, output_bias)
 
 
 class RouterShortlist(ShortlistPolicy):
@@ -198,6 +206,11 @@ class RouterShortlist(ShortlistPolicy):
         """The most clusters that are chosen at draft step `depth`."""
         largest = min(self.max_clusters, self.router.num_clusters)
         return position_aware_clusters(largest, depth) if self.position_aware else largest
+
+    def with_budget(self, max_clusters: int) -> "RouterShortlist":
+        """The same policy with another `max_clusters`."""
+        settings = {**self.settings(), "max_clusters": max_clusters}
+        return RouterShortlist(self.router, ranking=self.ranking, **settings)
 
     def start(self, vocabulary: VocabularyInfo) -> "RouterState":
         return RouterState(self, self._layout(vocabulary), vocabulary.device)
