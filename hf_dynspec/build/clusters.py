@@ -66,7 +66,7 @@ def cluster_tokens(
     quick for any number of clusters, but greedy: no token comes back over an earlier cut, so it is not the best
     balanced partition, nor is each token in the cluster of its nearest centroid.
 
-    fp32 copies of the rows are held: `4 · n · d` bytes.
+    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again.
 
     Args:
         weight: `[V, d]`, floating-point. Row `i` scores token `i`. Not written to.
@@ -283,28 +283,22 @@ def _bisect(rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, r
         # The first clusters are those that are larger by one.
         left_size = left * smaller + min(max(larger_clusters - first, 0), left)
         direction = torch.randn(rows.shape[1], generator=generator).to(rows.device)
-        is_left = _split(rows, ids, left_size, direction, iterations)
+        # All rows are in order at first, and are not copied.
+        part = rows if ids.shape[0] == rows.shape[0] else rows.index_select(0, ids)
+        is_left = _split(part, left_size, direction, iterations)
         pending += [(ids[~is_left], first + left, count - left), (ids[is_left], first, left)]
     return clusters
 
 
-def _split(
-    rows: torch.Tensor, ids: torch.Tensor, left_size: int, direction: torch.Tensor, iterations: int
-) -> torch.Tensor:
-    """bool `[k]`: spherical 2-means of the rows `ids`, `left_size` of them left, from an initial direction `[d]`."""
-    chunks = [slice(start, start + _CHUNK_ROWS) for start in range(0, ids.shape[0], _CHUNK_ROWS)]
-    is_left = torch.zeros(ids.shape[0], dtype=torch.bool, device=rows.device)
+def _split(rows: torch.Tensor, left_size: int, direction: torch.Tensor, iterations: int) -> torch.Tensor:
+    """bool `[n]`: spherical 2-means with `left_size` rows on the left, from an initial direction `[d]`."""
+    is_left = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
     for _ in range(iterations):
-        before = is_left
-        scores = torch.cat([rows.index_select(0, ids[chunk]) @ direction for chunk in chunks])
-        is_left = torch.zeros_like(before)
-        is_left[torch.argsort(scores, descending=True, stable=True)[:left_size]] = True
+        before, is_left = is_left, torch.zeros_like(is_left)
+        is_left[torch.argsort(rows @ direction, descending=True, stable=True)[:left_size]] = True
         if torch.equal(before, is_left):
             break
-        sums = torch.zeros(2, rows.shape[1], device=rows.device)
-        for chunk in chunks:
-            side = torch.stack([is_left[chunk], ~is_left[chunk]]).to(rows.dtype)
-            sums += side @ rows.index_select(0, ids[chunk])
+        sums = torch.stack([is_left, ~is_left]).to(rows.dtype) @ rows
         left_centroid, right_centroid = functional.normalize(sums, dim=1)
         direction = left_centroid - right_centroid
     return is_left
