@@ -18,6 +18,7 @@ WEIGHTS_FILE = "model.safetensors"
 LARGEST_FILE = 512 * 2**20
 LONGEST_HEADER = 256 * 2**10
 MOST_TENSORS = 64
+WIDEST_HIDDEN = 32768  # of hidden states, about twice the widest in use
 PREFIX_LENGTH = 8  # a safetensors file begins with the length of its header, a little-endian 64-bit number
 
 ITEM_SIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
@@ -66,9 +67,37 @@ def check_token_ranking(
             raise ArtifactError(field, problem, "Append the id to the ranking and write the artifact again.")
 
 
+def check_clusters(
+    field: str, clusters: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
+) -> None:
+    """Check that clusters `[n]` part the tokenizer's ids: one for each id, numbered from 0 without gaps.
+
+    Raises:
+        ArtifactError: they do not. Its `field` is `field`.
+    """
+    rebuild = "Build the clusters again with the tokenizer that config.json names."
+    if clusters.shape[0] != tokenizer.size:
+        raise ArtifactError(field, f"holds {clusters.shape[0]} clusters for {tokenizer.size} ids", rebuild)
+    least, most = int(clusters.min()), int(clusters.max())
+    if least < 0 or most >= tokenizer.size:
+        outside = least if least < 0 else most
+        raise ArtifactError(field, f"holds the cluster {outside} of at most {tokenizer.size}", rebuild)
+    sizes = torch.bincount(clusters)
+    if int(sizes.min()) < 1:
+        raise ArtifactError(field, f"leaves the cluster {int(sizes.argmin())} without tokens", rebuild)
+
+
+def _accept_contents(
+    field: str, tensor: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
+) -> None:
+    """For tensors of which nothing is asked but the finite numbers that are asked of all."""
+
+
 # A tensor's rule is found by the last part of its dotted name; the parts before it say which nested policy owns it.
 TENSOR_RULES = {
     "ranking": TensorRule(("I32", "I64"), 1, lambda tokenizer: tokenizer.size, check_token_ranking),
+    "clusters": TensorRule(("I32", "I64"), 1, lambda tokenizer: tokenizer.size, check_clusters),
+    "centroids": TensorRule(("F32",), 2, lambda tokenizer: tokenizer.size * WIDEST_HIDDEN, _accept_contents),
 }
 
 
