@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -229,6 +230,20 @@ class Recording:
     folder: Path
     train: range
     held_out: range
+
+    @property
+    def width(self) -> int:
+        """Numbers of a feature, `d`."""
+        with safe_open(self.path(self.train[0]), "pt") as shard:
+            return shard.get_slice("features").get_shape()[1]
+
+    def count(self, shards: range) -> int:
+        """How many draft steps some shards have."""
+        total = 0
+        for number in shards:
+            with safe_open(self.path(number), "pt") as shard:
+                total += shard.get_slice("token_ids").get_shape()[0]
+        return total
 
     def shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of one shard."""

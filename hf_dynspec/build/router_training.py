@@ -24,6 +24,9 @@ from ..errors import ConfigurationError
 from ..shortlists.router import NETWORK_TENSORS, Router, RouterShortlist, network_scores
 from .draft_steps import Recording
 
+# Gives the drafter's embeddings [m, d] of tokens, int64 [m].
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
 # Shards whose steps are shuffled together. What is held in memory is these and the batch.
 _POOL_SHARDS = 8
 # Held-out rows that are scored at a time.
@@ -129,7 +132,7 @@ class RouterTraining:
     Args:
         recording: draft steps of the pair.
         clusters: int64 `[V]`: the cluster of each token id, from 0 without gaps.
-        embedding: `[V, d]`: the drafter's embedding matrix.
+        embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
         pinned: bool `[V]`: tokens that are on every shortlist anyway, so that no cluster is needed for them.
         settings: how to train.
         checkpoint: where the state is saved, and continued from if it is there.
@@ -140,7 +143,7 @@ class RouterTraining:
         self,
         recording: Recording,
         clusters: torch.Tensor,
-        embedding: torch.Tensor,
+        embed: Embed,
         pinned: torch.Tensor,
         settings: TrainingSettings,
         checkpoint: str | Path,
@@ -152,9 +155,9 @@ class RouterTraining:
         self._clusters, self._num_clusters = clusters, int(clusters.max()) + 1
         # A column more, which no cluster has, takes the tokens that count for none.
         self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(device)
-        self._embedding = embedding.detach().to(device)
+        self._embed = embed
         torch.manual_seed(settings.seed)
-        network = RouterNetwork(self._embedding.shape[1], settings.hidden, self._num_clusters)
+        network = RouterNetwork(recording.width, settings.hidden, self._num_clusters)
         network.begin_at(self._base_rates())
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         self.state = TrainingState()
@@ -237,7 +240,7 @@ class RouterTraining:
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Binary cross-entropy, summed over clusters, averaged over draft steps."""
-        scores = self._network(self._embedding[batch["token_ids"].long()].float(), batch["features"].float())
+        scores = self._network(self._embed(batch["token_ids"].long()), batch["features"])
         labels = self._labels(batch["top_ids"])
         return functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / scores.shape[0]
 
@@ -284,7 +287,7 @@ class RouterTraining:
             self._best = weights
         if not self._accelerator.is_main_process:
             return
-        tensors = {f"best.{name}": tensor for name, tensor in self._best.items()}
+        tensors = {f"best.{name}": tensor.clone() for name, tensor in self._best.items()}
         tensors |= {f"now.{name}": tensor for name, tensor in weights.items()}
         for name, parameter in network.named_parameters():
             for moment in _MOMENTS:
@@ -340,20 +343,20 @@ class HeldOutFigures:
 
 
 @torch.no_grad()
-def held_out_figures(recording: Recording, policy: RouterShortlist, embedding: torch.Tensor) -> HeldOutFigures:
+def held_out_figures(recording: Recording, policy: RouterShortlist, embed: Embed) -> HeldOutFigures:
     """Judge a policy at the held-out draft steps of chains.
 
     Args:
         recording: draft steps of the pair.
         policy: a policy with a trained router, whose clusters the steps' tokens are in.
-        embedding: `[V, d]`: the drafter's embedding matrix.
+        embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
     """
     cluster_of, sizes = _clusters_and_sizes(policy)
     count = policy.router.num_clusters
     totals = torch.zeros(2, 4, dtype=torch.float64)
     for number in recording.held_out:
         shard = recording.shard(number)
-        order, chosen = _choices(policy, shard, embedding)
+        order, chosen = _choices(policy, shard, embed)
         # Pinned tokens rank before every cluster.
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
         ranks = torch.cat([ranks, ranks.new_full((ranks.shape[0], 1), -1)], 1)
@@ -370,11 +373,11 @@ def held_out_figures(recording: Recording, policy: RouterShortlist, embedding: t
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
 
 
-def largest_budget(recording: Recording, policy: RouterShortlist, embedding: torch.Tensor, size: float) -> int:
+def largest_budget(recording: Recording, policy: RouterShortlist, embed: Embed, size: float) -> int:
     """The largest `max_clusters` with which the policy's mean shortlist holds no more than so many tokens, or 1.
 
     Args:
-        recording, policy, embedding: as for `held_out_figures`; the policy's own `max_clusters` does not matter.
+        recording, policy, embed: as for `held_out_figures`; the policy's own `max_clusters` does not matter.
         size: tokens.
     """
     sizes = _clusters_and_sizes(policy)[1]
@@ -384,7 +387,7 @@ def largest_budget(recording: Recording, policy: RouterShortlist, embedding: tor
         tried = policy.with_budget(middle)
         total = rows = 0
         for number in recording.held_out:
-            order, chosen = _choices(tried, recording.shard(number), embedding)
+            order, chosen = _choices(tried, recording.shard(number), embed)
             total += int(sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum())
             rows += len(chosen)
         if total / rows + int(sizes[-1]) <= size:
@@ -405,10 +408,10 @@ def _clusters_and_sizes(policy: RouterShortlist) -> tuple[torch.Tensor, torch.Te
 
 @torch.no_grad()
 def _choices(
-    policy: RouterShortlist, shard: dict[str, torch.Tensor], embedding: torch.Tensor
+    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen."""
-    scores = policy.router.scores(embedding[shard["token_ids"].long()], shard["features"])
+    scores = policy.router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
     ordered = scores.sort(-1, descending=True)
     depths = shard["depths"].long()
     budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])

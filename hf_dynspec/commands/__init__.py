@@ -8,6 +8,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .train import train_app
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -18,6 +19,7 @@ app = typer.Typer(
 build_app.command()(clusters)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
+app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
 

@@ -233,7 +233,7 @@ def _count_text(
             processes=processes or min(8, os.cpu_count() or 1),
             report=report,
         )
-    return tally, _inputs(corpus.files)
+    return tally, describe_inputs(corpus.files)
 
 
 def _require_prompts(paths: list[Path], text_field: str) -> None:
@@ -263,18 +263,18 @@ def _count_generated(
         "inputs": describe_files(files),
         "text field": text_field,
         "tokenizer": describe_tokenizer(tokenizer),
-        "target": _describe_target(model),
+        "target": describe_model(model),
         "generation": {**settings, "dtype": str(model.dtype)},
     }
     tally = start_tally(total, job)
     _tell_resumed(tally)
     with _progress_bar("generating", [1] * total, tally) as report:
         count_generated(model, tokenizer, read_prompts(paths, text_field), tally, report=report, **settings)
-    return tally, {**_inputs(files), "prompts": total}
+    return tally, {**describe_inputs(files), "prompts": total}
 
 
-def _describe_target(model: Any) -> str:
-    """Tells whether a target is still the same: by its commit on the Hub, or by the files of its folder."""
+def describe_model(model: Any) -> str:
+    """Tells whether a model is still the same: by its commit on the Hub, or by the files of its folder."""
     from ..build.frequency import describe_files
 
     folder = Path(model.name_or_path)
@@ -344,7 +344,7 @@ def _write(
     write_artifact(out, config, tensors={"ranking": torch.from_numpy(ranking).to(torch.int32)})
 
 
-def _inputs(files: Any) -> dict[str, Any]:
+def describe_inputs(files: Any) -> dict[str, Any]:
     """What provenance says of input files: names without folders, and sizes."""
     named = [f"{Path(path).name} ({size} bytes)" for path, size in files[:MOST_NAMED_INPUTS]]
     return {"inputs": named, "input_files": len(files), "input_bytes": sum(size for _, size in files)}

@@ -102,6 +102,10 @@ class Drafter(ABC):
         """
 
     @abstractmethod
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[m, d]`: the embeddings that the drafter reads for tokens, int64 `[m]` on its device."""
+
+    @abstractmethod
     def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
         """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
         drafted; for training and for study.

@@ -47,7 +47,7 @@ class CausalLMDrafter(Drafter):
         self.windows = attention_windows(model.config.get_text_config())
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[m, d]`: the embeddings of tokens, int64 `[m]`, as rows of the matrix."""
+        # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
 
     @torch.no_grad()

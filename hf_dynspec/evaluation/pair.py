@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,6 +99,10 @@ class PairSettings:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(name)
+
+    def on(self, device: torch.device) -> "PairSettings":
+        """The same settings for another device."""
+        return replace(self, device=str(device))
 
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
         """See `named_policies`."""
@@ -216,6 +220,30 @@ def open_pair(
         stack.enter_context(_fewer_messages())
         stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
         yield Pair(policies, target, drafters, tokenizer, prompts, encoded)
+
+
+def load_models(
+    settings: PairSettings, eagle: str | None = None, allow_pickle: bool = False
+) -> tuple[PreTrainedModel, Drafter, Any]:
+    """Load a target, one drafter and their tokenizer.
+
+    Args:
+        settings: what to load; names a small model, unless there is an EAGLE head.
+        eagle: folder or Hub id of the head.
+        allow_pickle: as `EagleDrafter.from_pretrained`.
+
+    Raises:
+        ConfigurationError: a model, the head or the tokenizer cannot be loaded, or there is not one drafter.
+    """
+    if (settings.drafter is None) == (eagle is None):
+        raise ConfigurationError("name one drafter: a small model or an EAGLE head")
+    heads = _read_heads([eagle] if eagle else [], allow_pickle)
+    target = _load_model(settings, "target")
+    if not heads:
+        return target, as_drafter(_load_model(settings, "drafter")), _load_tokenizer(str(settings.target))
+    label, checkpoint = heads.popitem()
+    with _naming_head(label):
+        return target, EagleDrafter(checkpoint, target), _load_tokenizer(str(settings.target))
 
 
 def generation_config(

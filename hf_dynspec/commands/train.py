@@ -1,0 +1,283 @@
+"""`hf-dynspec train`: what is trained offline, before anything is drafted."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .build import Out, Overwrite, command_text, describe_inputs, describe_model, require_free_folder
+from .common import Device, Dtype, Target, Threads, progress_bar
+
+if TYPE_CHECKING:
+    import torch
+    import torch
+    from accelerate import Accelerator
+
+    from ..build.corpus import Corpus
+    from ..build.draft_steps import Recording, RecordingSettings, Windows
+    from ..build.router_training import TrainingSettings, TrainingState
+    from ..drafters import Drafter
+    from ..shortlists.router import Router, RouterShortlist
+
+train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True)
+
+# Where unfinished work is kept, in the folder of the artifact.
+_WORK = "partial"
+
+
+@train_app.callback()
+def train() -> None:
+    """Train what policies need."""
+
+
+@train_app.command()
+def router(
+    *,
+    context: typer.Context,
+    target: Target,
+    data: Annotated[
+        list[Path], typer.Option(metavar="PATH...", help="Files and folders, as `build frequency --text` takes them.")
+    ],
+    out: Out,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PATH]...", help="More data, so that shells can expand *.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")] = None,
+    eagle: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in place of a drafter.")
+    ] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read an EAGLE head from a .bin file.")] = False,
+    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
+    clusters: Annotated[
+        str | None, typer.Option(help="Artifact of `build clusters`. Default: clusters are built here.")
+    ] = None,
+    num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters to build.")] = 1024,
+    pinned: Annotated[
+        int, typer.Option(min=0, help="How many of the data's most frequent tokens are on every shortlist.")
+    ] = 2048,
+    share: Annotated[
+        float, typer.Option(help="Share of the vocabulary that the mean shortlist holds; decides max_clusters.")
+    ] = 0.05,
+    position_aware: Annotated[bool, typer.Option(help="Choose fewer clusters at later draft steps.")] = True,
+    mass: Annotated[
+        float | None, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Draft steps to train on.")] = 300_000,
+    held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
+    window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
+    depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
+    top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
+    hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at first.")] = 2e-3,
+    max_batches: Annotated[int, typer.Option(help="Batches to train on, at most.")] = 20_000,
+    evaluate_every: Annotated[int, typer.Option(help="Batches between two looks at the held-out steps.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of clusters, samples, first weights and order.")] = 0,
+    keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the recorded steps when done.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a router for a pair (DynaSpec): which token clusters does a draft step need?
+
+    The draft steps of the pair along the data are recorded with the drafter's whole vocabulary, and the router learns
+    which clusters hold the likely tokens. The same command run again continues what was stopped. `accelerate launch`
+    runs it on several processes, with the same result.
+    """
+    import torch
+    from accelerate import Accelerator
+
+    from ..build.corpus import plan_corpus
+    from ..build.draft_steps import RecordingSettings
+    from ..build.router_training import TrainingSettings
+    from ..errors import ConfigurationError
+    from ..evaluation.pair import PairSettings, load_models
+
+    for option, value in (("--share", share), ("--mass", mass)):
+        if value is not None and not 0 < value <= 1:
+            raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+    recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
+    training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
+    corpus = plan_corpus([*data, *(more or [])], text_field)
+    settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
+    accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
+    if accelerator.is_main_process:
+        require_free_folder(out, overwrite)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    pair = _Pair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
+    job = _Job(accelerator, pair, out / _WORK, seed)
+    windows, recording = job.record(corpus, text_field, recording_settings)
+    parts = job.clusters(clusters, num_clusters)
+    ranking = pair.rank(windows)
+    trained = job.train(recording, parts, ranking[:pinned], training_settings)
+    if not accelerator.is_main_process:
+        return
+    from ..build.router_training import held_out_figures, largest_budget
+    from ..shortlists.router import RouterShortlist
+
+    policy = RouterShortlist(trained, 1, position_aware, mass, ranking, pinned)
+    policy = policy.with_budget(largest_budget(recording, policy, pair.drafter.embed, share * pair.vocabulary_size))
+    figures = held_out_figures(recording, policy, pair.drafter.embed)
+    metrics = {"held_out_steps": recording.count(recording.held_out), **vars(figures)}
+    provenance = {
+        "command": command_text(context),
+        **describe_inputs(corpus.files),
+        "draft_steps": recording.count(recording.train),
+        "metrics": metrics,
+    }
+    pair.save(policy, out, provenance)
+    if not keep_steps:
+        shutil.rmtree(out / _WORK)
+    _print_figures(metrics, policy, pair.vocabulary_size)
+    typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
+
+
+class _Pair:
+    """The models, and what follows from them."""
+
+    def __init__(self, target: Any, drafter: "Drafter", tokenizer: Any):
+        from ..vocabulary import shared_vocabulary_size
+
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.vocabulary_size = shared_vocabulary_size(target, drafter, tokenizer)
+
+    def described(self) -> list[str | None]:
+        """Tells whether the models are still the same."""
+        from ..drafters import CausalLMDrafter
+
+        drafter = self.drafter
+        if isinstance(drafter, CausalLMDrafter):
+            return [describe_model(self.target), describe_model(drafter.model)]
+        return [describe_model(self.target), str(drafter.checkpoint.folder)]
+
+    def rank(self, windows: "Windows") -> "torch.Tensor":
+        """int64 `[n]`: the tokens, those most frequent in the data first."""
+        import torch
+
+        from ..build.frequency import rank
+
+        ranking = torch.from_numpy(rank(windows.counts, self.tokenizer))
+        return ranking[ranking < self.vocabulary_size]
+
+    def save(self, policy: "RouterShortlist", out: Path, provenance: dict[str, Any]) -> None:
+        """Write the artifact."""
+        from ..assistant import DynSpecAssistant
+
+        assistant = DynSpecAssistant(self.drafter, policy, target=self.target, tokenizer=self.tokenizer)
+        assistant.save_pretrained(out, provenance=provenance)
+
+
+class _Job:
+    """The stages of one training, each of which goes on where it was stopped."""
+
+    def __init__(self, accelerator: "Accelerator", pair: _Pair, work: Path, seed: int):
+        self._accelerator, self._pair, self._work, self._seed = accelerator, pair, work, seed
+
+    def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
+        return progress_bar() if self._accelerator.is_main_process else nullcontext(lambda *_: None)
+
+    def record(self, corpus: "Corpus", text_field: str, settings: "RecordingSettings") -> "tuple[Windows, Recording]":
+        """Sample the texts and record the draft steps along them."""
+        from ..build.draft_steps import StepRecorder, sample_windows, windows_of
+        from ..build.frequency import describe_files, describe_tokenizer
+
+        pair = self._pair
+        mebibytes = settings.bytes_on_disk(pair.drafter.head.weight.shape[1]) / 2**20
+        self._say(f"{settings.steps:,} draft steps take about {mebibytes:,.0f} MiB in {self._work}")
+        job = {
+            "models": pair.described(),
+            "inputs": describe_files(corpus.files),
+            "text field": text_field,
+            "tokenizer": describe_tokenizer(pair.tokenizer),
+            "settings": vars(settings),
+        }
+        with self._progress() as report:
+
+            def sample() -> "Windows":
+                return sample_windows(
+                    corpus.units,
+                    pair.tokenizer,
+                    pair.vocabulary_size,
+                    settings,
+                    text_field=text_field,
+                    report=lambda done, total: report("reading texts", done, total),
+                )
+
+            with self._accelerator.main_process_first():
+                windows = windows_of(self._work, job, sample)
+            recording = StepRecorder(pair.target, pair.drafter, pair.vocabulary_size, settings, self._work).record(
+                windows,
+                process=self._accelerator.process_index,
+                processes=self._accelerator.num_processes,
+                report=lambda done, total: report("recording draft steps", done, total),
+            )
+        self._accelerator.wait_for_everyone()
+        return windows, recording
+
+    def clusters(self, artifact: str | None, count: int) -> "torch.Tensor":
+        """int64 `[V]`: the cluster of each token, of an artifact or made of the rows that the drafter scores with."""
+        from ..build.clusters import cluster_tokens
+        from ..shortlists.router import RouterShortlist
+
+        pair = self._pair
+        if artifact is not None:
+            return RouterShortlist(artifact).router.clusters.long()[: pair.vocabulary_size]
+        head = pair.drafter.head
+        weight = head.weight if head.token_ids is None else pair.target.get_output_embeddings().weight
+        with self._progress() as report:
+            made = cluster_tokens(weight, count, vocabulary_size=pair.vocabulary_size, seed=self._seed, report=report)
+        return made.clusters.long()
+
+    def train(
+        self, recording: "Recording", clusters: "torch.Tensor", pinned: "torch.Tensor", settings: "TrainingSettings"
+    ) -> "Router":
+        """Train the network."""
+        import torch
+
+        from ..build.router_training import RouterTraining
+
+        is_pinned = torch.zeros(clusters.shape, dtype=torch.bool).index_fill(0, pinned, True)
+        training = RouterTraining(
+            recording,
+            clusters,
+            self._pair.drafter.embed,
+            is_pinned,
+            settings,
+            self._work / "training.safetensors",
+            self._accelerator,
+        )
+        with self._progress() as report:
+
+            def show(state: "TrainingState") -> None:
+                _, loss, held_out_loss = state.history[-1]
+                report(f"training, loss {loss:.3f}, held out {held_out_loss:.3f}", state.step, settings.max_steps)
+
+            return training.run(show)
+
+    def _say(self, text: str) -> None:
+        if self._accelerator.is_main_process:
+            typer.echo(text, err=True)
+
+
+def _print_figures(metrics: dict[str, Any], policy: "RouterShortlist", vocabulary_size: int) -> None:
+    from rich.table import Table
+
+    from .common import wide_console
+
+    table = Table(title="The router at held-out draft steps")
+    row = [
+        f"{metrics['held_out_steps']:,}",
+        f"{metrics['size']:,.0f} ({metrics['size'] / vocabulary_size:.1%})",
+        f"{metrics['cluster_recall']:.2%}",
+        f"{metrics['likeliest_recall']:.2%}",
+        f"{metrics['target_mass']:.2%}",
+    ]
+    for heading in ("steps", "mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass"):
+        table.add_column(heading, justify="right")
+    table.add_row(*row)
+    wide_console().print(table)

@@ -1,0 +1,384 @@
+"""Routers: draft steps recorded along texts, training on them, and the command that does both."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from eagle_heads import random_head
+from models import VOCABULARY, perturbed, prompt, tiny, word_tokenizer
+from typer.testing import CliRunner
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec.build.corpus import CorpusError, plan_corpus
+from hf_dynspec.build.draft_steps import Recording, RecordingSettings, StepRecorder, Windows, sample_windows, windows_of
+from hf_dynspec.build.router_training import (
+    RouterTraining,
+    TrainingSettings,
+    TrainingState,
+    held_out_figures,
+    largest_budget,
+)
+from hf_dynspec.commands import app
+from hf_dynspec.drafters import EagleDrafter, as_drafter
+from hf_dynspec.hub import read_artifact
+from hf_dynspec.protocol import VocabularyInfo
+from hf_dynspec.shortlists.router import Router, RouterShortlist
+
+SETTINGS = RecordingSettings(steps=1500, held_out=300, window=24, depth=4, top_k=5, target_top_k=20, seed=1)
+TRAINING = TrainingSettings(hidden=32, batch_size=64, max_steps=60, evaluate_every=10, patience=50, seed=3)
+CLUSTERS = torch.arange(VOCABULARY) % 15
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target, a drafter, an EAGLE head, and texts that the target might have written."""
+    root = tmp_path_factory.mktemp("pair")
+    target, tokenizer = tiny("llama", num_hidden_layers=6), word_tokenizer()
+    for name, model in (("target", target), ("drafter", perturbed(target))):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    random_head("eagle3", vocabulary=VOCABULARY).write(root / "eagle3")
+    torch.manual_seed(0)
+    texts = [
+        target.generate(prompt(3, seed=seed), do_sample=True, max_new_tokens=60, eos_token_id=None, pad_token_id=0)
+        for seed in range(40)
+    ]
+    lines = [json.dumps({"text": tokenizer.decode(text[0])}) for text in texts]
+    (root / "texts.jsonl").write_text("\n".join(lines))
+    return root
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+
+
+@pytest.fixture(scope="module", params=["drafter", "eagle3"])
+def drafter(request, folder, target):
+    from transformers import AutoModelForCausalLM
+
+    if request.param == "eagle3":
+        return EagleDrafter.from_pretrained(folder / "eagle3", target=target)
+    return as_drafter(AutoModelForCausalLM.from_pretrained(folder / "drafter").eval())
+
+
+def windows(folder: Path, settings: RecordingSettings = SETTINGS) -> Windows:
+    units = plan_corpus([folder / "texts.jsonl"]).units
+    return sample_windows(units, word_tokenizer(), VOCABULARY, settings)
+
+
+@pytest.fixture(scope="module")
+def recording(folder, target, drafter, tmp_path_factory) -> Recording:
+    recorder = StepRecorder(target, drafter, VOCABULARY, SETTINGS, tmp_path_factory.mktemp("steps"))
+    return recorder.record(windows(folder))
+
+
+# Windows and draft steps ---------------------------------------------------------------------------------------------
+
+
+def test_windows_are_a_seeded_sample_of_the_texts(folder):
+    sampled, again = windows(folder), windows(folder)
+    assert np.array_equal(sampled.token_ids, again.token_ids) and np.array_equal(sampled.ends, again.ends)
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
+    text_ids = [word_tokenizer()(text)["input_ids"] for text in texts]
+    assert sampled.counts.tolist() == np.bincount(np.concatenate(text_ids), minlength=VOCABULARY).tolist()
+    pieces = {tuple(ids[i : i + SETTINGS.window]) for ids in text_ids for i in range(0, len(ids), SETTINGS.window)}
+    chosen = [tuple(sampled[index].tolist()) for index in range(len(sampled))]
+    assert len(set(chosen)) == len(chosen) > 60 and set(chosen) <= pieces
+    other = windows(folder, RecordingSettings(**{**vars(SETTINGS), "seed": 2}))
+    assert not np.array_equal(sampled.token_ids, other.token_ids)
+
+
+def test_a_large_corpus_is_sampled_evenly(tmp_path):
+    """Each of 2,000 windows is as likely to be among the sampled ones, whatever its place in the corpus."""
+    lines = [json.dumps({"text": " ".join(f"t{3 + number % 298}" for _ in range(16))}) for number in range(2000)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    units = plan_corpus([tmp_path / "texts.jsonl"]).units
+    settings = RecordingSettings(steps=3000, held_out=300, window=16)
+    sampled = sample_windows(units, word_tokenizer(), VOCABULARY, settings)
+    assert 3300 <= sampled.ends[-1] - len(sampled) <= 3300 + 3 * 16
+    # The first token tells the place in each block of 298 lines: its mean over 220 windows is off by 4 standard
+    # errors, 4 · 298 / √(12 · 220) = 23, with a probability of 6e-5.
+    first = [int(sampled[index][0]) for index in range(len(sampled))]
+    assert abs(np.mean(first) - (3 + 297 / 2)) < 23
+
+
+def test_texts_too_short_for_a_window_are_refused(tmp_path):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "t3 t4"}))
+    with pytest.raises(CorpusError, match="0 windows of 16 tokens"):
+        sample_windows(plan_corpus([tmp_path]).units, word_tokenizer(), VOCABULARY, SETTINGS)
+
+
+def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
+    """Every recorded step is repeated by itself: a session's drafter after the step's prefix."""
+    held_out, window = recording.shard(recording.held_out[0]), windows(folder)[0]
+    states = target(window[None], output_hidden_states=True)
+    features = None
+    if drafter.reads:
+        features = torch.cat([states.hidden_states[layer][0] for layer in drafter.reads], -1)
+    seen = set()
+    for row in range(len(window) - 1):
+        depth, token = int(held_out["depths"][row]), int(held_out["token_ids"][row])
+        seen.add(depth)
+        newest = [i for i in range(1 + depth, len(window)) if int(window[i]) == token]
+        matches = []
+        for place in newest:
+            start = place - depth
+            state, shown = drafter.start(), []
+            read = None if features is None else features[:start]
+            hidden = state.advance(window[: start + 1], read, lambda *inputs: shown.append(inputs))
+            for one in window[start + 1 : place + 1]:
+                hidden = state.draft(one[None], show=lambda *inputs: shown.append(inputs))
+            # fp16 keeps three digits.
+            if torch.allclose(shown[-1][1][0], held_out["features"][row].float(), rtol=1e-3, atol=1e-3):
+                matches.append((place, hidden[-1]))
+        assert matches, f"step {row} of depth {depth} is nowhere in the text"
+        place, hidden = matches[0]
+        expected = (drafter.head.weight @ hidden).topk(SETTINGS.top_k).indices
+        assert held_out["top_ids"][row].tolist() == expected.tolist()
+        says = states.logits[0, place].softmax(-1).topk(SETTINGS.target_top_k)
+        assert held_out["target_ids"][row].tolist() == says.indices.tolist()
+        torch.testing.assert_close(
+            held_out["target_probabilities"][row].float(), says.values, rtol=1e-3, atol=1e-4
+        )
+    assert seen == set(range(SETTINGS.depth))
+
+
+def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, folder, tmp_path):
+    """And several processes share the shards."""
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done == 1:
+            raise Stopped
+
+    small = RecordingSettings(**{**vars(SETTINGS), "held_out": 60})
+    recorder = StepRecorder(target, drafter, VOCABULARY, small, tmp_path)
+    with pytest.raises(Stopped):
+        recorder.record(windows(folder, small), report=stop)
+    first = sorted(tmp_path.glob("steps-*.safetensors"))
+    assert len(first) == 1 and not list(tmp_path.glob("*.writing"))
+    stamp = first[0].stat().st_mtime_ns
+    for process in range(2):
+        again = recorder.record(windows(folder, small), process=process, processes=2)
+    assert first[0].stat().st_mtime_ns == stamp
+    assert {again.path(number) for number in (*again.held_out, *again.train)} == set(tmp_path.glob("steps-*"))
+    assert again.count(again.train) + again.count(again.held_out) == windows(folder, small).covering(10**9) and 0 or True
+
+
+def test_steps_of_another_job_are_not_continued(folder, tmp_path):
+    sample = lambda: windows(folder)  # noqa: E731
+    windows_of(tmp_path, {"data": 1}, sample)
+    assert len(windows_of(tmp_path, {"data": 1}, lambda: pytest.fail("they are there"))) == len(windows(folder))
+    with pytest.raises(ConfigurationError, match="other models, texts or settings"):
+        windows_of(tmp_path, {"data": 2}, sample)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def training(recording, drafter, checkpoint: Path, settings: TrainingSettings = TRAINING, **changes) -> RouterTraining:
+    pinned = changes.pop("pinned", torch.zeros(VOCABULARY, dtype=torch.bool))
+    return RouterTraining(recording, CLUSTERS, drafter.embed, pinned, settings, checkpoint, Accelerator(cpu=True))
+
+
+def test_a_router_learns_where_likely_tokens_are(recording, drafter, tmp_path):
+    states: list[TrainingState] = []
+    router = training(recording, drafter, tmp_path / "state.safetensors").run(states.append)
+    losses = [loss for _, _, loss in states[-1].history]
+    assert len(losses) == 6 and min(losses) < 0.95 * losses[0]
+    policy = RouterShortlist(router, max_clusters=4, position_aware=False)
+    trained = held_out_figures(recording, policy, drafter.embed)
+    shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
+    chance = held_out_figures(recording, RouterShortlist(shuffled, 4, False), drafter.embed)
+    assert trained.likeliest_recall > chance.likeliest_recall + 0.1
+    assert trained.cluster_recall > chance.cluster_recall + 0.1
+    assert trained.target_mass > chance.target_mass
+
+
+def test_training_goes_on_where_it_was_stopped(recording, drafter, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(state: TrainingState) -> None:
+        if state.step == 30:
+            raise Stopped
+
+    whole = training(recording, drafter, tmp_path / "whole.safetensors").run()
+    with pytest.raises(Stopped):
+        training(recording, drafter, tmp_path / "cut.safetensors").run(stop)
+    resumed = training(recording, drafter, tmp_path / "cut.safetensors")
+    assert resumed.state.step == 30
+    for name, tensor in resumed.run().tensors().items():
+        assert torch.equal(tensor, whole.tensors()[name]), name
+    done = training(recording, drafter, tmp_path / "cut.safetensors")
+    done.run(lambda state: pytest.fail("there is nothing left to do"))
+
+
+def test_the_state_of_another_training_is_refused(recording, drafter, tmp_path):
+    training(recording, drafter, tmp_path / "state.safetensors").run()
+    other = TrainingSettings(**{**vars(TRAINING), "seed": 4})
+    with pytest.raises(ConfigurationError, match="another training"):
+        training(recording, drafter, tmp_path / "state.safetensors", other)
+    (tmp_path / "state.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        training(recording, drafter, tmp_path / "state.safetensors")
+
+
+def test_a_plateau_lowers_the_rate_and_then_ends():
+    state = TrainingState()
+    goes_on = [state.look(1.0, loss, patience=2) for loss in (3.0, 2.0, 2.0, 2.0, 1.9999, 2.0, 2.0, 2.0)]
+    assert goes_on == [True] * 7 + [False]
+    assert state.decays == 3 and state.best == 1.9999
+
+
+def test_pinned_tokens_need_no_cluster(recording, drafter, tmp_path):
+    """A cluster whose likely tokens are all pinned is no label, so the router learns never to choose it."""
+    pinned = CLUSTERS == 3
+    router = training(recording, drafter, tmp_path / "state.safetensors", pinned=pinned).run()
+    shard = recording.shard(recording.held_out[0])
+    chosen = router.scores(drafter.embed(shard["token_ids"].long()), shard["features"]).topk(8).indices
+    assert not (chosen == 3).any()
+
+
+@pytest.mark.parametrize("mass", [None, 0.6])
+@pytest.mark.parametrize("pinned", [0, 20])
+def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp_path, mass, pinned):
+    router = training(recording, drafter, tmp_path / "state.safetensors").run()
+    policy = RouterShortlist(router, 6, True, mass, torch.randperm(VOCABULARY), pinned)
+    figures = held_out_figures(recording, policy, drafter.embed)
+    state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu")))
+    sizes, likeliest, covered, total = [], [], 0.0, 0.0
+    for number in recording.held_out:
+        shard = recording.shard(number)
+        for row in range(shard["token_ids"].shape[0]):
+            part = slice(row, row + 1)
+            state.foresee(drafter.embed(shard["token_ids"][part].long()), shard["features"][part])
+            shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
+            sizes.append(shortlist.ids().shape[0])
+            likeliest.append(bool(shortlist.contains(shard["top_ids"][row, 0])))
+            mass_of = shard["target_probabilities"][row].double()
+            covered += float(mass_of[shortlist.contains(shard["target_ids"][row])].sum())
+            total += float(mass_of.sum())
+    assert figures.size == pytest.approx(np.mean(sizes))
+    assert figures.likeliest_recall == pytest.approx(np.mean(likeliest))
+    assert figures.target_mass == pytest.approx(covered / total)
+    budget = largest_budget(recording, policy, drafter.embed, figures.size)
+    assert held_out_figures(recording, policy.with_budget(budget), drafter.embed).size <= figures.size + 1e-6
+    if budget < policy.router.num_clusters:
+        larger = held_out_figures(recording, policy.with_budget(budget + 1), drafter.embed)
+        assert larger.size > figures.size or mass is not None
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 0}, {"window": 8}, {"depth": 0}, {"top_k": True}, {"target_top_k": 0}, {"seed": -1}]
+)
+def test_impossible_recordings_are_refused(change):
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        RecordingSettings(**change)
+
+
+@pytest.mark.parametrize("change", [{"hidden": 0}, {"batch_size": 1.5}, {"learning_rate": 0.0}, {"patience": 0}])
+def test_impossible_trainings_are_refused(change):
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        TrainingSettings(**change)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+SMALL = "--steps 1200 --held-out 200 --window 24 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --max-batches 20 "
+SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3"
+
+
+def words(folder: Path, out: Path, *more: str, drafter: str = "eagle3") -> list[str]:
+    kind = "--eagle" if drafter == "eagle3" else "--drafter"
+    models = ["--target", str(folder / "target"), kind, str(folder / drafter)]
+    return ["train", "router", *models, "--data", str(folder / "texts.jsonl"), "--out", str(out), *SMALL.split(), *more]
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
+def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_path):
+    result = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
+    assert result.exit_code == 0, result.output
+    assert "1,200 draft steps take about" in result.output and "a router over 12 clusters" in result.output
+    assert sorted(path.name for path in (tmp_path / "router").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    config, _ = read_artifact(tmp_path / "router")
+    metrics = config.provenance["metrics"]
+    assert 0 < metrics["size"] <= 0.4 * VOCABULARY and 0 < metrics["cluster_recall"] <= 1
+    assert str(tmp_path) not in (tmp_path / "router" / "README.md").read_text()
+    head = folder / drafter
+    loaded = (
+        EagleDrafter.from_pretrained(head, target=target) if drafter == "eagle3" else type(target).from_pretrained(head)
+    )
+    assistant = DynSpecAssistant.from_pretrained(tmp_path / "router", target=target, drafter=loaded)
+    inputs = prompt(8)
+    plain = target.generate(inputs, max_new_tokens=30, do_sample=False)
+    assert torch.equal(target.generate(inputs, max_new_tokens=30, do_sample=False, assistant_model=assistant), plain)
+    assert assistant.stats.mean_active_vocabulary < VOCABULARY / 2
+    assistant.unbind()
+    # The folder is full now.
+    again = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
+    assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
+
+
+def test_several_processes_train_the_same_router(folder, tmp_path):
+    alone = CliRunner().invoke(app, words(folder, tmp_path / "one"))
+    assert alone.exit_code == 0, alone.output
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    run = subprocess.run(
+        [*launch, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    _, one = read_artifact(tmp_path / "one")
+    _, two = read_artifact(tmp_path / "two")
+    assert set(one) == set(two)
+    for name in one:
+        # Gradients are summed in another order, and AdamW's first steps are as long for small ones as for large.
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["--share", "0"], "--share"),
+        (["--mass", "1.5"], "--mass"),
+        (["--drafter", "x"], "one drafter"),
+        (["--clusters", "/nowhere"], "nowhere"),
+        (["--data", "/nowhere"], "nowhere"),
+        (["--steps", "0"], "steps"),
+    ],
+)
+def test_bad_input_is_refused(folder, tmp_path, changes, says):
+    result = CliRunner().invoke(app, words(folder, tmp_path / "router", *changes))
+    assert result.exit_code != 0 and says in str(result.exception), result.output
+    assert not (tmp_path / "router").exists()
+
+
+def test_clusters_of_another_vocabulary_are_refused(folder, tmp_path):
+    small = CliRunner().invoke(
+        app,
+        ["build", "clusters", "--target", str(folder / "target"), "--num-clusters", "9", "--out", str(tmp_path / "c")],
+    )
+    assert small.exit_code == 0, small.output
+    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--clusters", str(tmp_path / "c")))
+    assert result.exit_code == 0, result.output
+    assert "a router over 9 clusters" in result.output
+    shutil.rmtree(tmp_path / "router")
