@@ -564,10 +564,10 @@ def _replace_files(staging: Path, directory: Path, weights: Mapping[str, Weights
     `config.json` is there, and reading follows the digests in `config.json`."""
     committed = _committed_weights(directory)
     kept = {name for name, digest in weights.items() if _has_digest(directory / name, digest)}
-    for name, path in committed.items():
-        if path == directory / name and name in weights and name not in kept:
-            _copy_through(path, staging / _previous(path).name)
-            os.replace(staging / _previous(path).name, _previous(path))
+    endangered = {name for name, path in committed.items() if path == directory / name and name in weights} - kept
+    for name in endangered:
+        _copy_through(directory / name, staging / _previous(Path(name)))
+        os.replace(staging / _previous(Path(name)), _previous(directory / name))
     try:
         for name in weights:
             if name not in kept:
@@ -578,8 +578,8 @@ def _replace_files(staging: Path, directory: Path, weights: Mapping[str, Weights
             raise  # interrupted, but the new artifact is complete
         for name in set(weights) - kept - set(committed):
             Path(directory, name).unlink(missing_ok=True)
-        for name in committed:
-            if _previous(directory / name).exists():
+        for name, path in committed.items():
+            if name in endangered or path == _previous(directory / name):
                 os.replace(_previous(directory / name), directory / name)
         raise
     stale = [path for path in _weights_of_any_artifact(directory) if path.name not in weights]

@@ -347,11 +347,12 @@ def read_header(file: BinaryIO, size: int, filename: str) -> _Header:
     _require_file_size(filename, size)
     file.seek(0)
     prefix = file.read(PREFIX_LENGTH)
-    if prefix.startswith(_PICKLE_STARTS):
-        problem = "is a pickle or zip file under another name; pickles run code when they are loaded"
-        raise ArtifactError(filename, problem, "Get the artifact from its author as real safetensors.")
     length = int.from_bytes(prefix, "little")
     if len(prefix) < PREFIX_LENGTH or length > min(LONGEST_HEADER, size - PREFIX_LENGTH):
+        # Only here: the length of a sound header may begin with the same two bytes, and a pickle's are never one.
+        if prefix.startswith(_PICKLE_STARTS):
+            problem = "is a pickle or zip file under another name; pickles run code when they are loaded"
+            raise ArtifactError(filename, problem, "Get the artifact from its author as real safetensors.")
         problem = f"claims {length} bytes, in a file of {size} where {LONGEST_HEADER} are the most"
         raise ArtifactError(field, problem, _FETCH_AGAIN)
     header = parse_strict_json(file.read(length), field)
