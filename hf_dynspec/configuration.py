@@ -25,6 +25,10 @@ DEEPEST_JSON = 32
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_SHARDS = 64
+DEFAULT_SHARD_SIZE = "1GB"
+
+# What the artifact itself is called in rows of results that also have a "system" for what it was compared with.
+ARTIFACT_SYSTEM = "this artifact"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -191,10 +195,13 @@ class DynSpecConfig:
         num_assistant_tokens: draft length, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
         tree: the shape of the trees to draft, or None for chains.
-        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads two:
-            `"datasets"` (a list of Hub ids) and `"license"`.
-        results: measurements, one JSON object for each row of the card's table. `"workload"` names what was run, every
-            other number is a metric, every string a condition under which it was measured.
+        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
+            `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
+            measured: numbers by name, or a list of objects that are the rows of a table).
+        results: measurements, one JSON object for each row of the card's tables. `"workload"` names what was run,
+            every other number is a metric, every string a condition under which it was measured. Rows of the same
+            `"measurement"` make a table of their own. Rows of what the artifact was compared with have a `"system"`,
+            which is `"this artifact"` for the artifact's own.
         weights: the digests of the files that hold the tensors, by the names of `weights_files`; filled in by
             `write_artifact`, empty where there are no tensors. In `config.json` a single file's digest stands without
             its name. They follow from the tensors, so they take no part in comparisons.

@@ -7,6 +7,7 @@ from .bench import bench
 from .build import build_app
 from .convert import convert_app
 from .coverage import coverage
+from .push import push
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -18,6 +19,7 @@ app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.command()(bench)
 app.command()(coverage)
+app.command()(push)
 
 
 def main() -> None:

@@ -27,10 +27,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import is_offline_mode, validate_repo_id
 
 from .. import __version__
 from ..configuration import (
+    DEFAULT_SHARD_SIZE,
     INDEX_FILE,
     LIBRARY_NAME,
     WEIGHTS_FILE,
@@ -44,7 +45,6 @@ from ..shortlists import ShortlistPolicy, policy_class
 from .card import is_unedited_card, render_card
 from .fingerprint import require_same_tokenizer
 from .weights import (
-    DEFAULT_SHARD_SIZE,
     digest_bytes,
     digest_file,
     is_weights_name,
@@ -261,6 +261,8 @@ def push_artifact(
     api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
     files = _FolderFiles(Path(directory))
     config, _ = read_artifact(files.directory)
+    if is_offline_mode():
+        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
     with naming_hub_errors(repo_id, CONFIG_FILE):
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -271,8 +273,10 @@ def push_artifact(
     operations += [CommitOperationAdd(name, path) for name, path in files.weights_paths(config.weights).items()]
     stale = sorted(name for name in published.names if is_weights_name(name) and name not in config.weights)
     operations += [CommitOperationDelete(name) for name in stale]
-    card = _card_to_publish(files.directory / CARD_FILE, config, published)
-    if card is not None:
+    there = published.read(CARD_FILE)
+    edited_there = there is not None and not is_unedited_card(there.decode("utf-8", errors="replace"))
+    if not (edited_there and _may_replace_card(files.directory / CARD_FILE)):
+        card = card_to_publish(files.directory, config, repo_id)
         operations.append(CommitOperationAdd(CARD_FILE, card.encode("utf-8")))
     return api.create_commit(
         repo_id,
@@ -283,6 +287,31 @@ def push_artifact(
         create_pr=create_pr,
         parent_commit=published.commit,  # the files looked at above are the ones that this commit replaces
     )
+
+
+def published_sizes(config: DynSpecConfig) -> dict[str, int]:
+    """The bytes of the files that `push_artifact` uploads beside the model card, by name."""
+    sizes = {name: digest.size for name, digest in config.weights.items()}
+    return {CONFIG_FILE: len(config.to_json().encode("utf-8")), **sizes}
+
+
+def card_to_publish(directory: str | os.PathLike, config: DynSpecConfig, repo_id: str) -> str:
+    """The model card that `push_artifact` uploads, unless somebody edited the one on the Hub: the folder's own if that
+    was edited, or a generated one."""
+    path = Path(directory, CARD_FILE)
+    return render_card(config, repo_id) if _may_replace_card(path) else path.read_text(encoding="utf-8")
+
+
+def require_repository_name(name: str, field: str = "repository") -> None:
+    """Check the name of a repository, or of a dataset, before anything is asked of the Hub.
+
+    Raises:
+        ArtifactError: it cannot be one. Its `field` is `field`.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ArtifactError(field, f"{name!r} cannot be a name on the Hub", "Correct the name.") from error
 
 
 class _FolderFiles:
@@ -629,13 +658,3 @@ def _write_through(path: Path, data: bytes) -> None:
 
 def _may_replace_card(path: Path) -> bool:
     return not path.exists() or is_unedited_card(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _card_to_publish(path: Path, config: DynSpecConfig, published: _PublishedFiles) -> str | None:
-    """The text of the card to upload, None where the one on the Hub was edited and is kept."""
-    if not _may_replace_card(path):
-        return path.read_text(encoding="utf-8")
-    there = published.read(CARD_FILE)
-    if there is not None and not is_unedited_card(there.decode("utf-8", errors="replace")):
-        return None
-    return render_card(config, published.repo_id)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ..configuration import (
+    DEFAULT_SHARD_SIZE,
     INDEX_FILE,
     LIBRARY_NAME,
     WEIGHTS_FILE,
@@ -30,7 +31,6 @@ LARGEST_FILE = 2**31
 LARGEST_TOTAL = 2**33
 LONGEST_HEADER = 256 * 2**10
 MOST_TENSORS = 64  # in all shards together
-DEFAULT_SHARD_SIZE = "1GB"
 PREFIX_LENGTH = 8  # a safetensors file begins with the length of its header, a little-endian 64-bit number
 
 ITEM_SIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
