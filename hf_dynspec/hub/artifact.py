@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.constants import DEFAULT_REVISION
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -27,7 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import is_offline_mode, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
 from ..configuration import (
@@ -261,7 +260,7 @@ def push_artifact(
     api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
     files = _FolderFiles(Path(directory))
     config, _ = read_artifact(files.directory)
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
     with naming_hub_errors(repo_id, CONFIG_FILE):
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
@@ -366,7 +365,7 @@ class _RepositoryFiles:
         """Also resolves the revision. Nothing is downloaded by the name of a branch, which may move meanwhile."""
         found = self._download(CONFIG_FILE, dry_run=True)
         _require_config_size(found.file_size)
-        branch, self._revision = self._revision or DEFAULT_REVISION, found.commit_hash
+        branch, self._revision = self._revision or constants.DEFAULT_REVISION, found.commit_hash
         path = Path(self._download(CONFIG_FILE))
         if branch != self._revision:
             _remember_branch(path.parents[2] / "refs" / branch, self._revision)

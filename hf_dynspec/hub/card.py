@@ -13,8 +13,8 @@ from ..configuration import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelR
 _POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("The drafter scores its whole vocabulary: the baseline that shortlists are measured against.", ()),
     "frequency": (
-        "A static shortlist of the most frequent tokens (FR-Spec, VocabTrim). The whole ranking is stored, so that its "
-        "size can be chosen at load.",
+        "A static shortlist of the most frequent tokens (FR-Spec, VocabTrim). The whole ranking is stored, so that "
+        "its size can be chosen at load.",
         ("fr-spec", "vocabtrim"),
     ),
     "in_context": (
