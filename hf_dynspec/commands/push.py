@@ -101,12 +101,12 @@ def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
 @contextmanager
 def _hub_errors_in_one_line() -> Iterator[None]:
     """What the Hub refuses, or that it cannot be reached, said in one line as this package's own errors are."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     # The errors of the HTTP library below the Hub's client, whose name differs between the client's versions.
     http_error = HfHubHTTPError.__bases__[0]
     try:
         yield
-    except (http_error, LocalTokenNotFoundError) as error:
+    except (http_error, OSError) as error:
         typer.echo(f"error: the Hub did not take the artifact: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
