@@ -1,10 +1,15 @@
 """The dynamic LM head: hidden states × shortlist → logits, without touching the rest of the vocabulary."""
 
+import threading
+import weakref
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from .errors import UnsupportedError
 from .kernels import (
+    block_scores_for,
     can_compile_dense_scores,
     dense_scores,
     packed_scores,
@@ -12,7 +17,7 @@ from .kernels import (
     replace_rows,
     scattered_scores_for,
 )
-from .protocol import Shortlist
+from .protocol import BlockLayout, Shortlist
 
 # Where configurations of transformers' model families write what happens to the logits after the projection.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -87,6 +92,10 @@ class DynamicLMHead:
         self.logit_scale = logit_scale
         self.soft_cap = soft_cap
         self._scattered_scores = scattered_scores_for(self.weight.device)
+        self._block_scores = block_scores_for(self.weight.device)
+        # The rows in the order of a layout, for as long as somebody has that layout.
+        self._blocks: weakref.WeakKeyDictionary[BlockLayout, _Blocks] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "DynamicLMHead":
@@ -130,6 +139,9 @@ class DynamicLMHead:
         if shortlist.is_prefix:
             bias = None if self.bias is None else self.bias[:width]
             logits = packed_scores(hidden, self.weight[:width], bias)
+        elif shortlist.blocks is not None:
+            held = self._held_blocks(shortlist.layout)
+            logits = self._block_scores(hidden, held.weight, shortlist.blocks, held.bias)
         elif shortlist.is_transient:
             logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
         else:
@@ -138,6 +150,16 @@ class DynamicLMHead:
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
         return logits if occupied is None else logits.masked_fill(~occupied, -torch.inf)
+
+    def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
+        """The rows in the order of a layout, copied when the layout is first seen."""
+        with self._lock:
+            held = self._blocks.get(layout)
+            if held is None:
+                rows = self.rows_of(layout.token_ids)
+                bias = None if self.bias is None else self.bias[rows]
+                held = self._blocks[layout] = _Blocks(self.weight[rows], bias)
+            return held
 
     @property
     def can_speed_up_all_scores(self) -> bool:
@@ -178,6 +200,14 @@ class DynamicLMHead:
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """A head's rows in the order of a layout: weight `[B, T, d]` and bias `[B, T]` or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def _inverse(token_ids: torch.Tensor) -> torch.Tensor:

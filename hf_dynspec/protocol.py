@@ -47,11 +47,13 @@ class Needs:
         verify_top_k: ids of the target's most probable tokens wanted for every verified position (0: none).
         prompt_top_k: ids of the target's most probable tokens wanted for every prompt position (0: none).
         prompt_positions: limits `prompt_top_k` to the last so many prompt positions (None: all of them).
+        draft_inputs: the embeddings and features that draft steps start from (`ShortlistState.foresee`).
     """
 
     verify_top_k: int = 0
     prompt_top_k: int = 0
     prompt_positions: int | None = None
+    draft_inputs: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         """The needs of both."""
@@ -60,7 +62,21 @@ class Needs:
             verify_top_k=max(self.verify_top_k, other.verify_top_k),
             prompt_top_k=max(self.prompt_top_k, other.prompt_top_k),
             prompt_positions=None if None in limits or not limits else max(limits),
+            draft_inputs=self.draft_inputs or other.draft_inputs,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Token ids in blocks of `T`, so that a head can hold its rows in the same order and score whole blocks.
+
+    Args:
+        token_ids: int64 `[B, T]` on the head's device.
+        is_token: bool `[B, T]`: which of them count; the others hold any valid id.
+    """
+
+    token_ids: torch.Tensor
+    is_token: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +94,9 @@ class Shortlist:
         replaced: int64 `[r]`, the only slots that may differ from those of version `version - 1` (None: all may).
         is_prefix: slot `i` is row `i` of the head, so that its own leading rows can be scored where they lie.
         is_transient: made for one draft step and not worth a packed copy, so that its rows are scored where they lie.
+        blocks: int64 `[n]`: the slots are those of these blocks of `layout`, one after another, so that the head can
+            score them from a copy in the same order (None: they are no blocks). −1: a block without tokens.
+        layout: which blocks these are. Shortlists of one policy share it.
     """
 
     slots: torch.Tensor
@@ -87,6 +106,8 @@ class Shortlist:
     replaced: torch.Tensor | None = None
     is_prefix: bool = False
     is_transient: bool = False
+    blocks: torch.Tensor | None = None
+    layout: BlockLayout | None = None
 
     @property
     def width(self) -> int:

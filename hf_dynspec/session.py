@@ -30,6 +30,7 @@ class DraftSession:
         self._head = drafter.head
         self._drafter = drafter
         self._state = policy.start(vocabulary)
+        self._show = self._state.foresee if policy.needs.draft_inputs else None
         self._rows = PackedRows()
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
@@ -113,7 +114,7 @@ class DraftSession:
             if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
                 break
             with self.stopwatch.section("backbone"):
-                hidden = self._backbone.draft(fresh)
+                hidden = self._backbone.draft(fresh, show=self._show)
         return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
 
     def draft_tree(self, prefix: torch.Tensor, config: TreeConfig, most: int) -> Candidates:
@@ -130,7 +131,7 @@ class DraftSession:
         for depth in range(min(config.depth + 1, most)):
             if depth:
                 with self.stopwatch.section("backbone"):
-                    hidden = self._backbone.draft(fresh, parents)
+                    hidden = self._backbone.draft(fresh, parents, self._show)
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
@@ -145,7 +146,7 @@ class DraftSession:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
-            hidden = self._backbone.advance(prefix, self._features)[-1:]
+            hidden = self._backbone.advance(prefix, self._features, self._show)[-1:]
         self._features = None
         return hidden
 

@@ -39,6 +39,7 @@ from hf_dynspec.protocol import Shortlist, VocabularyInfo
 from hf_dynspec.shortlists import POLICIES, ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
+from hf_dynspec.shortlists.router import Router, RouterShortlist
 
 VOCABULARY = 301
 PAD, BOS, EOS = 0, 1, 2
@@ -217,18 +218,47 @@ class EosOnlyState(ShortlistState):
         return self._shortlist
 
 
+def random_router(clusters: int = 12, width: int = 32, seed: int = 7, vocabulary: int = VOCABULARY) -> Router:
+    """A router that nobody trained, over clusters of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    group = (torch.rand(vocabulary, generator=generator) ** 2 * clusters).long()
+    group[:clusters] = torch.arange(clusters)  # none is empty
+    return Router(
+        clusters=group.to(torch.int32),
+        input_weight=torch.randn(24, 2 * width, generator=generator) / 4,
+        input_bias=torch.randn(24, generator=generator),
+        output_weight=torch.randn(clusters, 24, generator=generator),
+        output_bias=torch.randn(clusters, generator=generator),
+    )
+
+
+def centroid_router(clusters: int = 12, width: int = 32, seed: int = 8) -> Router:
+    """Random centroids for the clusters of `random_router`."""
+    centroids = torch.randn(clusters, width, generator=torch.Generator().manual_seed(seed))
+    return Router(random_router(clusters, width).clusters, centroids)
+
+
 # Settings that make a policy of the table small enough for tiny vocabularies, or that it cannot be made without.
 _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency": lambda: POLICIES["frequency"](torch.arange(VOCABULARY).flip(0), size=90),
     "in_context": lambda: POLICIES["in_context"](window=40),
     "union": lambda: POLICIES["union"](FrequencyShortlist(size=25), InContextShortlist(30, 2, 2)),
     "hybrid": lambda: POLICIES["hybrid"](core_size=40, window=30),
+    "router": lambda: POLICIES["router"](random_router(), max_clusters=3),
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
     "in_context, lru": lambda: InContextShortlist(window=25, eviction="lru"),
     "in_context, nothing of the target": lambda: InContextShortlist(20, prompt_top_k=0, verify_top_k=0),
     "in_context, end of the prompt": lambda: InContextShortlist(60, prompt_top_k=5, prompt_positions=3),
+    "router, pinned, by mass": lambda: RouterShortlist(
+        random_router(), max_clusters=8, position_aware=False, mass=0.5, ranking=torch.arange(VOCABULARY), pinned=20
+    ),
+    "router, not packed": lambda: RouterShortlist(random_router(), max_clusters=4, packed=False),
+    "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
+    "union with a router": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"), RouterShortlist(random_router(), max_clusters=2)
+    ),
     "union of three": lambda: POLICIES["union"](
         InContextShortlist(15, eviction="lru"),
         FrequencyShortlist(torch.arange(200, 290), size=30, position_aware=True),

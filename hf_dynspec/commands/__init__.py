@@ -5,6 +5,7 @@ import typer
 
 from .bench import bench
 from .build import build_app
+from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
 from .push import push
@@ -15,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+build_app.command()(clusters)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.command()(bench)

@@ -79,7 +79,7 @@ def frequency(
     from ..hub.fingerprint import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
-    _require_free_folder(out, overwrite)
+    require_free_folder(out, overwrite)
     name = tokenizer or str(from_target)
     loaded = load_tokenizer(name)
     target = None
@@ -101,16 +101,16 @@ def frequency(
             "use_chat_template": chat_template,
         }
         _require_prompts(paths, text_field)
-        model = _load_target(from_target, device, dtype)
+        model = load_model(from_target, device, dtype)
         tally, inputs = _count_generated(model, loaded, paths, start_tally, text_field=text_field, settings=settings)
         target = _reference(from_target, model)
     if not tally.tokens:
         problem = "all texts are empty" if from_target is None else "no prompt fits into the target's context"
         raise CorpusError(f"no tokens came of {', '.join(map(str, paths))}: {problem}")
-    eos_token_ids = _eos_token_ids(from_target or name, loaded)
+    eos_token_ids = find_eos_token_ids(from_target or name, loaded)
     ranking = rank(tally.counts, loaded, eos_token_ids)
     provenance = {
-        "command": _command_line(context),
+        "command": command_text(context),
         **inputs,
         "documents": tally.documents,
         "tokens_counted": tally.tokens,
@@ -139,11 +139,11 @@ def frequency_import(
     from ..hub.fingerprint import fingerprint_tokenizer
     from ..hub.frequency_list import import_frequency_list
 
-    _require_free_folder(out, overwrite)
+    require_free_folder(out, overwrite)
     loaded = load_tokenizer(tokenizer)
-    eos_token_ids = _eos_token_ids(tokenizer, loaded)
+    eos_token_ids = find_eos_token_ids(tokenizer, loaded)
     leading = import_frequency_list(file, vocabulary_size(loaded), eos_token_ids)
-    provenance = {"command": _command_line(context), "list": file.name, "tokens_listed": len(leading)}
+    provenance = {"command": command_text(context), "list": file.name, "tokens_listed": len(leading)}
     ranking = complete_ranking(leading, loaded)
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
     typer.echo(f"{out}: a ranking of {len(leading)} listed tokens and all others after them")
@@ -179,7 +179,7 @@ def _require_one_source(
         raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
 
 
-def _require_free_folder(out: Path, overwrite: bool) -> None:
+def require_free_folder(out: Path, overwrite: bool) -> None:
     """Refuse before any work what could not be written after it."""
     from ..configuration import LIBRARY_NAME
     from ..errors import ConfigurationError
@@ -283,7 +283,7 @@ def _describe_target(model: Any) -> str:
     return describe_files((path, path.stat().st_size) for path in sorted(folder.resolve().iterdir()) if path.is_file())
 
 
-def _load_target(name: str, device: str, dtype: str) -> Any:
+def load_model(name: str, device: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     from ..errors import ConfigurationError
@@ -300,7 +300,7 @@ def _reference(name: str, model: Any) -> "ModelReference":
     from ..configuration import ModelReference
 
     return ModelReference(
-        _shown(name),
+        shorten_name(name),
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
         vocab_size=model.config.get_text_config().vocab_size,
@@ -308,7 +308,7 @@ def _reference(name: str, model: Any) -> "ModelReference":
     )
 
 
-def _eos_token_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
+def find_eos_token_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a text: the generation configuration's, which can name several, and the tokenizer's own."""
     from transformers import GenerationConfig
 
@@ -350,7 +350,7 @@ def _inputs(files: Any) -> dict[str, Any]:
     return {"inputs": named, "input_files": len(files), "input_bytes": sum(size for _, size in files)}
 
 
-def _command_line(context: typer.Context) -> str:
+def command_text(context: typer.Context) -> str:
     """The command as it was given, with files and folders reduced to their names."""
     words = ["hf-dynspec", "build", context.info_name or ""]
     for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
@@ -363,11 +363,11 @@ def _command_line(context: typer.Context) -> str:
             continue
         if parameter.param_type_name == "option":
             words.append(parameter.opts[0])
-        words.extend(_shown(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        words.extend(shorten_name(item) for item in (value if isinstance(value, list | tuple) else [value]))
     return shlex.join(words)
 
 
-def _shown(value: Any) -> str:
+def shorten_name(value: Any) -> str:
     is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
     return Path(value).resolve().name if is_path else str(value)
 

@@ -1,11 +1,31 @@
 """The contract of drafters: tokens in, hidden states out, and never a projection to the vocabulary."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from ..head import DynamicLMHead
+
+# Is shown what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
+# was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
+ShowInputs = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class UnrolledStep(NamedTuple):
+    """One draft step after every prefix of a text: row `i` of step `depth` is the one that reads token
+    `i + 1 + depth`, after a prefix whose last token is `i + 1`.
+
+    Args:
+        embeddings: `[n − 1 − depth, d]`: what `ShowInputs` is shown.
+        features: `[n − 1 − depth, d]`, likewise.
+        hidden: `[n − 1 − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
+    """
+
+    embeddings: torch.Tensor
+    features: torch.Tensor
+    hidden: torch.Tensor
 
 
 class DrafterState(ABC):
@@ -20,7 +40,9 @@ class DrafterState(ABC):
         """How many leading tokens of the text the cache covers; those of the current draft count if they may stay."""
 
     @abstractmethod
-    def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+    def advance(
+        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         """Bring the cache to the verified prefix.
 
         Args:
@@ -28,6 +50,7 @@ class DrafterState(ABC):
                 tokens that it covers have not changed.
             features: `[m, d_target · layers]`: for drafters that read the target's hidden states (`Drafter.reads`),
                 those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
+            show: called once, with what the last token is read with, as soon as that is known.
 
         Returns:
             `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
@@ -35,13 +58,16 @@ class DrafterState(ABC):
         """
 
     @abstractmethod
-    def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+    def draft(
+        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         """Append one level of drafted tokens.
 
         Args:
             token_ids: int64 `[w]`, `w >= 1`, on the drafter's device.
             parents: int64 `[w]`: for each token the row of its parent in the level before; in the first level all are
                 children of the prefix and its values do not matter. None for a chain, which is one token a level.
+            show: called once, with what these tokens are read with.
 
         Returns:
             `[w, d]`: the hidden state that predicts the successors of each of them.
@@ -73,6 +99,21 @@ class Drafter(ABC):
         Raises:
             ArtifactError: they have another size.
             UnsupportedError: the target has too few layers.
+        """
+
+    @abstractmethod
+    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+        """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
+        drafted; for training and for study.
+
+        Args:
+            token_ids: int64 `[n]`, `n > depth`, on the drafter's device: a text from its beginning.
+            features: `[n, d_target · layers]`: the target's hidden states at these tokens, for drafters that read
+                them.
+            depth: how many steps.
+
+        Yields:
+            The steps, from depth 0 on.
         """
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """Any decoder-only causal language model of transformers as an independent drafter."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..head import DynamicLMHead
 from ..tree import attention_mask, attention_windows
-from .base import Drafter, DrafterState
+from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
 from .traced_step import cache_of, layers_of, trace_step
 
 
@@ -45,6 +46,17 @@ class CausalLMDrafter(Drafter):
         self.step = trace_step(model)
         self.windows = attention_windows(model.config.get_text_config())
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[m, d]`: the embeddings of tokens, int64 `[m]`, as rows of the matrix."""
+        return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
+
+    @torch.no_grad()
+    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+        # Its hidden states depend on the text alone, and not on where a draft began.
+        embedded, hidden = self.embed(token_ids), self.start().advance(token_ids)
+        for step in range(depth):
+            yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
+
     def start(self) -> "CausalLMState":
         return CausalLMState(self)
 
@@ -57,6 +69,7 @@ class CausalLMState(DrafterState):
     """
 
     def __init__(self, drafter: CausalLMDrafter):
+        self._drafter = drafter
         self._decoder = drafter.decoder
         self._step = drafter.step
         self._windows = drafter.windows
@@ -66,28 +79,60 @@ class CausalLMState(DrafterState):
         self._layers: list[torch.Tensor] = []
         self._length = 0
         self._tree: _Tree | None = None
+        # The hidden states of the last tokens in the cache, `[r, d]`, from the newest that was verified on; and those
+        # of the last level of a tree.
+        self._hidden = drafter.head.weight.new_zeros(0, drafter.head.weight.shape[1])
+        self._level = self._hidden
 
     @property
     def length(self) -> int:
         return self._length if self._tree is None else self._length + self._tree.levels
 
-    def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+    def advance(
+        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         self.truncate(self._length)
-        return self._extend(prefix[self._length :].clamp_max(self._largest_id))
+        unread = prefix[self._length :].clamp_max(self._largest_id)
+        before = self._hidden[-1:]
+        if show is not None and unread.shape[0] == 1:
+            self._show(show, unread, before)
+        hidden = self._extend(unread)
+        if show is not None and unread.shape[0] > 1:
+            self._show(show, unread[-1:], hidden[-2:-1])
+        self._hidden = hidden[-1:]
+        return hidden
 
-    def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+    def draft(
+        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         if parents is None:
-            return self._extend(token_ids)
-        if self._tree is None:
+            if show is not None:
+                self._show(show, token_ids, self._hidden[-1:])
+            hidden = self._extend(token_ids)
+            self._hidden = torch.cat([self._hidden, hidden])
+            return hidden
+        is_first = self._tree is None
+        if show is not None:
+            rows = self._hidden[-1:].expand(token_ids.shape[0], -1) if is_first else self._level[parents]
+            self._show(show, token_ids, rows)
+        if is_first:
             self._tree = _Tree(token_ids.device)
         self._tree.add_level(parents)
-        return self._run(token_ids, **self._tree_inputs(token_ids.shape[0]))
+        self._level = self._run(token_ids, **self._tree_inputs(token_ids.shape[0]))
+        return self._level
+
+    def _show(self, show: ShowInputs, token_ids: torch.Tensor, before: torch.Tensor) -> None:
+        embedded = self._drafter.embed(token_ids)
+        # Before the first token of a text there is nothing.
+        show(embedded, before if before.shape[0] else before.new_zeros(1, before.shape[1]))
 
     def truncate(self, length: int) -> None:
         # The nodes of a tree lie one after another in the cache, so none of them can stay.
         length = min(length, self._length)
         if length < self._length or self._tree is not None:
             self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
+        kept = self._hidden.shape[0] - (self._length - length)
+        self._hidden = self._hidden[: max(0, kept)]
         self._length = length
         self._tree = None
 

@@ -11,7 +11,7 @@ A step is a handful of operations over fused weights: no modules, no masks for c
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..errors import ArtifactError, UnsupportedError
 from ..head import DynamicLMHead
-from .base import Drafter, DrafterState
+from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
 from .eagle_checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, read_checkpoint, write_checkpoint
 
 _FIRST_CAPACITY = 256
@@ -106,6 +106,27 @@ class EagleDrafter(Drafter):
         _require_fit(self.checkpoint, target)
         _hidden_states_read(self.settings, target.config.get_text_config().num_hidden_layers)
 
+    @torch.no_grad()
+    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+        rows = token_ids.shape[0] - 1
+        weight = self.weights.qkv
+        embedded = self.embed(token_ids[1:])
+        hidden = features[:rows].to(device=weight.device, dtype=weight.dtype)
+        cos, sin = self.rotary.tables(rows + depth)
+        drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(depth):
+            width = rows - step
+            feature = self.feature(hidden[:width], fed_back=step > 0)
+            joined, residual = self.combine(embedded[step:], feature)
+            at = slice(step, rows)
+            queries, keys, values = self.weights.project(joined, width, cos[at], sin[at])
+            if step == 0:
+                stable = keys, values
+            else:
+                drafted = [(key[:width], value[:width]) for key, value in [*drafted, (keys, values)]]
+            hidden = self.finish(_attend_from_everywhere(queries, *stable, drafted), residual)
+            yield UnrolledStep(embedded[step:], feature, self.predict(hidden))
+
     def start(self) -> "EagleState":
         return EagleState(self)
 
@@ -120,28 +141,33 @@ class EagleDrafter(Drafter):
             output = self.weights.norm(output)
         return output.to(self.head.weight.dtype)
 
-    def combine(self, token_ids: torch.Tensor, hidden: torch.Tensor, fed_back: bool) -> tuple[torch.Tensor, ...]:
-        """Join embeddings and hidden states.
+    def feature(self, hidden: torch.Tensor, fed_back: bool) -> torch.Tensor:
+        """`[w, H]`: what stands beside the embeddings.
 
         Args:
-            token_ids: int64 `[w]`.
-            hidden: `[w, d]`: the target's features, or the head's own outputs where `fed_back`.
+            hidden: `[w, d]`: the target's hidden states, which EAGLE-3 combines into one, or the head's own outputs
+                where `fed_back`.
+        """
+        weights = self.weights
+        if self.settings.generation == 2 or fed_back:
+            return hidden
+        if weights.input_norm is not None:
+            hidden = weights.input_norm(hidden)
+        return linear(hidden, weights.fc)
+
+    def combine(self, embedded: torch.Tensor, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join embeddings and features, each `[w, H]`.
 
         Returns:
             What the attention reads, `[w, H]` (EAGLE-2) or `[w, 2 · H]`, and the residual around it, `[w, H]`.
         """
         weights = self.weights
-        embedded = self.embed(token_ids)
         if self.settings.generation == 2:
-            joined = linear(torch.cat([embedded, hidden], -1), weights.fc, weights.fc_bias)
+            joined = linear(torch.cat([embedded, feature], -1), weights.fc, weights.fc_bias)
             return joined, joined
-        if not fed_back:
-            if weights.input_norm is not None:
-                hidden = weights.input_norm(hidden)
-            hidden = linear(hidden, weights.fc)
-        both = weights.pair_norm(torch.stack([embedded, hidden], 1))
+        both = weights.pair_norm(torch.stack([embedded, feature], 1))
         # speculators' norm_before_residual: the normalised hidden state goes around the attention.
-        return both.flatten(1), both[:, 1] if self.settings.norm_before_residual else hidden
+        return both.flatten(1), both[:, 1] if self.settings.norm_before_residual else feature
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: the layer after its attention, `[w, heads · head_dim]`."""
@@ -182,7 +208,9 @@ class EagleState(DrafterState):
         return self._start + self._stable + 1 if self._stable else 0
 
     @torch.no_grad()
-    def advance(self, prefix: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+    def advance(
+        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         """Compute the stable rows of the tokens that were verified since, from the target's features.
 
         Where the features begin later than the rows end, as when the target had the beginning of a text in its cache,
@@ -192,6 +220,7 @@ class EagleState(DrafterState):
             prefix: int64 `[n]`, `n >= 2`: all verified tokens, more than are covered.
             features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May reach back over
                 tokens that are covered already.
+            show: as the contract has it. The feature of EAGLE-3 is shown as `fc` combines it.
 
         Returns:
             `[1, H]`, of the output projection's dtype.
@@ -213,17 +242,20 @@ class EagleState(DrafterState):
             raise ValueError(f"the cache covers {self.length} tokens, and the prefix has no more than {n}")
         weight = self._drafter.weights.qkv
         features = features[position - n + 1 :].to(device=weight.device, dtype=weight.dtype)
-        self._output = self._append(prefix[position + 1 :], features, position, fed_back=False)
+        self._output = self._append(prefix[position + 1 :], features, position, fed_back=False, show=show)
         self._stable += features.shape[0]
         return self._drafter.predict(self._output)
 
     @torch.no_grad()
-    def draft(self, token_ids: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+    def draft(
+        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+    ) -> torch.Tensor:
         """Append one level of drafted tokens, each with its parent's output in the place of a feature.
 
         Args:
             token_ids: int64 `[w]`: the target's ids, also of a head with a vocabulary of its own.
             parents: int64 `[w]`, as the contract has it; None for a chain.
+            show: as the contract has it.
 
         Returns:
             `[w, H]`, of the output projection's dtype.
@@ -241,7 +273,7 @@ class EagleState(DrafterState):
             hidden = hidden.index_select(0, parents)
         self._ancestors = self._ancestors_of(width, parents)
         position = self._start + self._stable + self._levels
-        self._output = self._append(token_ids, hidden, position, fed_back=True)
+        self._output = self._append(token_ids, hidden, position, fed_back=True, show=show)
         self._drafted += width
         self._levels += 1
         return self._drafter.predict(self._output)
@@ -269,7 +301,14 @@ class EagleState(DrafterState):
         before = before if parents is None else before.index_select(0, parents)
         return torch.cat([before, own], 1)
 
-    def _append(self, token_ids: torch.Tensor, hidden: torch.Tensor, position: int, fed_back: bool) -> torch.Tensor:
+    def _append(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        position: int,
+        fed_back: bool,
+        show: ShowInputs | None,
+    ) -> torch.Tensor:
         """Append rows.
 
         Args:
@@ -277,6 +316,7 @@ class EagleState(DrafterState):
             hidden: `[w, d]`.
             position: of all rows of a draft's level, or of the first of the target's features.
             fed_back: the rows are a draft's.
+            show: called with the embeddings and features of the rows whose outputs are wanted.
 
         Returns:
             `[w, H]` for a draft. Of stable rows only the last one's output is ever read, `[1, H]`; of the others no
@@ -290,7 +330,10 @@ class EagleState(DrafterState):
             self._reserve(max(begin + width, 2 * self._keys.shape[1]))
         stop = position + (1 if fed_back else width)
         cos, sin = drafter.rotary.tables(stop)
-        joined, residual = drafter.combine(token_ids, hidden, fed_back)
+        embedded, hidden = drafter.embed(token_ids), drafter.feature(hidden, fed_back)
+        if show is not None:
+            show(embedded[-outputs:], hidden[-outputs:])
+        joined, residual = drafter.combine(embedded, hidden)
         at = slice(position, stop)
         if drafter.rotary.is_steady:
             queries, keys, values = drafter.weights.project(joined, outputs, cos[at], sin[at])
@@ -335,6 +378,33 @@ class EagleState(DrafterState):
             keys[:, :rows], values[:, :rows] = self._keys[:, :rows], self._values[:, :rows]
             positions[:rows] = self._positions[:rows]
         self._keys, self._values, self._positions = keys, values, positions
+
+
+def _attend_from_everywhere(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    drafted: list[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """`[w, heads · head_dim]`: attention of rows that belong to `w` different drafts.
+
+    Args:
+        queries: `[w, heads, head_dim]`.
+        keys, values: `[n, kv_heads, head_dim]`: of the stable rows; draft `i` sees the first `i + 1`.
+        drafted: keys and values, each `[w, kv_heads, head_dim]`, of the drafts' own rows, one of each draft per step.
+    """
+    width, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    queries = queries.view(width, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("wkgd,nkd->wkgn", queries, keys)
+    is_later = torch.ones(width, keys.shape[0], dtype=torch.bool, device=keys.device).triu(1)
+    scores = scores.masked_fill(is_later[:, None, None], -torch.inf)
+    own = [torch.einsum("wkgd,wkd->wkg", queries, key).unsqueeze(-1) for key, _ in drafted]
+    weights = (torch.cat([scores, *own], -1) * head_dim**-0.5).softmax(-1)
+    attended = torch.einsum("wkgn,nkd->wkgd", weights[..., : keys.shape[0]], values)
+    for step, (_, value) in enumerate(drafted, start=keys.shape[0]):
+        attended = attended + weights[..., step, None] * value.unsqueeze(2)
+    return attended.reshape(width, -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -137,7 +137,7 @@ _weight = partial(TensorRule, ("F32", "F16", "BF16"))
 # Whether the tensors of a policy fit one another is the policy's own to check, when it is built from them.
 TENSOR_RULES = {
     "ranking": TensorRule(("I32", "I64"), _vocabulary, check_token_ranking),
-    "clusters": TensorRule(("I32",), _vocabulary, check_token_clusters),
+    "clusters": TensorRule(("I32", "I64"), _vocabulary, check_token_clusters),
     "pinned": TensorRule(("I32",), _vocabulary, check_token_ids),
     "centroids": _weight(_at_most(MOST_CLUSTERS, MOST_FEATURES)),
     "norm_weight": _weight(_at_most(2 * MOST_FEATURES)),

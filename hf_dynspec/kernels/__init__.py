@@ -9,6 +9,7 @@ from .reference import argmax_rows, packed_scores, replace_rows, scattered_score
 
 __all__ = [
     "argmax_rows",
+    "block_scores_for",
     "can_compile_dense_scores",
     "dense_scores",
     "packed_scores",
@@ -27,3 +28,13 @@ def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
 
         return compiled_scores
     return scattered_scores
+
+
+def block_scores_for(device):
+    return block_scores
+
+
+def block_scores(hidden, weight, blocks, bias):
+    rows = weight.index_select(0, blocks).flatten(0, 1)
+    scores = (rows.float() @ hidden.float().T).T
+    return scores if bias is None else scores + bias.index_select(0, blocks).flatten().float()

@@ -8,12 +8,14 @@ from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .in_context import InContextShortlist
+from .router import Router, RouterShortlist
 from .union import HybridShortlist, UnionShortlist
 
 POLICIES: dict[str, type[ShortlistPolicy]] = {
     "full": FullShortlist,
     "frequency": FrequencyShortlist,
     "in_context": InContextShortlist,
+    "router": RouterShortlist,
     "union": UnionShortlist,
     "hybrid": HybridShortlist,
 }
@@ -49,6 +51,8 @@ __all__ = [
     "FullShortlist",
     "HybridShortlist",
     "InContextShortlist",
+    "Router",
+    "RouterShortlist",
     "ShortlistPolicy",
     "ShortlistState",
     "UnionShortlist",

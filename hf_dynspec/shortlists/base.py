@@ -22,7 +22,18 @@ class ShortlistState(ABC):
             features: `[m, d]`: the drafter's hidden states at those tokens.
         """
 
-    # Policies that learn nothing from the context leave these three as they are.
+    # Policies that learn nothing from the context leave these as they are.
+    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
+        """Take in what the next draft step starts from, where the policy asked for it (`Needs.draft_inputs`). Called
+        once before each `select`, and before the drafter's layers run wherever the drafter has it by then.
+
+        Args:
+            embeddings: `[m, d]`: the drafter's embeddings of the tokens whose successors are about to be drafted.
+            features: `[m, d]`: what the drafter knew before each of these tokens: the feature that an EAGLE head reads
+                beside the embedding, or an independent model's hidden state at the token before; zeros where there
+                is none.
+        """
+
     def restart(self) -> None:  # noqa: B027
         """Forget the context: what follows is another text. Slots that keep their ids keep their version."""
 

@@ -97,6 +97,10 @@ class UnionState(ShortlistState):
         for part in self._parts:
             part.observe(verdict)
 
+    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        for part in self._parts:
+            part.foresee(embeddings, features)
+
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         shown = [part.select(depth, token_ids, features) for part in self._parts]
         if self._shortlist is None or any(new is not old for new, old in zip(shown, self._shown, strict=True)):

@@ -1,0 +1,342 @@
+"""Token clusters: the vocabulary parted by the directions of the LM head's rows.
+
+Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": spherical k-means over the normalised
+LM-head weights, balance not enforced.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..errors import ConfigurationError, DynSpecError
+
+Report = Callable[[str, int, int], None]
+
+# Rows that are converted, normalised or compared at once: for d = 4096, 134 MB in fp32.
+_CHUNK_ROWS = 8192
+# faiss takes seeds of 31 bits.
+_LARGEST_SEED = 2**31 - 1
+# Rows with this cosine to a centroid are the centroid, up to rounding: there is no second cluster to make of them.
+_SAME_DIRECTION = 1 - 1e-5
+_MOST_REFILLS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class TokenClusters:
+    """A partition of a vocabulary.
+
+    Args:
+        clusters: int32 `[n]`: the cluster of each token id. They are numbered from 0 without gaps.
+        centroids: fp32 `[M, d]`: the mean of each cluster's rows as they are, not normalised. Multiplied with hidden
+            states they score each cluster as if it were one token.
+    """
+
+    clusters: torch.Tensor
+    centroids: torch.Tensor
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """int64 `[M]`: the tokens of each cluster, at least one."""
+        return torch.bincount(self.clusters, minlength=self.centroids.shape[0])
+
+
+def cluster_tokens(
+    weight: torch.Tensor,
+    num_clusters: int,
+    *,
+    vocabulary_size: int | None = None,
+    seed: int = 0,
+    iterations: int = 25,
+    balanced: bool = False,
+    device: str | torch.device = "cpu",
+    report: Report = lambda activity, done, total: None,
+) -> TokenClusters:
+    """Part tokens into clusters by the directions of their rows in an LM head; how long rows are does not matter.
+
+    Unbalanced, as in the paper: spherical k-means by faiss, over all rows (faiss would leave out some at random where
+    a centroid has more than 256 of them, which for large vocabularies are the small clusters). Each token ends in the
+    cluster whose centroid is nearest. A cluster that is left empty starts anew from the row farthest from its
+    centroid; where rows have fewer than `num_clusters` directions, there are fewer clusters.
+
+    Balanced: sizes differ by at most one. The vocabulary is halved again and again by spherical 2-means whose halves
+    have given sizes; for given centroids, cutting the sorted differences of cosines is the best such split. It is
+    quick for any number of clusters, but greedy: no token comes back over an earlier cut, so it is not the best
+    balanced partition, nor is each token in the cluster of its nearest centroid.
+
+    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again.
+
+    Args:
+        weight: `[V, d]`, floating-point. Row `i` scores token `i`. Not written to.
+        num_clusters: `M`, from 1 to the number of tokens.
+        vocabulary_size: rows from here on are padding and belong to no cluster (None: there is none).
+        seed: from 0 to 2³¹ − 1. The same seed, weights and number of threads give the same clusters.
+        iterations: of k-means; when balanced, at most so many for each split.
+        balanced: make equal groups.
+        device: `cpu` or a CUDA device. Unbalanced clusters on CUDA need a faiss with GPU support.
+        report: called with what is being done, how much of it is done, and how much there is.
+
+    Returns:
+        Clusters for the `n` tokens, on the CPU. Tokens whose row is zero are in some cluster, of which they say
+        nothing.
+
+    Raises:
+        ConfigurationError: an argument is out of range; a row is not finite; there are fewer rows other than zero than
+            clusters; faiss has no GPU support.
+        DynSpecError: faiss is not installed.
+    """
+    tokens = _checked_size(weight, vocabulary_size)
+    require_cluster_settings(num_clusters, seed, iterations, tokens)
+    device = torch.device(device)
+    if not balanced:
+        require_faiss(device)
+    rows = _unit_rows(weight[:tokens])
+    has_direction = rows.any(dim=1)
+    if int(has_direction.sum()) < num_clusters:
+        raise ConfigurationError(
+            f"{num_clusters} clusters need as many rows other than zero, and there are {int(has_direction.sum())}"
+        )
+    if balanced:
+        clusters = _bisect(rows.to(device), num_clusters, seed, iterations, report).cpu()
+    elif bool(has_direction.all()):
+        clusters = _spherical_kmeans(rows, num_clusters, seed, iterations, device, report)
+    else:
+        clusters = torch.zeros(tokens, dtype=torch.int64)
+        found = _spherical_kmeans(rows[has_direction], num_clusters, seed, iterations, device, report)
+        clusters[has_direction] = found
+    return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
+
+
+def require_cluster_settings(num_clusters: int, seed: int, iterations: int, tokens: int) -> None:
+    """Check what can be checked before any weights are read.
+
+    Raises:
+        ConfigurationError: a setting is out of range.
+    """
+    for name, value, least, most in (
+        ("num_clusters", num_clusters, 1, tokens),
+        ("seed", seed, 0, _LARGEST_SEED),
+        ("iterations", iterations, 1, 10_000),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            what = "the number of tokens" if name == "num_clusters" else "the most"
+            raise ConfigurationError(f"{name} must be a whole number from {least} to {most}, {what}; got {value!r}")
+
+
+def require_faiss(device: torch.device) -> Any:
+    """Import faiss, with GPU support where it is to work on one.
+
+    Raises:
+        DynSpecError: it is not installed.
+        ConfigurationError: it has no GPU support, or cannot use the device.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise DynSpecError(
+            "token clusters need faiss; install it with: pip install 'hf-dynspec[build]'. (Balanced clusters do not.)"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"clusters are built on cpu or cuda, not on {device}")
+    if device.type == "cuda" and not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
+        raise ConfigurationError(
+            f"the installed faiss cannot use {device}: faiss-cpu has no GPU support. Use the device cpu, or install a "
+            "faiss with GPU support instead, such as faiss-gpu-cu12"
+        )
+    return faiss
+
+
+def neighbour_spread(
+    weight: torch.Tensor,
+    clusters: torch.Tensor,
+    *,
+    neighbours: Sequence[int] = (10, 50),
+    samples: int = 1000,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    report: Report = lambda activity, done, total: None,
+) -> dict[int, tuple[float, float]]:
+    """In how many clusters the nearest neighbours of tokens lie: what a router has to find besides the true token's.
+
+    Neighbours are those of highest cosine over the head's rows, by exact search, the token itself left out.
+
+    Args:
+        weight: `[V, d]`, as in `cluster_tokens`.
+        clusters: int32 or int64 `[n]`, `n <= V`.
+        neighbours: how many neighbours of a token are looked at; counts that the vocabulary has not are left out.
+        samples: tokens that are looked at, drawn without repeats from those whose row is not zero.
+        seed: for the sample and for the random partition.
+        device: where rows are compared.
+        report: as in `cluster_tokens`.
+
+    Returns:
+        For each number of neighbours the mean number of clusters that they lie in, and the same mean for a random
+        partition with clusters of the same sizes.
+    """
+    tokens = clusters.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    has_direction = torch.cat([rows.any(dim=1).cpu() for _, rows in _unit_chunks(weight[:tokens], device)])
+    candidates = has_direction.nonzero().squeeze(1)
+    sample = candidates[torch.randperm(candidates.shape[0], generator=generator)[:samples]].sort().values
+    kept = sorted(count for count in set(neighbours) if 1 <= count < tokens)
+    if not kept or not sample.numel():
+        return {}
+    nearest = _nearest(weight[:tokens], sample, kept[-1], device, report)
+    shuffled = clusters[torch.randperm(tokens, generator=generator)]
+    return {
+        count: (_mean_distinct(clusters[nearest[:, :count]]), _mean_distinct(shuffled[nearest[:, :count]]))
+        for count in kept
+    }
+
+
+def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
+    """How many leading rows are tokens."""
+    if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
+        shape = list(weight.shape)
+        raise ConfigurationError(f"weight must be floating-point [vocabulary, hidden], got {weight.dtype} {shape}")
+    if vocabulary_size is None:
+        return weight.shape[0]
+    if isinstance(vocabulary_size, bool) or not 1 <= vocabulary_size <= weight.shape[0]:
+        raise ConfigurationError(
+            f"the tokenizer has {vocabulary_size} ids, and the head scores {weight.shape[0]}. Give the tokenizer of "
+            "this model; heads with a vocabulary of their own cannot be clustered"
+        )
+    return vocabulary_size
+
+
+def _unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces of the rows, fp32 `[m, d]`, each row divided by its length (zero rows stay zero), and where they begin.
+
+    Raises:
+        ConfigurationError: a row is not finite.
+    """
+    for start in range(0, weight.shape[0], _CHUNK_ROWS):
+        rows = weight[start : start + _CHUNK_ROWS].detach().to(device=device, dtype=torch.float32)
+        is_finite = rows.isfinite().all(dim=1)
+        if not bool(is_finite.all()):
+            row = start + int((~is_finite).nonzero()[0])
+            raise ConfigurationError(f"row {row} of the head holds NaN or infinity. Load undamaged weights")
+        # Divided by the largest entry first, so that squares neither overflow nor vanish.
+        rows = rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        yield start, functional.normalize(rows, dim=1)
+
+
+def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
+    """fp32 `[n, d]` on the CPU, from `_unit_chunks`."""
+    rows = torch.empty(weight.shape, dtype=torch.float32)
+    for start, chunk in _unit_chunks(weight):
+        rows[start : start + chunk.shape[0]] = chunk
+    return rows
+
+
+def _spherical_kmeans(
+    rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, device: torch.device, report: Report
+) -> torch.Tensor:
+    """int64 `[n]`: clusters, numbered without gaps, of rows that have length one."""
+    faiss = require_faiss(device)
+    points = rows.numpy()
+    kmeans = faiss.Kmeans(
+        points.shape[1],
+        num_clusters,
+        niter=1,
+        spherical=True,
+        seed=seed,
+        max_points_per_centroid=points.shape[0],
+        min_points_per_centroid=1,
+    )
+    if device.type == "cuda":
+        kmeans.index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), device.index or 0, kmeans.index)
+    # One iteration in each call, as only between calls it can be told how far it is.
+    for done in range(iterations):
+        report("k-means", done, iterations)
+        kmeans.train(points, init_centroids=kmeans.centroids)
+    report("k-means", iterations, iterations)
+    for _ in range(_MOST_REFILLS):
+        cosines, clusters = kmeans.assign(points)
+        cosines, clusters = torch.from_numpy(cosines), torch.from_numpy(clusters)
+        empty = (torch.bincount(clusters, minlength=num_clusters) == 0).nonzero().squeeze(1)
+        farthest = torch.argsort(cosines, stable=True)[: empty.shape[0]]
+        farthest = farthest[cosines[farthest] < _SAME_DIRECTION]
+        if not farthest.numel():
+            break
+        kmeans.centroids[empty[: farthest.shape[0]].numpy()] = points[farthest.numpy()]
+    return torch.unique(clusters, return_inverse=True)[1]
+
+
+def _bisect(rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, report: Report) -> torch.Tensor:
+    """int64 `[n]`: clusters whose sizes differ by at most one, of rows that have length one or are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    smaller, larger_clusters = divmod(rows.shape[0], num_clusters)
+    clusters = torch.empty(rows.shape[0], dtype=torch.int64, device=rows.device)
+    pending = [(torch.arange(rows.shape[0], device=rows.device), 0, num_clusters)]
+    done = 0
+    while pending:
+        ids, first, count = pending.pop()
+        if count == 1:
+            clusters[ids] = first
+            done += 1
+            report("halving", done, num_clusters)
+            continue
+        left = count // 2
+        # The first clusters are those that are larger by one.
+        left_size = left * smaller + min(max(larger_clusters - first, 0), left)
+        direction = torch.randn(rows.shape[1], generator=generator).to(rows.device)
+        # All rows are in order at first, and are not copied.
+        part = rows if ids.shape[0] == rows.shape[0] else rows.index_select(0, ids)
+        is_left = _split(part, left_size, direction, iterations)
+        pending += [(ids[~is_left], first + left, count - left), (ids[is_left], first, left)]
+    return clusters
+
+
+def _split(rows: torch.Tensor, left_size: int, direction: torch.Tensor, iterations: int) -> torch.Tensor:
+    """bool `[n]`: spherical 2-means with `left_size` rows on the left, from an initial direction `[d]`."""
+    is_left = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
+    for _ in range(iterations):
+        before, is_left = is_left, torch.zeros_like(is_left)
+        is_left[torch.argsort(rows @ direction, descending=True, stable=True)[:left_size]] = True
+        if torch.equal(before, is_left):
+            break
+        sums = torch.stack([is_left, ~is_left]).to(rows.dtype) @ rows
+        left_centroid, right_centroid = functional.normalize(sums, dim=1)
+        direction = left_centroid - right_centroid
+    return is_left
+
+
+def _means(weight: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """fp32 `[M, d]` on the CPU: the mean of each cluster's rows."""
+    sizes = torch.bincount(clusters)
+    sums = torch.zeros(sizes.shape[0], weight.shape[1], dtype=torch.float64)
+    for start in range(0, weight.shape[0], _CHUNK_ROWS):
+        chunk = weight[start : start + _CHUNK_ROWS].detach().to(device="cpu", dtype=torch.float64)
+        sums.index_add_(0, clusters[start : start + chunk.shape[0]], chunk)
+    return (sums / sizes.unsqueeze(1)).float()
+
+
+def _nearest(
+    weight: torch.Tensor, sample: torch.Tensor, count: int, device: str | torch.device, report: Report
+) -> torch.Tensor:
+    """int64 `[s, count]`: the tokens of highest cosine to those of the sample, int64 `[s]`, highest first."""
+    picked = weight[sample.to(weight.device)]
+    queries = torch.cat([rows for _, rows in _unit_chunks(picked, device)])
+    sample = sample.to(device)
+    cosines = torch.empty(sample.shape[0], 0, device=device)
+    nearest = torch.empty(sample.shape[0], 0, dtype=torch.int64, device=device)
+    for start, rows in _unit_chunks(weight, device):
+        report("neighbours", start, weight.shape[0])
+        found = queries @ rows.T
+        ids = torch.arange(start, start + rows.shape[0], device=device)
+        found.masked_fill_(ids == sample.unsqueeze(1), float("-inf"))
+        cosines = torch.cat([cosines, found], dim=1)
+        nearest = torch.cat([nearest, ids.expand(sample.shape[0], -1)], dim=1)
+        cosines, places = cosines.topk(min(count, cosines.shape[1]), dim=1)
+        nearest = nearest.gather(1, places)
+    report("neighbours", weight.shape[0], weight.shape[0])
+    return nearest.cpu()
+
+
+def _mean_distinct(values: torch.Tensor) -> float:
+    """The mean number of different values in the rows of `[s, k]`."""
+    ordered = values.sort(dim=1).values
+    return float((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).float().mean()) + 1

@@ -1,0 +1,370 @@
+"""Draft steps of a pair along texts: what each starts from, and what the drafter would say with all of its vocabulary.
+
+Routers are trained on these (DynaSpec, appendix A.2). The paper records them while it generates; here they are
+teacher-forced: texts are cut into windows, both models read a window once, and a draft is unrolled after every prefix
+of it, fed with the window's own tokens. These are the draft steps of rounds whose drafts were accepted, which are all
+that acceptance depends on, at a fraction of the cost: no step waits for the one before, and no row of the target's
+head is computed. Of the steps after a prefix one is recorded, at a depth that is drawn.
+
+Everything is streamed: windows are sampled while texts are read, and steps are written in shards of bounded size.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from ..drafters import Drafter
+from ..errors import ConfigurationError
+from ..head import PackedRows
+from ..kernels import top_k_ids
+from ..protocol import Shortlist
+from .corpus import CorpusError, FilePart, read_unit
+
+# Rows whose logits over the whole vocabulary are held at a time.
+_CHUNK = 128
+_SHARD_STEPS = 1 << 14
+_SHORTEST_WINDOW = 16
+_BATCH_CHARACTERS = 1 << 20
+_WINDOWS_FILE = "windows.npz"
+
+
+@dataclass(frozen=True)
+class RecordingSettings:
+    """How draft steps are recorded.
+
+    Args:
+        steps: how many draft steps to record for training, at most.
+        held_out: how many besides, from other windows, to judge by.
+        window: tokens of a window, at most.
+        depth: draft steps after each prefix; a depth below this is drawn for each.
+        top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
+        target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
+        seed: of the windows and the depths.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    steps: int = 500_000
+    held_out: int = 16_384
+    window: int = 384
+    depth: int = 5
+    top_k: int = 10
+    target_top_k: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        least = {"window": _SHORTEST_WINDOW, "seed": 0}
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least {least.get(name, 1)}, got {value!r}"
+                )
+
+    def bytes_on_disk(self, width: int) -> int:
+        """About how many bytes the steps of a drafter with features of `width` numbers take."""
+        step = 2 * width + 4 + 1 + 4 * self.top_k
+        return (self.steps + self.held_out) * step + self.held_out * 6 * self.target_top_k
+
+
+# Windows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A sample of the windows of a corpus, in random order, and how often each token occurs in the corpus.
+
+    Args:
+        token_ids: int32 `[n]`: the windows, one after another.
+        ends: int64 `[w]`: one past the last token of each.
+        counts: int64 `[V]`: of all texts, also of what was not sampled.
+    """
+
+    token_ids: np.ndarray
+    ends: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """int64 `[n]`: the tokens of one window."""
+        start = 0 if index == 0 else self.ends[index - 1]
+        return torch.from_numpy(self.token_ids[start : self.ends[index]].astype(np.int64))
+
+    def covering(self, steps: int, first: int = 0) -> int:
+        """The end of the fewest windows from `first` on that have so many steps, or of all."""
+        lengths = np.diff(self.ends, prepend=0)[first:] - 1
+        return min(len(self), first + int(np.searchsorted(lengths.cumsum(), steps)) + 1)
+
+
+def sample_windows(
+    units: Sequence[tuple[FilePart, ...]],
+    tokenizer: Any,
+    vocabulary_size: int,
+    settings: RecordingSettings,
+    *,
+    text_field: str = "text",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Windows:
+    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps.
+
+    Args:
+        units: from `plan_corpus`.
+        tokenizer: of both models.
+        vocabulary_size: `V`.
+        settings: what is going to be recorded.
+        text_field: as in `plan_corpus`.
+        report: called before each unit with how many are done and how many there are.
+
+    Raises:
+        CorpusError: a unit cannot be read, or no text is long enough for a window.
+    """
+    random = np.random.default_rng(settings.seed)
+    most = (settings.steps + settings.held_out) // (_SHORTEST_WINDOW - 1) + 2
+    # Few windows are as short as that; what is held is bounded by twice the tokens that are wanted all the same.
+    kept: list[np.ndarray] = []
+    counts = np.zeros(vocabulary_size, np.int64)
+    seen = 0
+    for done, unit in enumerate(units):
+        report(done, len(units))
+        for token_ids in _tokenized(unit, tokenizer, text_field):
+            counts += np.bincount(token_ids, minlength=vocabulary_size)
+            for start in range(0, len(token_ids), settings.window):
+                window = token_ids[start : start + settings.window]
+                if len(window) < _SHORTEST_WINDOW:
+                    continue
+                place = seen if len(kept) < most else int(random.integers(0, seen + 1))
+                seen += 1
+                if place < len(kept):
+                    kept[place] = window
+                elif place < most:
+                    kept.append(window)
+    report(len(units), len(units))
+    if len(kept) < 2:
+        raise CorpusError(f"the texts give {len(kept)} windows of {_SHORTEST_WINDOW} tokens or more; two are needed")
+    order = random.permutation(len(kept))
+    enough = np.cumsum([len(kept[index]) - 1 for index in order])
+    order = order[: np.searchsorted(enough, settings.steps + settings.held_out + 2 * settings.window) + 1]
+    lengths = [len(kept[index]) for index in order]
+    return Windows(np.concatenate([kept[index] for index in order]), np.cumsum(lengths), counts)
+
+
+def windows_of(folder: str | Path, job: dict[str, Any], sample: Callable[[], Windows]) -> Windows:
+    """The windows of a job, sampled now or when the job was begun.
+
+    Args:
+        folder: where they are kept, beside the steps recorded from them.
+        job: JSON values that decide what is recorded. A folder of another job is not continued.
+        sample: makes the windows.
+
+    Raises:
+        ConfigurationError: the folder holds another job.
+    """
+    file, described = Path(folder, _WINDOWS_FILE), json.dumps(job, sort_keys=True)
+    if file.exists():
+        with np.load(file, allow_pickle=False) as saved:
+            if str(saved["job"]) != described:
+                raise ConfigurationError(
+                    f"{folder} holds draft steps that were recorded with other models, texts or settings. Run with "
+                    "the same ones to continue, choose another folder, or remove it."
+                )
+            return Windows(saved["token_ids"], saved["ends"], saved["counts"])
+    windows = sample()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(".writing")
+    with open(scratch, "wb") as stream:
+        np.savez(
+            stream, token_ids=windows.token_ids, ends=windows.ends, counts=windows.counts, job=np.array(described)
+        )
+    os.replace(scratch, file)
+    return windows
+
+
+def _tokenized(unit: Sequence[FilePart], tokenizer: Any, text_field: str) -> Iterator[np.ndarray]:
+    """int32 `[n]`: the tokens of each text of a unit; long texts come in several pieces."""
+    texts: list[str] = []
+    characters = 0
+    for piece, _ in read_unit(unit, text_field):
+        texts.append(piece)
+        characters += len(piece)
+        if characters >= _BATCH_CHARACTERS:
+            yield from _tokenize(texts, tokenizer)
+            texts, characters = [], 0
+    if texts:
+        yield from _tokenize(texts, tokenizer)
+
+
+def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[np.ndarray]:
+    for token_ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        yield np.array(token_ids, np.int32)
+
+
+# Recording ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A folder of draft steps: shards of tensors, to be read one after another.
+
+    Args:
+        folder: where the shards are.
+        train: numbers of the shards to train on.
+        held_out: numbers of those to judge by.
+
+    A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
+    `ShowInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if it is
+    held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`: the target's most probable
+    tokens.
+    """
+
+    folder: Path
+    train: range
+    held_out: range
+
+    def shard(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of one shard."""
+        return load_file(self.path(number))
+
+    def path(self, number: int) -> Path:
+        """The file of one shard."""
+        return self.folder / f"steps-{number:05d}.safetensors"
+
+
+class StepRecorder:
+    """Records the draft steps of a pair into a folder, shard by shard; shards that are there are not made again.
+
+    Args:
+        target: a loaded model.
+        drafter: what drafts for it.
+        vocabulary_size: ids below it are tokens that both models score.
+        settings: what to record.
+        folder: made if needed.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter,
+        vocabulary_size: int,
+        settings: RecordingSettings,
+        folder: str | Path,
+    ):
+        self._target, self._drafter, self._settings = target, drafter, settings
+        self._folder = Path(folder)
+        head = drafter.head
+        slots = torch.arange(vocabulary_size, device=head.device) if head.token_ids is None else head.token_ids
+        self._everything = Shortlist(slots, version=0, is_prefix=True)
+
+    def record(
+        self,
+        windows: Windows,
+        *,
+        process: int = 0,
+        processes: int = 1,
+        report: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Recording:
+        """Record all shards, or every `processes`-th of them.
+
+        Args:
+            windows: the texts. The first ones are held out, a fifth of them at most.
+            process: which of the processes this is.
+            processes: how many share the work.
+            report: called before each shard with how many are done and how many there are.
+        """
+        held_out_end = min(windows.covering(self._settings.held_out), max(1, len(windows) // 5))
+        held_out = _cut(windows, 0, held_out_end)
+        shards = [*held_out, *_cut(windows, held_out_end, windows.covering(self._settings.steps, held_out_end))]
+        recording = Recording(self._folder, range(len(held_out), len(shards)), range(len(held_out)))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for number, shard in enumerate(shards):
+            report(number, len(shards))
+            if number % processes == process and not recording.path(number).exists():
+                self._write(recording.path(number), windows, shard, number in recording.held_out)
+        report(len(shards), len(shards))
+        return recording
+
+    @torch.no_grad()
+    def _write(self, path: Path, windows: Windows, shard: range, is_held_out: bool) -> None:
+        parts = [self._steps(windows[index], index, is_held_out) for index in shard]
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        scratch = path.with_suffix(".writing")
+        save_file(tensors, scratch)
+        os.replace(scratch, path)
+
+    def _steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
+        """One draft step after each prefix of a window."""
+        drafter, settings = self._drafter, self._settings
+        device = drafter.head.device
+        target_states = self._target_states(token_ids, is_held_out)
+        features = None
+        if drafter.reads:
+            features = torch.cat([target_states[layer] for layer in drafter.reads], dim=-1).to(device)
+        n = token_ids.shape[0]
+        random = torch.Generator().manual_seed(settings.seed * 1_000_003 + index)
+        depths = torch.randint(0, settings.depth, (n - 1,), generator=random)
+        # Near the end there are only as many steps as there are tokens left.
+        depths = torch.minimum(depths, torch.arange(n - 2, -1, -1))
+        read, before, hidden = [], [], []
+        for depth, step in enumerate(drafter.unroll(token_ids.to(device), features, min(settings.depth, n - 1))):
+            starts = (depths == depth).nonzero().squeeze(1)
+            read.append(starts + 1 + depth)
+            before.append(step.features[starts.to(device)])
+            hidden.append(step.hidden[starts.to(device)])
+        newest = torch.cat(read)
+        steps = {
+            "token_ids": token_ids[newest].to(torch.int32),
+            "features": torch.cat(before).to(device="cpu", dtype=torch.float16),
+            "top_ids": self._likely_tokens(torch.cat(hidden)),
+            "depths": depths.sort(stable=True).values.to(torch.uint8),
+        }
+        if is_held_out:
+            steps |= self._target_says(target_states[-1][newest.to(target_states[-1].device)])
+        return steps
+
+    def _target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
+        """The target's hidden states, each `[n, d]`: its embedding, and those after its layers."""
+        if not self._drafter.reads and not is_held_out:
+            return ()
+        decoder = self._target.get_decoder()
+        outputs = decoder(
+            input_ids=token_ids.unsqueeze(0).to(self._target.device), output_hidden_states=True, use_cache=False
+        )
+        return tuple(states[0] for states in outputs.hidden_states)
+
+    def _likely_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """int32 `[n, L]`: the drafter's most probable tokens."""
+        most = min(self._settings.top_k, self._everything.width)
+        found = []
+        for rows in hidden.split(_CHUNK):
+            scores = self._drafter.head.scores(rows, self._everything, PackedRows())
+            found.append(self._everything.slots[top_k_ids(scores, most)])
+        return torch.cat(found).to(device="cpu", dtype=torch.int32)
+
+    def _target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        head = self._target.get_output_embeddings()
+        ids, probabilities = [], []
+        for rows in states.split(_CHUNK):
+            # At temperature 1, and without a soft cap where the family has one after its head.
+            likely = head(rows).float().softmax(-1).topk(self._settings.target_top_k)
+            ids.append(likely.indices.to(device="cpu", dtype=torch.int32))
+            probabilities.append(likely.values.to(device="cpu", dtype=torch.float16))
+        return {"target_ids": torch.cat(ids), "target_probabilities": torch.cat(probabilities)}
+
+
+def _cut(windows: Windows, start: int, end: int) -> list[range]:
+    """Cut a range of windows into shards of about `_SHARD_STEPS` steps."""
+    shards = []
+    while start < end:
+        stop = min(end, windows.covering(_SHARD_STEPS, start))
+        shards.append(range(start, stop))
+        start = stop
+    return shards

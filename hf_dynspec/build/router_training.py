@@ -1,0 +1,426 @@
+"""Training of routers (DynaSpec, section 4.2, "Training the router"): which clusters hold the drafter's likely tokens?
+
+Data-parallel over accelerate's processes: every batch is the same as with one process, each process computes its part
+of it, and gradients are averaged, so that the result is the same to rounding.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import reduce
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from ..errors import ConfigurationError
+from ..shortlists.router import NETWORK_TENSORS, Router, RouterShortlist, network_scores
+from .draft_steps import Recording
+
+# Shards whose steps are shuffled together. What is held in memory is these and the batch.
+_POOL_SHARDS = 8
+# Held-out rows that are scored at a time.
+_CHUNK = 4096
+# What counts as an improvement of the held-out loss, and by how much a plateau lowers the learning rate, how often.
+_LEAST_IMPROVEMENT = 1e-3
+_DECAY = 0.2
+_DECAYS = 2
+# What training reads of a shard.
+_READ = ("token_ids", "features", "top_ids")
+# What AdamW remembers of each parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a router is trained.
+
+    Args:
+        hidden: width of the network's hidden layer.
+        batch_size: draft steps of a batch, over all processes together.
+        learning_rate: of AdamW, at first.
+        max_steps: batches to train on, at most.
+        evaluate_every: batches between two looks at the held-out steps, after which the state is saved.
+        patience: looks without improvement after which the learning rate falls; the third time training ends.
+        seed: of the first weights and of the order.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    hidden: int = 512
+    batch_size: int = 1024
+    learning_rate: float = 2e-3
+    max_steps: int = 20_000
+    evaluate_every: int = 200
+    patience: int = 2
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("hidden", "batch_size", "max_steps", "evaluate_every", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigurationError(f"learning_rate must be between 0 and 1, got {self.learning_rate!r}")
+
+
+class RouterNetwork(nn.Module):
+    """The network of a `Router`, to be trained. Its parameters have the names of the router's tensors."""
+
+    def __init__(self, width: int, hidden: int, clusters: int):
+        super().__init__()
+        first, second = nn.Linear(2 * width, hidden), nn.Linear(hidden, clusters)
+        self.input_weight, self.input_bias = first.weight, first.bias
+        self.output_weight, self.output_bias = second.weight, second.bias
+
+    @torch.no_grad()
+    def begin_at(self, rates: torch.Tensor) -> None:
+        """Let every context have these probabilities of the clusters, `[M]`, at first."""
+        rates = rates.clamp(1e-5, 1 - 1e-5)
+        self.output_bias.copy_((rates / (1 - rates)).log())
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The logits `[m, M]`, see `Router.scores`."""
+        return network_scores(
+            embeddings, features, self.input_weight, self.input_bias, self.output_weight, self.output_bias
+        )
+
+
+@dataclass
+class TrainingState:
+    """Where a training is, but for weights and moments.
+
+    Args:
+        step: batches done.
+        best: the lowest held-out loss.
+        stale: looks at the held-out steps since then.
+        decays: how often the learning rate fell.
+        history: step, training loss and held-out loss at each look.
+    """
+
+    step: int = 0
+    best: float = math.inf
+    stale: int = 0
+    decays: int = 0
+    history: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def look(self, training_loss: float, held_out_loss: float, patience: int) -> bool:
+        """Take in a look at the held-out steps. Returns whether training goes on."""
+        self.history.append((self.step, training_loss, held_out_loss))
+        is_better = held_out_loss < self.best * (1 - _LEAST_IMPROVEMENT)
+        self.best = min(self.best, held_out_loss)
+        self.stale = 0 if is_better else self.stale + 1
+        if self.stale >= patience:
+            self.stale, self.decays = 0, self.decays + 1
+        return self.decays <= _DECAYS
+
+
+class RouterTraining:
+    """One training.
+
+    Args:
+        recording: draft steps of the pair.
+        clusters: int64 `[V]`: the cluster of each token id, from 0 without gaps.
+        embedding: `[V, d]`: the drafter's embedding matrix.
+        pinned: bool `[V]`: tokens that are on every shortlist anyway, so that no cluster is needed for them.
+        settings: how to train.
+        checkpoint: where the state is saved, and continued from if it is there.
+        accelerator: device and processes.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        clusters: torch.Tensor,
+        embedding: torch.Tensor,
+        pinned: torch.Tensor,
+        settings: TrainingSettings,
+        checkpoint: str | Path,
+        accelerator: Accelerator,
+    ):
+        self._recording, self._settings, self._accelerator = recording, settings, accelerator
+        self._checkpoint = Path(checkpoint)
+        device = accelerator.device
+        self._clusters, self._num_clusters = clusters, int(clusters.max()) + 1
+        # A column more, which no cluster has, takes the tokens that count for none.
+        self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(device)
+        self._embedding = embedding.detach().to(device)
+        torch.manual_seed(settings.seed)
+        network = RouterNetwork(self._embedding.shape[1], settings.hidden, self._num_clusters)
+        network.begin_at(self._base_rates())
+        optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        self.state = TrainingState()
+        self._best = {name: tensor.detach().clone() for name, tensor in network.named_parameters()}
+        if self._checkpoint.exists():
+            self._resume(network, optimizer)
+        self._network, self._optimizer = accelerator.prepare(network, optimizer)
+
+    def run(self, report: Callable[[TrainingState], None] = lambda state: None) -> Router:
+        """Train until the held-out loss no longer falls, or `max_steps`.
+
+        Args:
+            report: called after each look at the held-out steps.
+
+        Returns:
+            The router, in fp32 on the CPU, as it was when its held-out loss was lowest.
+        """
+        losses = []
+        goes_on = self.state.decays <= _DECAYS and self.state.step < self._settings.max_steps
+        batches = self._batches() if goes_on else iter(())
+        while goes_on:
+            losses.append(self._step(next(batches)))
+            self.state.step += 1
+            if self.state.step % self._settings.evaluate_every and self.state.step < self._settings.max_steps:
+                continue
+            before = self.state.best
+            training_loss = float(reduce(torch.stack(losses).mean(), "mean"))
+            held_out_loss = self._held_out_loss()
+            losses = []
+            goes_on = self.state.look(training_loss, held_out_loss, self._settings.patience)
+            goes_on = goes_on and self.state.step < self._settings.max_steps
+            self._save(is_best=held_out_loss < before)
+            report(self.state)
+        self._accelerator.wait_for_everyone()
+        with safe_open(self._checkpoint, "pt") as saved:
+            best = {name: saved.get_tensor(f"best.{name}") for name in NETWORK_TENSORS}
+        return Router(self._clusters.to(torch.int32), **best)
+
+    # Batches -------------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """This process's part of every batch, from the one after those that are done on."""
+        size, skip = self._settings.batch_size, self.state.step
+        for epoch in range(10**9):
+            rest: dict[str, torch.Tensor] = {}  # too few for a batch
+            for fresh in self._pools(epoch):
+                pool = {name: torch.cat([rest[name], fresh[name]]) if rest else fresh[name] for name in fresh}
+                count = pool["token_ids"].shape[0] // size
+                for start in range(0, count * size, size):
+                    if skip:
+                        skip -= 1
+                        continue
+                    part = slice(
+                        start + self._accelerator.process_index, start + size, self._accelerator.num_processes
+                    )
+                    yield {name: tensor[part].to(self._accelerator.device) for name, tensor in pool.items()}
+                rest = {name: tensor[count * size :] for name, tensor in pool.items()}
+
+    def _pools(self, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The training steps, a few shards at a time, shuffled."""
+        random = torch.Generator().manual_seed(self._settings.seed * 1_000_003 + epoch)
+        shards = torch.tensor(list(self._recording.train))
+        for numbers in shards[torch.randperm(len(shards), generator=random)].split(_POOL_SHARDS):
+            loaded = [self._recording.shard(int(number)) for number in numbers]
+            pool = {name: torch.cat([one[name] for one in loaded]) for name in _READ}
+            order = torch.randperm(pool["token_ids"].shape[0], generator=random)
+            yield {name: tensor[order] for name, tensor in pool.items()}
+
+    def _base_rates(self) -> torch.Tensor:
+        """`[M]`: how often each cluster is right in the first shard."""
+        top_ids = self._recording.shard(self._recording.train[0])["top_ids"]
+        return self._labels(top_ids[:_CHUNK].to(self._cluster_of.device)).mean(0).cpu()
+
+    # Steps ---------------------------------------------------------------------------------------------------------
+
+    def _labels(self, top_ids: torch.Tensor) -> torch.Tensor:
+        """fp32 `[m, M]`: 1 for clusters that hold one of the tokens, int32 `[m, L]`."""
+        labels = torch.zeros(top_ids.shape[0], self._num_clusters + 1, device=top_ids.device)
+        return labels.scatter_(1, self._cluster_of[top_ids.long()], 1.0)[:, :-1]
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Binary cross-entropy, summed over clusters, averaged over draft steps."""
+        scores = self._network(self._embedding[batch["token_ids"].long()].float(), batch["features"].float())
+        labels = self._labels(batch["top_ids"])
+        return functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / scores.shape[0]
+
+    def _step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.learning_rate * _DECAY**self.state.decays
+        self._optimizer.zero_grad()
+        loss = self._loss(batch)
+        self._accelerator.backward(loss)
+        self._optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _held_out_loss(self) -> float:
+        total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
+        for number in self._recording.held_out:
+            shard = self._recording.shard(number)
+            part = slice(self._accelerator.process_index, None, self._accelerator.num_processes)
+            rows = {
+                name: shard[name][part].to(self._accelerator.device) for name in ("token_ids", "features", "top_ids")
+            }
+            count = rows["token_ids"].shape[0]
+            for start in range(0, count, _CHUNK):
+                chunk = {name: tensor[start : start + _CHUNK] for name, tensor in rows.items()}
+                size = chunk["token_ids"].shape[0]
+                total += torch.stack([self._loss(chunk).double() * size, total.new_tensor(float(size))])
+        total = reduce(total, "sum")
+        return float(total[0] / total[1])
+
+    # The saved state --------------------------------------------------------------------------------------------
+
+    def _job(self) -> str:
+        """What a saved state must have been made with to be continued."""
+        files = [(path.name, path.stat().st_size) for path in map(self._recording.path, self._recording.train)]
+        counts = torch.bincount(self._cluster_of.cpu(), minlength=self._num_clusters + 1).tolist()
+        described = json.dumps([asdict(self._settings), files, counts])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def _save(self, is_best: bool) -> None:
+        """Write weights, moments and state, so that a kill leaves the old file or the new one."""
+        network = self._accelerator.unwrap_model(self._network)
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}
+        if is_best:
+            self._best = weights
+        if not self._accelerator.is_main_process:
+            return
+        tensors = {f"best.{name}": tensor for name, tensor in self._best.items()}
+        tensors |= {f"now.{name}": tensor for name, tensor in weights.items()}
+        for name, parameter in network.named_parameters():
+            for moment in _MOMENTS:
+                tensors[f"{moment}.{name}"] = self._optimizer.state[parameter][moment].detach().cpu().clone()
+        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self._checkpoint.with_suffix(".writing")
+        save_file(tensors, scratch, metadata={"job": self._job(), "state": json.dumps(asdict(self.state))})
+        os.replace(scratch, self._checkpoint)
+
+    def _resume(self, network: RouterNetwork, optimizer: torch.optim.Optimizer) -> None:
+        """Go on where the saved state is.
+
+        Raises:
+            ConfigurationError: it is of another training, or damaged.
+        """
+        fix = "Train with the same settings to continue it, or remove it to begin anew"
+        try:
+            with safe_open(self._checkpoint, "pt") as saved:
+                metadata = saved.metadata()
+                tensors = {name: saved.get_tensor(name) for name in saved.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ConfigurationError(f"{self._checkpoint}: cannot be read: {error}. {fix}.") from error
+        if metadata.get("job") != self._job():
+            raise ConfigurationError(f"{self._checkpoint}: is the state of another training. {fix}.")
+        state = json.loads(metadata["state"])
+        self.state = TrainingState(**{**state, "history": [tuple(one) for one in state["history"]]})
+        self._best = {name: tensors[f"best.{name}"] for name in NETWORK_TENSORS}
+        network.load_state_dict({name: tensors[f"now.{name}"] for name in NETWORK_TENSORS})
+        for name, parameter in network.named_parameters():
+            moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(self.state.step)), **moments}
+
+
+# Judging -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOutFigures:
+    """How a router does at the held-out draft steps; every depth weighs the same.
+
+    Args:
+        size: mean tokens of a shortlist.
+        cluster_recall: share of the clusters with likely tokens of the drafter, its `L` most probable ones but for
+            pinned ones, that are chosen.
+        likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
+        target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
+    """
+
+    size: float
+    cluster_recall: float
+    likeliest_recall: float
+    target_mass: float
+
+
+@torch.no_grad()
+def held_out_figures(recording: Recording, policy: RouterShortlist, embedding: torch.Tensor) -> HeldOutFigures:
+    """Judge a policy at the held-out draft steps of chains.
+
+    Args:
+        recording: draft steps of the pair.
+        policy: a policy with a trained router, whose clusters the steps' tokens are in.
+        embedding: `[V, d]`: the drafter's embedding matrix.
+    """
+    cluster_of, sizes = _clusters_and_sizes(policy)
+    count = policy.router.num_clusters
+    totals = torch.zeros(2, 4, dtype=torch.float64)
+    for number in recording.held_out:
+        shard = recording.shard(number)
+        order, chosen = _choices(policy, shard, embedding)
+        # Pinned tokens rank before every cluster.
+        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
+        ranks = torch.cat([ranks, ranks.new_full((ranks.shape[0], 1), -1)], 1)
+        likely = cluster_of[shard["top_ids"].long()]
+        is_label = _is_first(likely) & (likely < count)
+        is_hit = ranks.gather(1, likely) < chosen.unsqueeze(1)
+        of_target = cluster_of[shard["target_ids"].long()]
+        mass = shard["target_probabilities"].double()
+        covered = torch.where(ranks.gather(1, of_target) < chosen.unsqueeze(1), mass, 0.0)
+        size = sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum() + sizes[-1] * len(chosen)
+        rows = torch.tensor(len(chosen))
+        totals[0] += torch.stack([size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()])
+        totals[1] += torch.stack([rows, is_label.sum(), rows, mass.sum()])
+    return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
+
+
+def largest_budget(recording: Recording, policy: RouterShortlist, embedding: torch.Tensor, size: float) -> int:
+    """The largest `max_clusters` with which the policy's mean shortlist holds no more than so many tokens, or 1.
+
+    Args:
+        recording, policy, embedding: as for `held_out_figures`; the policy's own `max_clusters` does not matter.
+        size: tokens.
+    """
+    sizes = _clusters_and_sizes(policy)[1]
+    least, most = 1, policy.router.num_clusters
+    while least < most:
+        middle = (least + most + 1) // 2
+        tried = policy.with_budget(middle)
+        total = rows = 0
+        for number in recording.held_out:
+            order, chosen = _choices(tried, recording.shard(number), embedding)
+            total += int(sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum())
+            rows += len(chosen)
+        if total / rows + int(sizes[-1]) <= size:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _clusters_and_sizes(policy: RouterShortlist) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 `[V + …]`: the cluster of each id, `M` for pinned ones; int64 `[M + 1]`: how many tokens each has."""
+    count = policy.router.num_clusters
+    cluster_of = policy.router.clusters.long().clone()
+    if policy.pinned:
+        cluster_of[policy.ranking[: policy.pinned]] = count
+    return cluster_of, torch.bincount(cluster_of, minlength=count + 1)
+
+
+@torch.no_grad()
+def _choices(
+    policy: RouterShortlist, shard: dict[str, torch.Tensor], embedding: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen."""
+    scores = policy.router.scores(embedding[shard["token_ids"].long()], shard["features"])
+    ordered = scores.sort(-1, descending=True)
+    depths = shard["depths"].long()
+    budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
+    chosen = budgets[depths]
+    if policy.mass is not None:
+        probabilities = ordered.values.sigmoid()
+        before = probabilities.cumsum(-1) - probabilities
+        chosen = torch.minimum(chosen, (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1))
+    return ordered.indices, chosen
+
+
+def _is_first(values: torch.Tensor) -> torch.Tensor:
+    """bool `[n, k]`: whether a value occurs for the first time in its row."""
+    earlier = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool).tril(-1)
+    return ~((values.unsqueeze(2) == values.unsqueeze(1)) & earlier).any(-1)

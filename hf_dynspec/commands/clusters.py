@@ -1,0 +1,172 @@
+"""`hf-dynspec build clusters`: the vocabulary in groups of tokens whose rows of the LM head point the same way."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .build import Out, command_text, find_eos_token_ids, load_model, require_free_folder, shorten_name
+from .common import progress_bar
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..build.clusters import TokenClusters
+
+
+def clusters(
+    *,
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Option(
+            help="Folder or Hub id of the model whose LM head is clustered. EAGLE heads that score with the target's "
+            "head need the target's; for an independent drafter, name the drafter. Of a folder with safetensors "
+            "only the head is read."
+        ),
+    ],
+    num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters to make.")],
+    out: Out,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the tokenizer. Default: the one beside the model.")
+    ] = None,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="Make groups of equal size, for comparison (CORAL has such groups).")
+    ] = False,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations of k-means; balanced, for each split.")] = 25,
+    seed: Annotated[int, typer.Option(min=0, help="For the first centroids, and the sample of the report.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Where clusters are built: cpu, or such as cuda:0 with a faiss for GPUs.")
+    ] = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in the folder.")] = False,
+) -> None:
+    """Part the tokens into clusters by spherical k-means over the rows of an LM head (DynaSpec).
+
+    The artifact is a `router` policy that chooses clusters by their centroids, with nothing trained. A router can be
+    trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
+    in none.
+    """
+    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
+    from ..build.frequency import load_tokenizer
+    from ..hub.fingerprint import fingerprint_tokenizer
+
+    require_free_folder(out, overwrite)
+    where = _checked_device(device, needs_faiss=not balanced)
+    loaded = load_tokenizer(tokenizer or target)
+    fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
+    require_cluster_settings(num_clusters, seed, iterations, fingerprint.size)
+    weight = _read_head(target)
+    rows, width = weight.shape
+    typer.echo(
+        f"{rows:,} rows of {width:,}, {fingerprint.size:,} of them tokens: {4 * fingerprint.size * width / 2**30:.2f} "
+        "GiB for them in fp32",
+        err=True,
+    )
+    with progress_bar() as report:
+        made = cluster_tokens(
+            weight,
+            num_clusters,
+            vocabulary_size=fingerprint.size,
+            seed=seed,
+            iterations=iterations,
+            balanced=balanced,
+            device=where,
+            report=report,
+        )
+        spread = neighbour_spread(weight, made.clusters, seed=seed, device=where, report=report)
+    provenance = {
+        "command": command_text(context),
+        "head": {"model": shorten_name(target), "rows": rows, "width": width, "dtype": str(weight.dtype)[6:]},
+        "seed": seed,
+        "iterations": iterations,
+        "balanced": balanced,
+        "metrics": _metrics(made, spread),
+    }
+    _write(out, made, fingerprint, provenance)
+    _print_report(provenance["metrics"])
+    count = made.centroids.shape[0]
+    if count < num_clusters:
+        typer.echo(f"{count} clusters instead of {num_clusters}: the rows have no more different directions", err=True)
+    typer.echo(f"{out}: {fingerprint.size:,} tokens in {count:,} clusters")
+
+
+def _checked_device(name: str, needs_faiss: bool) -> "torch.device":
+    """The device, which can be used; faiss is there if it is needed."""
+    import torch
+
+    from ..build.clusters import require_faiss
+    from ..errors import ConfigurationError
+
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # builds of torch without CUDA raise AssertionError
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigurationError(f"--device {name} cannot be used: {problem}") from error
+    if needs_faiss:
+        require_faiss(device)
+    return device
+
+
+def _read_head(name: str) -> "torch.Tensor":
+    """`[V, d]`: the weight of a model's output projection."""
+    from ..drafters.eagle_conversion import read_output_rows
+    from ..errors import ArtifactError
+    from ..head import DynamicLMHead
+
+    if os.path.isdir(name):
+        try:
+            return read_output_rows(name)[0]
+        except ArtifactError:
+            pass  # Other names of tensors, or pickles: transformers knows them, and says what is wrong otherwise.
+    return DynamicLMHead.from_model(load_model(name, "cpu", "auto")).weight
+
+
+def _metrics(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> dict[str, Any]:
+    sizes = made.sizes
+    return {
+        "clusters": sizes.shape[0],
+        "smallest_cluster": int(sizes.min()),
+        "median_cluster": float(sizes.double().quantile(0.5)),
+        "largest_cluster": int(sizes.max()),
+        "largest_share": int(sizes.max()) / int(sizes.sum()),
+        "clusters_of_nearest": {
+            str(count): {"found": round(found, 3), "random_partition": round(at_random, 3)}
+            for count, (found, at_random) in spread.items()
+        },
+    }
+
+
+def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> None:
+    from ..configuration import DynSpecConfig, PolicyConfig
+    from ..hub.artifact import write_artifact
+    from ..shortlists.router import Router, RouterShortlist
+
+    policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))
+    # The model is in the provenance alone: its head may be the target's or the drafter's own.
+    config = DynSpecConfig(
+        policy=PolicyConfig(name=policy.name, settings=policy.settings()), tokenizer=fingerprint, provenance=provenance
+    )
+    write_artifact(out, config, tensors=policy.tensors())
+
+
+def _print_report(metrics: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from .common import wide_console
+
+    table = Table(title="Sizes of the clusters, and how many of them hold a token's nearest neighbours (by chance)")
+    row = [
+        f"{metrics['clusters']:,}",
+        f"{metrics['smallest_cluster']:,}",
+        f"{metrics['median_cluster']:,g}",
+        f"{metrics['largest_cluster']:,} ({metrics['largest_share']:.1%})",
+    ]
+    for heading in ("clusters", "smallest", "median", "largest"):
+        table.add_column(heading, justify="right")
+    for count, means in metrics["clusters_of_nearest"].items():
+        table.add_column(f"nearest {count}", justify="right")
+        row.append(f"{means['found']:.1f} ({means['random_partition']:.1f})")
+    table.add_row(*row)
+    wide_console().print(table)

@@ -1,0 +1,418 @@
+"""DynaSpec: the vocabulary in clusters, a router that chooses among them, and a budget that shrinks with depth.
+
+Paper: DynaSpec (Zhang et al., 2025), section 4.2.
+"""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from ..errors import ArtifactError, ConfigurationError
+from ..protocol import BlockLayout, Needs, Shortlist, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState
+from .frequency import as_ranking
+
+if TYPE_CHECKING:
+    from ..configuration import TokenizerFingerprint
+
+# Rows of a block: enough for the matrix units of GPUs, and few enough that the last blocks of clusters waste little.
+BLOCK_ROWS = 16
+
+
+def position_aware_clusters(largest: int, depth: int) -> int:
+    """Clusters chosen at draft step `depth` (DynaSpec, section 4.2): `largest` at 0 and 1, then
+    `⌊largest / (2 · (depth + 1))⌋`, never fewer than one."""
+    return largest if depth <= 1 else max(1, largest // (2 * (depth + 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Token clusters and what chooses among them: a small network, or the clusters' centroids. Immutable.
+
+    The network (DynaSpec, section 4.2, "Low-cost router") sees what a draft step starts from, so that it can run
+    beside the drafter's layers: `scores = W₂ · silu(W₁ · [e, f] + b₁) + b₂`, where `e` is the embedding of the newest
+    token and `f` the drafter's feature before it, both divided by their root mean square. Centroids need no training:
+    the scores are the products of the drafter's hidden state with them, as if each cluster were one token.
+
+    Args:
+        clusters: int32 or int64 `[V]`: the cluster of each token id. Every cluster below the largest has a token.
+        centroids: `[M, d]`, one for each cluster, in the space of the drafter's hidden states.
+        input_weight: `[h, 2 · d]`: `W₁`; likewise the next three.
+        input_bias: `[h]`.
+        output_weight: `[M, h]`.
+        output_bias: `[M]`.
+
+    Raises:
+        ConfigurationError: shapes that do not fit each other, or neither a network nor centroids.
+    """
+
+    clusters: torch.Tensor
+    centroids: torch.Tensor | None = None
+    input_weight: torch.Tensor | None = None
+    input_bias: torch.Tensor | None = None
+    output_weight: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+
+    def __post_init__(self):
+        clusters = self.clusters
+        if clusters.dim() != 1 or not clusters.numel() or clusters.dtype not in (torch.int32, torch.int64):
+            raise ConfigurationError(
+                f"clusters must be int32 or int64, one for each token id, got {_described(clusters)}"
+            )
+        sizes = torch.bincount(clusters) if int(clusters.min()) >= 0 else torch.zeros(1)
+        if not bool((sizes > 0).all()):
+            raise ConfigurationError("clusters must be numbered from 0 without gaps, so that each of them has a token")
+        self._require_shapes(sizes.shape[0])
+
+    def _require_shapes(self, count: int) -> None:
+        network = [getattr(self, name) for name in NETWORK_TENSORS]
+        if self.centroids is None and any(one is None for one in network):
+            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}")
+        if self.centroids is not None:
+            if any(one is not None for one in network):
+                raise ConfigurationError("a router has centroids or a network, not both")
+            wanted = {"centroids": (count, self.centroids.shape[-1])}
+        else:
+            hidden, inputs = self.output_weight.shape[-1], self.input_weight.shape[-1]
+            wanted = dict(zip(NETWORK_TENSORS, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+                raise ConfigurationError(f"{name} must be floating-point {list(shape)}, got {_described(tensor)}")
+        if self.centroids is None and inputs % 2:
+            raise ConfigurationError(f"input_weight must have an even number of columns, got {inputs}")
+
+    @property
+    def num_clusters(self) -> int:
+        """How many clusters there are, `M`."""
+        return (self.output_weight if self.centroids is None else self.centroids).shape[0]
+
+    @property
+    def reads(self) -> int:
+        """Width `d` of what the router reads."""
+        return self.input_weight.shape[1] // 2 if self.centroids is None else self.centroids.shape[1]
+
+    def scores(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The network's logits `[m, M]` for embeddings `[m, d]` and features `[m, d]`."""
+        return network_scores(embeddings, features, *(getattr(self, name) for name in NETWORK_TENSORS))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the router's tensors that it has."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def to(self, device: torch.device) -> "Router":
+        """The same router in fp32 on a device; the clusters stay where they are."""
+        moved = {
+            name: tensor.to(device=device, dtype=torch.float32)
+            for name, tensor in self.tensors().items()
+            if name != "clusters"
+        }
+        return replace(self, **moved)
+
+
+NETWORK_TENSORS = ("input_weight", "input_bias", "output_weight", "output_bias")
+
+
+def network_scores(
+    embeddings: torch.Tensor,
+    features: torch.Tensor,
+    input_weight: torch.Tensor,
+    input_bias: torch.Tensor,
+    output_weight: torch.Tensor,
+    output_bias: torch.Tensor,
+) -> torch.Tensor:
+    """fp32 `[m, M]`: the logits of a router's network, see `Router`."""
+    # Divided by their root mean square, embeddings and features weigh the same.
+    read = [functional.rms_norm(one.float(), one.shape[-1:]) for one in (embeddings, features)]
+    hidden = functional.silu(functional.linear(torch.cat(read, dim=-1), input_weight, input_bias))
+    return functional.linear(hidden, output_weight, output_bias)
+
+
+class RouterShortlist(ShortlistPolicy):
+    """The clusters that a router finds likely in the context, and tokens that are always there.
+
+    Args:
+        router: a `Router`, or the artifact (folder or Hub repository) that `hf-dynspec train router` or
+            `hf-dynspec build clusters` wrote; its ranking is taken unless one is given.
+        max_clusters: how many clusters are chosen at the first draft steps.
+        position_aware: choose fewer at later steps, see `position_aware_clusters`.
+        mass: choose no more clusters than reach this share of the router's probability over all clusters (None:
+            always as many as the budget allows). For trained routers.
+        ranking: token ids, most frequent first.
+        pinned: how many tokens of the ranking are on every shortlist.
+        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself. It
+            takes as much memory as the head, and up to a tenth more for clusters that do not fill their last block.
+
+    Raises:
+        ConfigurationError: a setting is mistyped or out of range.
+        ArtifactError: the router's artifact is damaged or holds no clusters.
+    """
+
+    name = "router"
+
+    def __init__(
+        self,
+        router: Router | str | os.PathLike,
+        max_clusters: int = 64,
+        position_aware: bool = True,
+        mass: float | None = None,
+        ranking: Sequence[int] | torch.Tensor | None = None,
+        pinned: int = 0,
+        packed: bool = True,
+    ):
+        self.tokenizer: TokenizerFingerprint | None = None
+        if isinstance(router, (str, os.PathLike)):
+            router, stored_ranking, self.tokenizer = _read_router(router)
+            ranking = stored_ranking if ranking is None else ranking
+        if not isinstance(router, Router):
+            raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
+        for name, value, least in (("max_clusters", max_clusters, 1), ("pinned", pinned, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name, value in (("position_aware", position_aware), ("packed", packed)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+        if mass is not None and (isinstance(mass, bool) or not isinstance(mass, (int, float)) or not 0 < mass <= 1):
+            raise ConfigurationError(f"mass must be a share above 0 and up to 1, got {mass!r}")
+        if mass is not None and router.centroids is not None:
+            raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
+        if pinned and ranking is None:
+            raise ConfigurationError("pinned tokens need a ranking")
+        self.router = router
+        self.max_clusters = max_clusters
+        self.position_aware = position_aware
+        self.mass = mass
+        self.ranking = None if ranking is None else as_ranking(ranking)
+        self.pinned = pinned
+        self.packed = packed
+        self._lock = threading.Lock()
+        self._last_layout: tuple[VocabularyInfo, _Layout] | None = None
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple["TokenizerFingerprint", ...]:
+        return () if self.tokenizer is None else (self.tokenizer,)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(draft_inputs=self.router.centroids is None)
+
+    def budget(self, depth: int) -> int:
+        """The most clusters that are chosen at draft step `depth`."""
+        largest = min(self.max_clusters, self.router.num_clusters)
+        return position_aware_clusters(largest, depth) if self.position_aware else largest
+
+    def with_budget(self, max_clusters: int) -> "RouterShortlist":
+        """The same policy with another `max_clusters`."""
+        settings = {**self.settings(), "max_clusters": max_clusters}
+        return RouterShortlist(self.router, ranking=self.ranking, **settings)
+
+    def start(self, vocabulary: VocabularyInfo) -> "RouterState":
+        return RouterState(self, self._layout(vocabulary), vocabulary.device)
+
+    def _layout(self, vocabulary: VocabularyInfo) -> "_Layout":
+        """The blocks for a vocabulary. Sessions share them, and with them the head's packed rows."""
+        with self._lock:
+            if self._last_layout is None or not _is_same(self._last_layout[0], vocabulary):
+                self._last_layout = (vocabulary, _lay_out(self, vocabulary))
+            return self._last_layout[1]
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "max_clusters": self.max_clusters,
+            "position_aware": self.position_aware,
+            "mass": self.mass,
+            "pinned": self.pinned,
+            "packed": self.packed,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        ranking = {} if self.ranking is None else {"ranking": self.ranking}
+        return {**self.router.tensors(), **ranking}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "RouterShortlist":
+        known = {one.name for one in fields(Router)}
+        own = {name: tensor for name, tensor in tensors.items() if name in known}
+        if "clusters" not in own:
+            raise ConfigurationError("the policy 'router' cannot be built without its clusters")
+        rest = {name: tensor for name, tensor in tensors.items() if name not in known}
+        return super().from_settings({**settings, "router": Router(**own)}, rest)
+
+
+class RouterState(ShortlistState):
+    """Chooses clusters from the scores of the newest draft step; several tokens, as in a tree, share their best."""
+
+    def __init__(self, policy: RouterShortlist, layout: "_Layout", device: torch.device):
+        self._policy = policy
+        self._router = policy.router.to(device)
+        self._layout = layout
+        self._scores: torch.Tensor | None = None
+        self._features: torch.Tensor | None = None
+        self._by_budget: dict[int, Shortlist] = {}
+        self._version = 0
+        # The router works beside the drafter's layers, and `select` waits for it there.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and policy.needs.draft_inputs else None
+
+    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        if self._router.centroids is not None:
+            return
+        if self._stream is None:
+            self._take(self._router.scores(embeddings, features).amax(0))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._take(self._router.scores(embeddings, features).amax(0))
+        for tensor in (embeddings, features):
+            tensor.record_stream(self._stream)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        if self._router.centroids is not None and features is not self._features:
+            self._features = features
+            self._take((features.float() @ self._router.centroids.T).amax(0))
+        if self._scores is None:
+            raise RuntimeError("foresee() tells the router what a draft step starts from before select() is called")
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            self._scores.record_stream(current)
+        budget = self._policy.budget(depth)
+        if budget not in self._by_budget:
+            self._by_budget[budget] = self._shortlist(budget)
+        return self._by_budget[budget]
+
+    def _take(self, scores: torch.Tensor) -> None:
+        """Take in new scores `[M]`."""
+        self._scores = scores
+        self._by_budget = {}
+
+    def _shortlist(self, budget: int) -> Shortlist:
+        layout = self._layout
+        blocks = layout.blocks_of(self._chosen(budget), budget)
+        slots = layout.blocks.token_ids.index_select(0, blocks.clamp_min(0)).flatten()
+        occupied = layout.blocks.is_token.index_select(0, blocks.clamp_min(0))
+        if layout.blocks.token_ids.device.type != "cpu":
+            occupied = occupied & (blocks >= 0).unsqueeze(1)
+        self._version += 1
+        return Shortlist(
+            slots,
+            version=self._version,
+            occupied=occupied.flatten(),
+            is_transient=True,
+            layout=layout.blocks if self._policy.packed else None,
+            blocks=blocks if self._policy.packed else None,
+        )
+
+    def _chosen(self, budget: int) -> torch.Tensor:
+        """bool `[M + 1]`: the clusters on the shortlist, and the pinned tokens, which count as one more."""
+        scores = self._scores
+        best = scores.topk(budget)
+        is_chosen = torch.ones_like(best.values, dtype=torch.bool)
+        if self._policy.mass is not None:
+            # A cluster is chosen where those before it do not reach the share yet.
+            probabilities = best.values.sigmoid()
+            before = probabilities.cumsum(0) - probabilities
+            is_chosen = before < self._policy.mass * scores.sigmoid().sum()
+        chosen = torch.zeros(scores.shape[0] + 1, dtype=torch.bool, device=scores.device)
+        chosen[-1] = True
+        return chosen.index_copy_(0, best.indices, is_chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The vocabulary in blocks, cluster by cluster.
+
+    Args:
+        blocks: token ids by block.
+        cluster_of: int64 `[B]`: the cluster of each block; `M` for those of the pinned tokens.
+        most_blocks: entry `k` is the number of blocks of the pinned tokens and the `k` largest clusters.
+    """
+
+    blocks: BlockLayout
+    cluster_of: torch.Tensor
+    most_blocks: tuple[int, ...]
+
+    def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
+        """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
+        number of blocks would be waited for, `n` is as large as it can be, and −1 stands where there is no block."""
+        is_wanted = chosen.index_select(0, self.cluster_of)
+        if is_wanted.device.type == "cpu":
+            return is_wanted.nonzero().squeeze(1)
+        capacity = self.most_blocks[budget]
+        place = torch.where(is_wanted, is_wanted.cumsum(0) - 1, capacity)
+        blocks = torch.full((capacity + 1,), -1, dtype=torch.int64, device=is_wanted.device)
+        return blocks.scatter_(0, place, torch.arange(is_wanted.shape[0], device=is_wanted.device))[:capacity]
+
+
+def _lay_out(policy: RouterShortlist, vocabulary: VocabularyInfo) -> _Layout:
+    """Lay out the draftable tokens of a vocabulary: the pinned ones and EOS first, then the clusters.
+
+    Raises:
+        ConfigurationError: the clusters are those of a smaller vocabulary.
+    """
+    clusters = policy.router.clusters.to(torch.int64)
+    if clusters.shape[0] < vocabulary.size:
+        raise ConfigurationError(
+            f"the router's clusters are of {clusters.shape[0]} tokens, and the vocabulary has {vocabulary.size}. "
+            "Build them for this target."
+        )
+    count = policy.router.num_clusters
+    group = clusters[: vocabulary.size].clone()
+    if policy.pinned:
+        ranking = policy.ranking[policy.ranking < vocabulary.size]
+        group[ranking[: policy.pinned]] = count
+    group[list(vocabulary.eos_token_ids)] = count
+    token_ids = torch.arange(vocabulary.size)
+    can_draft = vocabulary.can_draft(token_ids.to(vocabulary.device)).cpu()
+    token_ids, group = token_ids[can_draft], group[can_draft]
+    # Pinned tokens first: their blocks are on every shortlist.
+    group, order = torch.sort((group + 1) % (count + 1), stable=True)
+    sizes = torch.bincount(group, minlength=count + 1)
+    block_counts = (sizes + BLOCK_ROWS - 1) // BLOCK_ROWS
+    first_row = (block_counts.cumsum(0) - block_counts) * BLOCK_ROWS
+    rank = torch.arange(group.shape[0]) - (sizes.cumsum(0) - sizes)[group]
+    rows = torch.zeros(int(block_counts.sum()) * BLOCK_ROWS, dtype=torch.int64)
+    is_token = torch.zeros(rows.shape, dtype=torch.bool)
+    rows[first_row[group] + rank] = token_ids[order]
+    is_token[first_row[group] + rank] = True
+    # A slot without a token holds some valid id.
+    rows = torch.where(is_token, rows, token_ids[0]).view(-1, BLOCK_ROWS)
+    largest_first = block_counts[1:].sort(descending=True).values.cumsum(0)
+    pinned_blocks = int(block_counts[0])
+    device = vocabulary.device
+    return _Layout(
+        BlockLayout(rows.to(device), is_token.view(-1, BLOCK_ROWS).to(device)),
+        torch.repeat_interleave((torch.arange(count + 1) + count) % (count + 1), block_counts).to(device),
+        (pinned_blocks, *(pinned_blocks + int(blocks) for blocks in largest_first)),
+    )
+
+
+def _is_same(one: VocabularyInfo, other: VocabularyInfo) -> bool:
+    same = (one.size, one.eos_token_ids, one.device) == (other.size, other.eos_token_ids, other.device)
+    return same and one.draftable is other.draftable
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+
+
+def _read_router(
+    artifact: str | os.PathLike,
+) -> tuple[Router, torch.Tensor | None, "TokenizerFingerprint | None"]:
+    # Imported here, as only those who name an artifact need the Hub client.
+    from ..hub import read_artifact
+
+    config, tensors = read_artifact(artifact)
+    if "clusters" not in tensors:
+        raise ArtifactError("model.safetensors: clusters", "is missing", "Name an artifact that holds a router.")
+    known = {one.name for one in fields(Router)}
+    try:
+        router = Router(**{name: tensor for name, tensor in tensors.items() if name in known})
+    except ConfigurationError as error:
+        raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
+    return router, tensors.get("ranking"), config.tokenizer
