@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from .configuration import DynSpecConfig, ModelReference, PolicyConfig
+from .configuration import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from .errors import ArtifactError, ConfigurationError, NotBoundError, UnsupportedError
 from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
@@ -162,6 +162,7 @@ class DynSpecAssistant(Bindable):
         *,
         provenance: Mapping[str, Any] | None = None,
         results: Sequence[Mapping[str, Any]] = (),
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     ) -> Path:
         """Write the policy, its tensors and a model card; the models themselves are named, not copied.
 
@@ -169,16 +170,20 @@ class DynSpecAssistant(Bindable):
             directory: made if needed; what it holds is replaced atomically.
             provenance: JSON values that say how the policy was made, for the model card.
             results: measurements for the model card, see `DynSpecConfig`.
+            max_shard_size: the most bytes of the tensors in one file, or a text such as `"500MB"`; beyond it they are
+                split into shards.
 
         Returns:
             The folder.
 
         Raises:
             ArtifactError: the policy has tensors and no tokenizer is known, or the folder belongs to something else.
+            ConfigurationError: `max_shard_size` is not a size.
         """
         from .hub import write_artifact
 
-        return write_artifact(directory, self._to_config(provenance or {}, results), self.policy.tensors())
+        config = self._to_config(provenance or {}, results)
+        return write_artifact(directory, config, self.policy.tensors(), max_shard_size=max_shard_size)
 
     def _to_config(self, provenance: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> DynSpecConfig:
         from .hub import fingerprint_tokenizer
@@ -256,6 +261,7 @@ class DynSpecAssistant(Bindable):
         *,
         provenance: Mapping[str, Any] | None = None,
         results: Sequence[Mapping[str, Any]] = (),
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         **options: Any,
     ) -> "CommitInfo":
         """Save and publish in one commit.
@@ -264,6 +270,7 @@ class DynSpecAssistant(Bindable):
             repo_id: the repository; made if needed.
             provenance: as for `save_pretrained`.
             results: as for `save_pretrained`.
+            max_shard_size: as for `save_pretrained`.
             options: `private`, `token`, `commit_message`, `revision`, `create_pr`; see `hub.push_artifact`.
 
         Returns:
@@ -275,7 +282,7 @@ class DynSpecAssistant(Bindable):
         from .hub import push_artifact
 
         with tempfile.TemporaryDirectory() as directory:
-            self.save_pretrained(directory, provenance=provenance, results=results)
+            self.save_pretrained(directory, provenance=provenance, results=results, max_shard_size=max_shard_size)
             return push_artifact(directory, repo_id, **options)
 
     # One round -----------------------------------------------------------------------------------------------------

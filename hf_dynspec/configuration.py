@@ -22,6 +22,14 @@ LARGEST_VOCABULARY = 2**22
 LONGEST_DRAFT = 1024
 DEEPEST_JSON = 32
 
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MOST_SHARDS = 64
+DEFAULT_SHARD_SIZE = "1GB"
+
+# What the artifact itself is called in rows of results that also have a "system" for what it was compared with.
+ARTIFACT_SYSTEM = "this artifact"
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
@@ -143,9 +151,21 @@ class PolicyConfig:
         object.__setattr__(self, "settings", _json_object("settings", self.settings))
 
 
+def weights_files(shards: int) -> tuple[str, ...]:
+    """The names of the files that hold the tensors of an artifact: one file, or the shards and their index, whose
+    names are those of transformers. Names are made from the number of shards and never taken from a file.
+
+    Args:
+        shards: how many files the tensors are split into; 0 where there are none.
+    """
+    if shards < 2:
+        return (WEIGHTS_FILE,) * shards
+    return (*(f"model-{index:05d}-of-{shards:05d}.safetensors" for index in range(1, shards + 1)), INDEX_FILE)
+
+
 @dataclass(frozen=True)
 class WeightsDigest:
-    """Which `model.safetensors` belongs to a `config.json`, so that files of two artifacts are never mixed.
+    """Which file of tensors belongs to a `config.json`, so that files of two artifacts are never mixed.
 
     Args:
         sha256: hexadecimal digest of the file.
@@ -175,12 +195,16 @@ class DynSpecConfig:
         num_assistant_tokens: draft length, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
         tree: the shape of the trees to draft, or None for chains.
-        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads two:
-            `"datasets"` (a list of Hub ids) and `"license"`.
-        results: measurements, one JSON object for each row of the card's table. `"workload"` names what was run, every
-            other number is a metric, every string a condition under which it was measured.
-        weights: the digest of `model.safetensors`; filled in by `write_artifact`, None where there are no tensors. It
-            follows from the tensors, so it takes no part in comparisons.
+        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
+            `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
+            measured: numbers by name, or a list of objects that are the rows of a table).
+        results: measurements, one JSON object for each row of the card's tables. `"workload"` names what was run,
+            every other number is a metric, every string a condition under which it was measured. Rows of the same
+            `"measurement"` make a table of their own. Rows of what the artifact was compared with have a `"system"`,
+            which is `"this artifact"` for the artifact's own.
+        weights: the digests of the files that hold the tensors, by the names of `weights_files`; filled in by
+            `write_artifact`, empty where there are no tensors. In `config.json` a single file's digest stands without
+            its name. They follow from the tensors, so they take no part in comparisons.
         hf_dynspec_version: the version that wrote the artifact.
         format_version: the version of this layout.
 
@@ -197,7 +221,7 @@ class DynSpecConfig:
     tree: TreeConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
-    weights: WeightsDigest | None = field(default=None, compare=False)
+    weights: dict[str, WeightsDigest] = field(default_factory=dict, compare=False)
     hf_dynspec_version: str = field(default=__version__, compare=False)
     format_version: int = FORMAT_VERSION
 
@@ -214,10 +238,11 @@ class DynSpecConfig:
         _require_text("hf_dynspec_version", self.hf_dynspec_version)
         object.__setattr__(self, "provenance", _json_object("provenance", self.provenance))
         object.__setattr__(self, "results", _checked_results(self.results))
+        object.__setattr__(self, "weights", _checked_weights(self.weights))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values that `from_dict` reads back. Shares nothing with this configuration."""
-        return {"library_name": LIBRARY_NAME, **_section_to_dict(self)}
+        return {"library_name": LIBRARY_NAME, **_section_to_dict(self), "weights": _weights_to_json(self.weights)}
 
     def to_json(self) -> str:
         """The text of `config.json`."""
@@ -250,6 +275,7 @@ class DynSpecConfig:
         for name, (kind, _) in _SECTIONS.items():
             if values.get(name) is not None:
                 values[name] = _read_section(kind, values[name], f"{source}: {name}", ".")
+        values["weights"] = _read_weights(values.get("weights"), f"{source}: weights")
         return _read_section(cls, values, source, ": ")
 
 
@@ -260,7 +286,6 @@ _SECTIONS: dict[str, tuple[type, bool]] = {
     "drafter": (ModelReference, False),
     "target": (ModelReference, False),
     "tree": (TreeConfig, False),
-    "weights": (WeightsDigest, False),
 }
 
 
@@ -303,6 +328,25 @@ def _section_to_dict(section: Any) -> dict[str, Any]:
         is_section = item.name in _SECTIONS and value is not None
         values[item.name] = _section_to_dict(value) if is_section else deepcopy(value)
     return values
+
+
+def _weights_to_json(weights: Mapping[str, WeightsDigest]) -> dict[str, Any] | None:
+    """None, the digest of the only file, or the digests of shards and index by their names."""
+    digests = {name: _section_to_dict(digest) for name, digest in weights.items()}
+    return digests.get(WEIGHTS_FILE, digests) or None
+
+
+def _read_weights(data: Any, where: str) -> dict[str, WeightsDigest]:
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not data or not {"sha256", "size"}.isdisjoint(data):
+        return {WEIGHTS_FILE: _read_section(WeightsDigest, data, where, ".")}
+    named = weights_files(len(data) - 1) if 2 < len(data) <= MOST_SHARDS + 1 else ()
+    for name in data:
+        if name not in named:
+            problem = "is not among the names of so many shards and their index"
+            raise ArtifactError(f"{where}.{name[:80]}", problem, f"{_WRITE_AGAIN}.")
+    return {name: _read_section(WeightsDigest, data[name], f"{where}.{name}", ".") for name in named}
 
 
 def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -> _Section:
@@ -356,6 +400,15 @@ def _checked_results(results: Any) -> list[dict[str, Any]]:
         if any(isinstance(value, dict | list) for value in row.values()):
             raise FieldError("results", "a row holds a list or an object", "Give each row only numbers and text")
     return rows
+
+
+def _checked_weights(weights: Any) -> dict[str, WeightsDigest]:
+    """The digests in the order of `weights_files`."""
+    given = dict(weights) if isinstance(weights, Mapping) else {"": weights}
+    names = weights_files(len(given) - (len(given) > 1))
+    if set(given) != set(names) or not all(isinstance(digest, WeightsDigest) for digest in given.values()):
+        raise FieldError("weights", "must be digests by the names of weights_files()", "Leave it to write_artifact()")
+    return {name: given[name] for name in names}
 
 
 def _json_object(name: str, value: Any, deepest: int = DEEPEST_JSON) -> dict[str, Any]:

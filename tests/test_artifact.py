@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import pickle
-import signal
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from hf_dynspec.configuration import (
     DynSpecConfig,
@@ -25,6 +25,7 @@ from hf_dynspec.configuration import (
     PolicyConfig,
     TokenizerFingerprint,
     parse_strict_json,
+    weights_files,
 )
 from hf_dynspec.errors import ArtifactError, ConfigurationError
 from hf_dynspec.hub import artifact as artifact_module
@@ -356,6 +357,231 @@ def test_a_configuration_that_is_a_pipe_is_not_waited_for(folder):
     assert refusal(folder).field == "config.json"
 
 
+# --- Shards ---
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """A sound artifact whose three rankings are in three shards."""
+    return write_lists(tmp_path / "sharded", 3)
+
+
+def shard(number: int, count: int = 3) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def forge_file(folder: Path, name: str, data: bytes) -> None:
+    """Put another shard or index in place, with a digest that fits."""
+    (folder / name).write_bytes(data)
+    digest = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    edit_config(folder, _set("weights", name, to=digest))
+
+
+def test_tensors_beyond_a_limit_are_split_and_read_back(tmp_path):
+    tensors = rankings(5)
+    for limit, shards in ((8 * SIZE - 1, 5), (8 * SIZE * 2, 3), (8 * SIZE * 5, 1), ("1KB", 3), ("5GB", 1)):
+        write_artifact(tmp_path, lists(5), tensors, max_shard_size=limit)
+        # Files of the split before are gone.
+        assert set(os.listdir(tmp_path)) == names_of(shards)
+        config, read = read_artifact(tmp_path)
+        assert config == lists(5) and read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+        assert rebuild_policy(config, read).tensors().keys() == tensors.keys()
+
+
+def test_shards_are_those_that_transformers_reads(sharded):
+    """Their names and their index are those of any sharded model, which other tools read."""
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 3 * 8 * SIZE}
+    assert index["weight_map"] == {f"{number - 1}.ranking": shard(number) for number in (1, 2, 3)}
+    for name, filename in index["weight_map"].items():
+        assert torch.equal(load_file(sharded / filename)[name], rankings(3)[name])
+
+
+def test_the_configuration_has_the_digest_of_every_file(sharded, folder):
+    digests = json.loads((sharded / "config.json").read_text())["weights"]
+    assert set(digests) == {*map(shard, (1, 2, 3)), "model.safetensors.index.json"}
+    for name, digest in digests.items():
+        data = (sharded / name).read_bytes()
+        assert digest == {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    # A single file's digest stands alone, as before there were shards.
+    assert set(json.loads((folder / "config.json").read_text())["weights"]) == {"sha256", "size"}
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, None, "", "5", "5XB", "-5GB", "GB", "1.5.0GB"])
+def test_a_limit_that_is_not_a_size_is_refused(tmp_path, limit):
+    for tensors in (rankings(2), {}):
+        with pytest.raises(ConfigurationError, match="max_shard_size must be"):
+            write_artifact(tmp_path / "new", lists(len(tensors)), tensors, max_shard_size=limit)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [shard(1), shard(2), shard(3), "model.safetensors.index.json"])
+def test_a_damaged_or_missing_shard_is_named(sharded, name):
+    path = sharded / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    assert refusal(sharded).field == name and "SHA-256" in str(refusal(sharded))
+    path.write_bytes(data[:-1])
+    assert refusal(sharded).field == name and "bytes" in str(refusal(sharded))
+    path.unlink()
+    assert refusal(sharded).field == name
+
+
+def test_a_pickle_in_place_of_a_shard_is_named(sharded):
+    (sharded / shard(2)).rename(sharded / "pytorch_model-00002-of-00003.bin")
+    assert refusal(sharded).field == "pytorch_model-00002-of-00003.bin"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", shard(1, 4), shard(4), "model-00001-of-00001.safetensors"])
+def test_a_superfluous_shard_is_named(sharded, name):
+    shutil.copy(sharded / shard(1), sharded / name)
+    assert refusal(sharded).field == name
+
+
+def test_shards_beside_a_single_file_are_named(folder, sharded):
+    shutil.copy(sharded / shard(1), folder)
+    assert refusal(folder).field == shard(1)
+
+
+def test_shards_of_two_artifacts_are_not_mixed(sharded, tmp_path):
+    other = write_lists(tmp_path / "other", 3, shift=4)
+    shutil.copy(other / shard(2), sharded)
+    assert refusal(sharded).field == shard(2)
+
+
+def test_a_tensor_in_two_shards_is_named(sharded):
+    forge_file(sharded, shard(2), save({"0.ranking": RANKING}))
+    assert refusal(sharded).field == f"{shard(2)}: 0.ranking"
+
+
+def test_an_index_that_contradicts_the_shards_is_refused(sharded):
+    good = json.loads((sharded / "model.safetensors.index.json").read_text())
+    moved = {**good, "weight_map": {**good["weight_map"], "0.ranking": shard(2)}}
+    astray = {**good, "weight_map": {**good["weight_map"], "0.ranking": "../../etc/passwd"}}
+    missing = {**good, "weight_map": {"0.ranking": shard(1)}}
+    for index in (
+        moved,
+        astray,
+        missing,
+        {**good, "metadata": {"total_size": 1}},
+        {},
+        [],
+        {**good, "loader": "pickle"},
+    ):
+        forge_file(sharded, "model.safetensors.index.json", json.dumps(index).encode())
+        assert refusal(sharded).field == "model.safetensors.index.json"
+    forge_file(sharded, "model.safetensors.index.json", json.dumps(good).encode())
+    assert read_artifact(sharded)[1].keys() == rankings(3).keys()
+
+
+def test_more_tensors_than_a_file_may_hold_are_not_read_from_shards_either(tmp_path, monkeypatch):
+    write_artifact(tmp_path, lists(4), rankings(4), max_shard_size=8 * SIZE * 2)
+    monkeypatch.setattr(weights_module, "MOST_TENSORS", 3)
+    assert refusal(tmp_path).field == "model.safetensors.index.json"
+
+
+def test_shards_that_are_too_large_together_are_refused_by_their_claims(sharded, monkeypatch):
+    total = sum(path.stat().st_size for path in sharded.glob("model*"))
+    monkeypatch.setattr(weights_module, "LARGEST_TOTAL", total)
+    read_artifact(sharded)
+    monkeypatch.setattr(weights_module, "LARGEST_TOTAL", total - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifact_module._FolderFiles, "weights_paths", lambda *_: pytest.fail("shards were looked for"))
+        error = refusal(sharded)
+    assert error.field == "model.safetensors.index.json" and f"{total - 1} are the most" in str(error)
+    monkeypatch.setattr(weights_module, "LARGEST_FILE", (sharded / shard(1)).stat().st_size - 1)
+    assert refusal(sharded).field == shard(1)
+    with pytest.raises(ArtifactError, match="are the most"):
+        write_lists(sharded.parent / "new", 3)
+    assert not (sharded.parent / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda weights: weights.pop(shard(3)), shard(1)),
+        (lambda weights: weights.pop("model.safetensors.index.json"), shard(1)),
+        (lambda weights: weights.update({"../evil": weights.pop(shard(1))}), "../evil"),
+        (lambda weights: weights.update({shard(4): weights[shard(1)]}), shard(1)),
+        (lambda weights: weights[shard(2)].update(size=-1), f"{shard(2)}.size"),
+        (lambda weights: weights[shard(2)].update(url="http://evil"), f"{shard(2)}.url"),
+        (lambda weights: weights.update({shard(2): None}), shard(2)),
+        (lambda weights: weights.update(sha256="0"), shard(1)),
+        (lambda weights: weights.clear(), "sha256"),
+    ],
+)
+def test_damaged_digests_of_shards_are_named(sharded, change, field):
+    edit_config(sharded, lambda config: change(config["weights"]))
+    assert refusal(sharded).field == f"config.json: weights.{field}"
+
+
+# --- A router's tensors ---
+
+CLUSTERS = (torch.arange(SIZE) % 5).to(torch.int32)
+ROUTER = {
+    "clusters": CLUSTERS,
+    "ranking": RANKING.to(torch.int32),
+    "centroids": torch.randn(5, 6),
+    "input_weight": torch.randn(8, 12).bfloat16(),
+    "input_bias": torch.zeros(8).half(),
+    "output_weight": torch.randn(5, 8),
+    "output_bias": torch.zeros(5),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "0.", "1.0."])
+def test_a_routers_tensors_are_read_back(folder, prefix):
+    forge_weights(folder, save({prefix + name: tensor for name, tensor in ROUTER.items()}))
+    read = read_artifact(folder)[1]
+    assert read.keys() == {prefix + name for name in ROUTER}
+    for name, tensor in ROUTER.items():
+        assert torch.equal(read[prefix + name], tensor) and read[prefix + name].dtype == tensor.dtype
+
+
+def changed(tensor: torch.Tensor, index, value) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+DAMAGED_ROUTERS = {
+    "a hole in the numbering": (("clusters", CLUSTERS + (CLUSTERS > 2)), "clusters", "the cluster 3 of 6 without"),
+    "clusters from 1 on": (("clusters", CLUSTERS + 1), "clusters", "the cluster 0 of 6 without"),
+    "a negative cluster": (("clusters", changed(CLUSTERS, 3, -1)), "clusters", "holds the cluster -1"),
+    "a huge cluster": (("clusters", changed(CLUSTERS, 3, 2**31 - 1)), "clusters", "holds the cluster 2147483647"),
+    "more clusters than tokens": (("clusters", changed(CLUSTERS, 3, SIZE)), "clusters", f"at most {SIZE - 1}"),
+    "a token without a cluster": (("clusters", CLUSTERS[1:]), "clusters", f"gives {SIZE - 1} tokens a cluster"),
+    "a token too many": (("clusters", torch.cat([CLUSTERS, CLUSTERS[:1]])), "clusters.shape", f"[{SIZE}]"),
+    "clusters as floats": (("clusters", CLUSTERS.float()), "clusters.dtype", "Store the tensor as I32 or I64"),
+    "clusters in two dimensions": (("clusters", CLUSTERS.reshape(5, 10)), "clusters.shape", "not 1 dimensions"),
+    "NaN": (("input_weight", changed(ROUTER["input_weight"], (3, 4), float("nan"))), "input_weight", "NaN"),
+    "infinity": (("centroids", changed(ROUTER["centroids"], (3, 4), float("inf"))), "centroids", "infinity"),
+    "integers": (("output_weight", torch.ones(5, 8, dtype=torch.int32)), "output_weight.dtype", "F32 or F16 or BF16"),
+    "a flat matrix": (("output_weight", torch.ones(40)), "output_weight.shape", "not 2 dimensions"),
+    "a bias of two dimensions": (("output_bias", torch.ones(5, 1)), "output_bias.shape", "not 1 dimensions"),
+    "a scalar": (("input_bias", torch.tensor(1.0)), "input_bias.shape", "not 1 dimensions"),
+    "no units": (("input_weight", torch.ones(0, 12)), "input_weight.shape", "at least 1"),
+    "too many units": (("input_bias", torch.ones(2**14 + 1)), "input_bias.shape", "at most [16384]"),
+    "too many clusters": (("output_bias", torch.ones(2**16 + 1)), "output_bias.shape", "at most [65536]"),
+    "too wide a matrix": (("input_weight", torch.ones(1, 2**17 + 1)), "input_weight.shape", "[16384, 131072]"),
+    "too tall a matrix": (("centroids", torch.ones(2**16 + 1, 1)), "centroids.shape", "at most [65536, 65536]"),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "0."])
+@pytest.mark.parametrize("name", DAMAGED_ROUTERS)
+def test_a_damaged_routers_tensor_is_named_and_not_written(folder, name, prefix):
+    (tensor, value), field, words = DAMAGED_ROUTERS[name]
+    tensors = {prefix + other: kept for other, kept in {**ROUTER, tensor: value}.items()}
+    forge_weights(folder, save(tensors))
+    error = refusal(folder)
+    assert error.field == f"model.safetensors: {prefix}{field}" and words in str(error)
+    with pytest.raises(ArtifactError) as caught:
+        write_artifact(folder.parent / "new", configuration(), tensors)
+    assert caught.value.field == error.field and not (folder.parent / "new").exists()
+
+
 # --- Damaged model.safetensors ---
 
 ids_64 = RANKING.numpy().tobytes()
@@ -465,6 +691,13 @@ def test_a_damaged_weights_file_names_its_damage(folder, name):
     assert refusal(folder).field == field
 
 
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(folder, length):
+    text = json.dumps({"ranking": VALID_ENTRY}).encode()
+    forge_weights(folder, container(text + b" " * (length - len(text)), ids_64))
+    assert torch.equal(read_artifact(folder)[1]["ranking"], RANKING)
+
+
 def test_a_huge_file_is_refused_by_its_size(folder):
     size = weights_module.LARGEST_FILE + 1
     os.truncate(folder / "model.safetensors", size)  # sparse: takes no room on the disk
@@ -515,17 +748,15 @@ def test_what_reading_would_refuse_is_not_written(tmp_path, name):
     assert not (tmp_path / "new").exists()
 
 
-def test_float_weights_must_be_finite(folder, monkeypatch):
-    """No policy stores floats yet; the reader looks at them all the same as soon as a rule allows them."""
-    rule = weights_module.TensorRule(("F32",), 1, lambda tokenizer: 100, lambda *arguments: None)
-    monkeypatch.setitem(weights_module.TENSOR_RULES, "gate", rule)
-    for value in (float("nan"), float("inf"), float("-inf")):
-        forge_weights(folder, save({"gate": torch.tensor([1.0, value])}))
-        with pytest.raises(ArtifactError) as caught:
-            read_artifact(folder)
-        assert caught.value.field == "model.safetensors: gate"
-    forge_weights(folder, save({"gate": torch.tensor([1.0, 2.0])}))
-    assert read_artifact(folder)[1]["gate"].tolist() == [1.0, 2.0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_float_weights_must_be_finite(folder, dtype, value):
+    forge_weights(folder, save({"output_bias": torch.tensor([1.0, value], dtype=dtype)}))
+    with pytest.raises(ArtifactError) as caught:
+        read_artifact(folder)
+    assert caught.value.field == "model.safetensors: output_bias" and "NaN or infinity" in str(caught.value)
+    forge_weights(folder, save({"output_bias": torch.tensor([1.0, 2.0], dtype=dtype)}))
+    assert read_artifact(folder)[1]["output_bias"].tolist() == [1.0, 2.0]
 
 
 def test_tensors_need_a_tokenizer(tmp_path):
@@ -680,6 +911,18 @@ def test_a_missing_folder_is_named(place):
     assert refusal(place).field == "directory"
 
 
+def test_another_librarys_shards_are_not_replaced(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    before = files_of(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ArtifactError) as caught:
+            write_artifact(tmp_path, configuration(), {"ranking": RANKING})
+        assert caught.value.field == "directory" and files_of(tmp_path) == before
+        (tmp_path / "model-00001-of-00002.safetensors").unlink(missing_ok=True)  # an index alone is not ours either
+        before.pop("model-00001-of-00002.safetensors", None)
+
+
 def test_another_librarys_model_is_neither_read_nor_replaced(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -805,56 +1048,78 @@ def test_a_failed_save_leaves_the_old_artifact(tmp_path, monkeypatch, failing, e
     assert set(files_of(folder)) == {"config.json", "model.safetensors", "README.md"}
 
 
-KILLED_SAVES = [(kill_at, tensors) for kill_at in (1, 2, 3, 4) for tensors in ("ranking", "none")]
+def rankings(count: int, shift: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a union of so many static lists, each of which becomes a shard of its own in `write_lists`."""
+    return {f"{index}.ranking": torch.roll(RANKING, index + shift) for index in range(count)}
 
 
-def test_a_killed_save_leaves_the_old_artifact_or_the_new_one(tmp_path):
-    """Really killed, right before each rename in turn. One test for all, because a process takes long to start."""
-    folders = [tmp_path / f"{kill_at}-{tensors}" for kill_at, tensors in KILLED_SAVES]
-    for folder in folders:
-        write_artifact(folder, configuration(), {"ranking": RANKING})
+def lists(count: int, **changes) -> DynSpecConfig:
+    parts = [FrequencyShortlist(RANKING) for _ in range(count)] or [FullShortlist()]
+    return configuration(UnionShortlist(*parts), **changes)
+
+
+def write_lists(folder: Path, count: int, shift: int = 0, **changes) -> Path:
+    return write_artifact(folder, lists(count, **changes), rankings(count, shift), max_shard_size=1)
+
+
+def names_of(count: int) -> set[str]:
+    return {"config.json", "README.md", *weights_files(count)}
+
+
+# How many files of tensors the old artifact has, and how many the new one.
+KILLED_SAVES = [(1, 1), (1, 0), (0, 2), (1, 3), (3, 1), (2, 3), (3, 3)]
+
+
+def test_a_killed_save_leaves_the_old_artifact_or_the_new_one(tmp_path, monkeypatch):
+    """Really killed, right before each rename and each removal in turn. One test for all, because a process takes long
+    to start. What a killed process has written is there without waiting for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
     code = """
-        import os, signal, sys
-        from hf_dynspec.configuration import DynSpecConfig
-        from hf_dynspec.hub import read_artifact, write_artifact
+        import os, pathlib, signal, sys
+        sys.path.insert(0, "tests")
+        from test_artifact import KILLED_SAVES, write_lists
 
-        def save(folder, kill_at, tensors):
-            config, old = read_artifact(folder)
-            calls, replace = [], os.replace
-            def fatal(source, target):
-                calls.append(target)
-                if len(calls) == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                replace(source, target)
-            os.replace = fatal
-            changed = DynSpecConfig.from_dict({**config.to_dict(), "num_assistant_tokens": 9})
-            write_artifact(folder, changed, {} if tensors == "none" else {"ranking": old["ranking"].flip(0)})
-
-        for folder in sys.argv[1:]:
-            child = os.fork()
-            if child == 0:
-                kill_at, tensors = os.path.basename(folder).split("-")
-                save(folder, int(kill_at), tensors)
-                os._exit(0)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os.fsync = lambda file: None
+        for before, after in KILLED_SAVES:
+            kill_at, exit_code = 0, None
+            while exit_code != 0:
+                kill_at += 1
+                folder = write_lists(pathlib.Path(sys.argv[1], f"{before}-{after}-{kill_at}"), before)
+                child = os.fork()
+                if child == 0:
+                    calls = []
+                    def fatal(done):
+                        def do(*arguments, **options):
+                            calls.append(arguments)
+                            if len(calls) == kill_at:
+                                os.kill(os.getpid(), signal.SIGKILL)
+                            return done(*arguments, **options)
+                        return do
+                    os.replace, pathlib.Path.unlink = fatal(os.replace), fatal(pathlib.Path.unlink)
+                    write_lists(folder, after, shift=9, num_assistant_tokens=9)
+                    os._exit(0)
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                assert exit_code in (0, -signal.SIGKILL)
+            print(kill_at)
     """
-    ran = run_python(code, *map(str, folders))
+    ran = run_python(code, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
-    for folder, exit_code, (kill_at, tensors) in zip(folders, ran.stdout.split(), KILLED_SAVES, strict=True):
-        renames = 4 if tensors == "ranking" else 3
-        assert int(exit_code) == (-signal.SIGKILL if kill_at <= renames else 0)
-        check_killed_save(folder, kill_at, tensors)
+    for (before, after), kills in zip(KILLED_SAVES, map(int, ran.stdout.split()), strict=True):
+        # Each new file of tensors, the configuration and the card are put in place, and each old file of tensors is
+        # kept under another name, which is removed at the end, or removed under its own.
+        assert kills - 1 >= 2 + len(weights_files(before)) + len(weights_files(after))
+        folders = [tmp_path / f"{before}-{after}-{kill_at}" for kill_at in range(1, kills + 1)]
+        are_new = [check_killed_save(folder, before, after) for folder in folders]
+        assert are_new == sorted(are_new) and not are_new[0] and are_new[-1]
 
 
-def check_killed_save(folder: Path, kill_at: int, tensors: str) -> None:
+def check_killed_save(folder: Path, before: int, after: int) -> bool:
+    """Check that a folder holds one of the two artifacts, that the next saves start from it, and say which it is."""
     config, read = read_artifact(folder)
-    if config.num_assistant_tokens == 6:
-        assert torch.equal(read["ranking"], RANKING)
-    elif tensors == "ranking":
-        assert kill_at == 4 and torch.equal(read["ranking"], NEW_RANKING)
-    else:
-        assert kill_at >= 3 and read == {}
-    # The next save starts from whatever was left, fails between its files, and still leaves it.
+    is_new = config.num_assistant_tokens == 9
+    expected = rankings(after, 9) if is_new else rankings(before)
+    assert read.keys() == expected.keys() and all(torch.equal(read[name], expected[name]) for name in read)
+    # The next save fails between its files, and still leaves what was there.
     replace = os.replace
 
     def fail(source, target):
@@ -865,14 +1130,15 @@ def check_killed_save(folder: Path, kill_at: int, tensors: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifact_module.os, "replace", fail)
         with pytest.raises(OSError, match="full"):
-            write_artifact(folder, configuration(), {"ranking": torch.roll(RANKING, 1)})
+            write_lists(folder, 3, shift=5)
     again, read_again = read_artifact(folder)
     assert again == config and read_again.keys() == read.keys()
     assert all(torch.equal(read_again[name], read[name]) for name in read)
     # The one after that succeeds and tidies up.
-    write_artifact(folder, configuration(), {"ranking": NEW_RANKING})
-    assert torch.equal(read_artifact(folder)[1]["ranking"], NEW_RANKING)
-    assert set(files_of(folder)) == {"config.json", "model.safetensors", "README.md"}
+    write_lists(folder, 2, shift=7)
+    assert torch.equal(read_artifact(folder)[1]["1.ranking"], rankings(2, 7)["1.ranking"])
+    assert set(os.listdir(folder)) == names_of(2)
+    return is_new
 
 
 def test_a_first_save_that_was_killed_can_be_repeated(folder):
@@ -926,8 +1192,9 @@ def test_the_card_says_what_the_configuration_says():
     }
     assert measured == {("code", "speedup"): 1.5, ("code", "acceptance_length"): 3.25, ("chat", "speedup"): 1.25}
     assert 'DynSpecAssistant.from_pretrained("acme/dynspec", target=target)' in card
-    assert "| workload | speedup | acceptance_length | device |" in card and "| chat | 1.25 | - | - |" in card
+    assert "| workload | device | speedup | acceptance length |" in card and "| chat | - | 1.25 | - |" in card
     assert "| size | 20 |" in card and "| corpus.tokens | 10 |" in card and "1" * 40 in card
+    assert metadata["base_model_relation"] == "adapter"
 
 
 def test_a_card_without_measurements_claims_none():

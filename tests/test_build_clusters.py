@@ -374,12 +374,12 @@ def test_a_tokenizer_with_more_ids_than_the_head_has_rows_is_refused(target, tmp
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"clusters": torch.arange(10, dtype=torch.int32)}, "holds 10 clusters for 301 ids"),
+        ({"clusters": torch.arange(10, dtype=torch.int32)}, "gives 10 tokens a cluster"),
         ({"clusters": torch.full((VOCABULARY,), -1, dtype=torch.int32)}, "holds the cluster -1"),
         ({"clusters": torch.full((VOCABULARY,), 2**30, dtype=torch.int32)}, "holds the cluster 1073741824"),
-        ({"clusters": torch.arange(VOCABULARY, dtype=torch.int32) % 4 * 2}, "leaves the cluster 1 without tokens"),
+        ({"clusters": torch.arange(VOCABULARY, dtype=torch.int32) % 4 * 2}, "leaves the cluster 1 of 7 without"),
         ({"clusters": torch.zeros(VOCABULARY)}, "dtype"),
-        ({"centroids": torch.zeros(4, dtype=torch.float16)}, "dtype"),
+        ({"centroids": torch.zeros(4, 8, dtype=torch.float64)}, "dtype"),
         ({"centroids": torch.zeros(4)}, "not 2 dimensions"),
         ({"centroids": torch.full((4, 8), float("nan"))}, "NaN"),
     ],

@@ -1,23 +1,24 @@
 """Artifacts on the Hub: the real client against a local server that keeps commits and speaks the Hub's protocol."""
 
-import base64
-import hashlib
-import json
-import threading
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
+from local_hub import Hub, Repository, running_hub
 
-from hf_dynspec.configuration import DynSpecConfig, ModelReference, PolicyConfig, TokenizerFingerprint
+from hf_dynspec.configuration import (
+    DynSpecConfig,
+    ModelReference,
+    PolicyConfig,
+    TokenizerFingerprint,
+    weights_files,
+)
 from hf_dynspec.errors import ArtifactError
 from hf_dynspec.hub import push_artifact, read_artifact, write_artifact
 from hf_dynspec.hub.card import is_unedited_card
-from hf_dynspec.shortlists import FrequencyShortlist
+from hf_dynspec.shortlists import FrequencyShortlist, UnionShortlist
 
 SIZE = 50
 REPO = "acme/dynspec"
@@ -32,194 +33,15 @@ CONFIG = DynSpecConfig(
 )
 
 
-@dataclass
-class Repository:
-    """Commits in the order they were made, each with all of its files, and the branches that point to them."""
-
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    private: bool = False
-
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
-        text = repr((len(self.commits), sorted(files.items())))
-        name = hashlib.sha1(text.encode()).hexdigest()
-        self.commits[name] = files
-        self.branches[branch] = name
-        return name
-
-    def resolve(self, revision: str) -> str | None:
-        return revision if revision in self.commits else self.branches.get(revision)
-
-
-class Hub:
-    """What the server knows, and a log of what it was asked."""
-
-    def __init__(self):
-        self.repositories: dict[str, Repository] = {}
-        self.large_files: dict[str, bytes] = {}
-        self.requests: list[tuple[str, str]] = []
-        self.commit_headers: list[dict] = []
-        self.before_answer = lambda path: None
-
-    def publish(self, repo_id: str, folder: Path, branch: str = "main") -> str:
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        return self.repositories.setdefault(repo_id, Repository()).commit(files, branch)
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments):
-        pass
-
-    @property
-    def hub(self) -> Hub:
-        return self.server.hub
-
-    def handle_request(self):
-        path = unquote(urlsplit(self.path).path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.hub.requests.append((self.command, path))
-        self.hub.before_answer(path)
-        self.answer(path.strip("/").split("/"), body)
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request
-
-    def answer(self, parts: list[str], body: bytes):
-        if parts[2:3] == ["resolve"]:
-            self.resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
-        elif parts == ["api", "repos", "create"]:
-            self.create(json.loads(body))
-        elif parts == ["api", "validate-yaml"]:
-            self.reply({"errors": [], "warnings": []})
-        elif parts[:2] == ["api", "models"]:
-            self.model("/".join(parts[2:4]), parts[4:], body)
-        elif parts[-3:] == ["lfs", "objects", "batch"]:
-            href = f"http://{self.headers['Host']}/large"
-            self.reply(
-                {
-                    "transfer": "basic",
-                    "objects": [
-                        {**item, "actions": {"upload": {"href": f"{href}/{item['oid']}"}}}
-                        for item in json.loads(body)["objects"]
-                    ],
-                }
-            )
-        elif parts[0] == "large":
-            assert hashlib.sha256(body).hexdigest() == parts[1]
-            self.hub.large_files[parts[1]] = body
-            self.reply({})
-        else:
-            self.fail(404, "NotFound")
-
-    def resolve(self, repo_id: str, revision: str, filename: str):
-        repository = self.hub.repositories.get(repo_id)
-        if repository is None or (repository.private and self.headers.get("Authorization") != "Bearer secret"):
-            return self.fail(401, "RepoNotFound")
-        commit = repository.resolve(revision)
-        if commit is None:
-            return self.fail(404, "RevisionNotFound")
-        data = repository.commits[commit].get(filename)
-        if data is None:
-            return self.fail(404, "EntryNotFound", {"X-Repo-Commit": commit})
-        etag = hashlib.sha256(data).hexdigest()
-        self.send(
-            200, data, {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Content-Type": "application/octet-stream"}
-        )
-
-    def model(self, repo_id: str, what: list[str], body: bytes):
-        repository = self.hub.repositories.get(repo_id)
-        if repository is None:
-            return self.fail(404, "RepoNotFound")
-        if what[:1] == ["branch"]:
-            repository.branches.setdefault(what[1], repository.branches["main"])
-            return self.reply({})
-        if what[:1] == ["preupload"]:
-            modes = [
-                {
-                    "path": item["path"],
-                    "uploadMode": "lfs" if item["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for item in json.loads(body)["files"]
-            ]
-            return self.reply({"files": modes})
-        if what[:1] == ["commit"]:
-            return self.commit(repo_id, repository, what[1], [json.loads(line) for line in body.splitlines()])
-        commit = repository.resolve(what[1] if what[:1] == ["revision"] else "main")
-        if commit is None:
-            return self.fail(404, "RevisionNotFound")
-        names = [{"rfilename": name} for name in repository.commits[commit]]
-        return self.reply({"id": repo_id, "sha": commit, "siblings": names, "private": repository.private})
-
-    def create(self, request: dict):
-        repo_id = f"{request['organization'] or 'jane'}/{request['name']}"
-        url = f"http://{self.headers['Host']}/{repo_id}"
-        exists = repo_id in self.hub.repositories
-        if not exists:
-            repository = Repository(private=request.get("visibility") == "private" or request.get("private") is True)
-            repository.commit({".gitattributes": b""})
-            self.hub.repositories[repo_id] = repository
-        self.reply({"url": url, "name": repo_id, "id": repo_id}, 409 if exists else 200)
-
-    def commit(self, repo_id: str, repository: Repository, branch: str, lines: list[dict]):
-        self.hub.commit_headers.append(lines[0]["value"])
-        pull_request = "create_pr=1" in self.path
-        parent = lines[0]["value"].get("parentCommit")
-        if parent not in (None, repository.resolve(branch)):
-            return self.fail(412, "ParentMoved")
-        files = dict(repository.commits[repository.resolve(branch)])
-        for line in lines[1:]:
-            value = line["value"]
-            if line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.large_files[value["oid"]]
-            else:
-                assert line["key"] == "deletedFile"
-                del files[value["path"]]
-        name = repository.commit(files, "refs/pr/1" if pull_request else branch)
-        url = f"http://{self.headers['Host']}/{repo_id}"
-        pull_request_url = f"{url}/discussions/1" if pull_request else None
-        return self.reply({"commitUrl": f"{url}/commit/{name}", "commitOid": name, "pullRequestUrl": pull_request_url})
-
-    def reply(self, value: dict, status: int = 200):
-        self.send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def fail(self, status: int, code: str, headers: dict[str, str] | None = None):
-        self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
-
-    def send(self, status: int, data: bytes, headers: dict[str, str]):
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A running server. The client may reach it whatever the environment says, and keeps its cache to itself."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.hub = Hub()
-    server.hub.server = server
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield server.hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with running_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 @pytest.fixture
 def api(hub) -> HfApi:
-    host, port = hub.server.server_address
-    return HfApi(endpoint=f"http://{host}:{port}", token="secret")
+    return HfApi(endpoint=hub.endpoint, token="secret")
 
 
 @pytest.fixture
@@ -354,6 +176,123 @@ def test_a_damaged_artifact_on_the_hub_is_refused(hub, api, old):
     hub.requests.clear()
     assert refusal(REPO, api=api, tokenizer_fingerprint=other).field == "config.json: tokenizer.sha256"
     assert not any(path.endswith(".safetensors") for _, path in hub.requests)
+
+
+# --- Shards ---
+
+LISTS = UnionShortlist(*(FrequencyShortlist(torch.roll(OLD_RANKING, shift)) for shift in (1, 2, 3)))
+LISTS_CONFIG = replace(CONFIG, policy=PolicyConfig(LISTS.name, LISTS.settings()))
+SHARDS = weights_files(3)
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """An artifact of three shards."""
+    return write_artifact(tmp_path / "sharded", LISTS_CONFIG, LISTS.tensors(), max_shard_size=1)
+
+
+def require_lists(tensors: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == LISTS.tensors().keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in LISTS.tensors().items())
+
+
+def test_shards_are_published_and_read_back(hub, api, sharded):
+    info = push_artifact(sharded, REPO, api=api)
+    files = hub.repositories[REPO].commits[info.oid]
+    assert set(files) == {".gitattributes", "config.json", "README.md", *SHARDS}
+    assert len(hub.large_files) == 3 and len(hub.repositories[REPO].commits) == 2
+    config, tensors = read_artifact(REPO, tokenizer_fingerprint=TOKENIZER, api=api)
+    assert config == LISTS_CONFIG
+    require_lists(tensors)
+
+
+def test_all_shards_come_from_one_commit_while_the_branch_moves(hub, api, sharded, tmp_path):
+    """Somebody pushes other shards of the same names while the artifact is being downloaded, between any two requests
+    in turn."""
+    mixed = {name: tensor.flip(0) for name, tensor in LISTS.tensors().items()}
+    moved = write_artifact(tmp_path / "moved", LISTS_CONFIG, mixed, max_shard_size=1)
+    requests = moves_before = 2
+    while moves_before <= requests:
+        cache = tmp_path / f"cache-{moves_before}"
+        hub.repositories.clear()
+        hub.requests.clear()
+        commits = [hub.publish(REPO, sharded)]
+
+        def push(path, moves_before=moves_before, commits=commits):
+            if len(hub.requests) == moves_before:
+                commits.append(hub.publish(REPO, moved))
+
+        hub.before_answer = push
+        require_lists(read_artifact(REPO, api=api, cache_dir=cache)[1])
+        hub.before_answer = lambda path: None
+        assert len(commits) == 2
+        assert all(path.startswith(f"/{REPO}/resolve/{commits[0]}/") for _, path in hub.requests[1:])
+        requests, moves_before = len(hub.requests), moves_before + 1
+        assert torch.equal(read_artifact(REPO, api=api, cache_dir=cache)[1]["0.ranking"], mixed["0.ranking"])
+    # Of each of the five files the size is asked for before it is downloaded.
+    assert requests >= 2 * (1 + len(SHARDS))
+
+
+def test_the_sizes_of_all_shards_are_looked_at_before_any_is_downloaded(hub, api, sharded):
+    last = sharded / SHARDS[-2]
+    last.write_bytes(last.read_bytes() + b"more")
+    hub.publish(REPO, sharded)
+    assert refusal(REPO, api=api).field == last.name
+    assert [Path(path).name for method, path in hub.requests if method == "GET"] == ["config.json"]
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_missing_or_damaged_shard_on_the_hub_is_named(hub, api, sharded, name):
+    data = (sharded / name).read_bytes()
+    (sharded / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    hub.publish(REPO, sharded)
+    assert refusal(REPO, api=api).field == name
+    (sharded / name).unlink()
+    hub.publish(REPO, sharded)
+    assert refusal(REPO, api=api).field == name
+
+
+def test_a_cached_sharded_artifact_needs_no_network(hub, api, sharded, monkeypatch):
+    hub.publish(REPO, sharded)
+    read_artifact(REPO, api=api)
+    hub.server.shutdown()
+    hub.server.server_close()
+    require_lists(read_artifact(REPO, api=api)[1])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    require_lists(read_artifact(REPO, api=api)[1])
+
+
+def test_publishing_again_removes_the_shards_of_before(hub, api, sharded, old, tmp_path):
+    def published() -> set[str]:
+        repository = hub.repositories[REPO]
+        return set(repository.commits[repository.branches["main"]]) - {".gitattributes", "config.json", "README.md"}
+
+    push_artifact(sharded, REPO, api=api)
+    assert published() == set(SHARDS)
+    write_artifact(sharded, LISTS_CONFIG, LISTS.tensors(), max_shard_size=8 * SIZE * 2)
+    push_artifact(sharded, REPO, api=api)
+    assert published() == set(weights_files(2))
+    require_lists(read_artifact(REPO, api=api)[1])
+    push_artifact(old, REPO, api=api)
+    assert published() == {"model.safetensors"}
+    push_artifact(sharded, REPO, api=api)
+    assert published() == set(weights_files(2))
+    push_artifact(write_artifact(tmp_path / "bare", DynSpecConfig(PolicyConfig("full")), {}), REPO, api=api)
+    assert published() == set()
+
+
+def test_another_librarys_shards_are_not_overwritten(hub, api, old):
+    hub.repositories[REPO] = Repository()
+    commit = hub.repositories[REPO].commit({SHARDS[0]: b"weights"})
+    with pytest.raises(ArtifactError) as caught:
+        push_artifact(old, REPO, api=api)
+    assert caught.value.field == "repository" and hub.repositories[REPO].branches == {"main": commit}
+
+
+def test_nothing_is_published_where_the_hub_is_switched_off(hub, api, old, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ArtifactError, match="HF_HUB_OFFLINE"):
+        push_artifact(old, REPO, api=api)
 
 
 # --- Publishing ---

@@ -16,7 +16,14 @@ from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant
 from hf_dynspec.build.corpus import CorpusError, plan_corpus
-from hf_dynspec.build.draft_steps import Recording, RecordingSettings, StepRecorder, Windows, sample_windows, windows_of
+from hf_dynspec.build.draft_steps import (
+    Recording,
+    RecordingSettings,
+    StepRecorder,
+    Windows,
+    sample_windows,
+    windows_of,
+)
 from hf_dynspec.build.router_training import (
     RouterTraining,
     TrainingSettings,
@@ -146,14 +153,13 @@ def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
         assert held_out["top_ids"][row].tolist() == expected.tolist()
         says = states.logits[0, place].softmax(-1).topk(SETTINGS.target_top_k)
         assert held_out["target_ids"][row].tolist() == says.indices.tolist()
-        torch.testing.assert_close(
-            held_out["target_probabilities"][row].float(), says.values, rtol=1e-3, atol=1e-4
-        )
+        torch.testing.assert_close(held_out["target_probabilities"][row].float(), says.values, rtol=1e-3, atol=1e-4)
     assert seen == set(range(SETTINGS.depth))
 
 
 def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, folder, tmp_path):
     """And several processes share the shards."""
+
     class Stopped(Exception):
         pass
 
@@ -172,7 +178,9 @@ def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, fold
         again = recorder.record(windows(folder, small), process=process, processes=2)
     assert first[0].stat().st_mtime_ns == stamp
     assert {again.path(number) for number in (*again.held_out, *again.train)} == set(tmp_path.glob("steps-*"))
-    assert again.count(again.train) + again.count(again.held_out) == windows(folder, small).covering(10**9) and 0 or True
+    assert (
+        again.count(again.train) + again.count(again.held_out) == windows(folder, small).covering(10**9) and 0
+    ) or True
 
 
 def test_steps_of_another_job_are_not_continued(folder, tmp_path):
@@ -193,9 +201,10 @@ def training(recording, drafter, checkpoint: Path, settings: TrainingSettings = 
 
 def test_a_router_learns_where_likely_tokens_are(recording, drafter, tmp_path):
     states: list[TrainingState] = []
-    router = training(recording, drafter, tmp_path / "state.safetensors").run(states.append)
+    longer = TrainingSettings(hidden=64, batch_size=64, learning_rate=1e-2, max_steps=300, evaluate_every=20, seed=3)
+    router = training(recording, drafter, tmp_path / "state.safetensors", longer).run(states.append)
     losses = [loss for _, _, loss in states[-1].history]
-    assert len(losses) == 6 and min(losses) < 0.95 * losses[0]
+    assert min(losses) < 0.95 * losses[0]
     policy = RouterShortlist(router, max_clusters=4, position_aware=False)
     trained = held_out_figures(recording, policy, drafter.embed)
     shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
@@ -302,7 +311,17 @@ SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3
 def words(folder: Path, out: Path, *more: str, drafter: str = "eagle3") -> list[str]:
     kind = "--eagle" if drafter == "eagle3" else "--drafter"
     models = ["--target", str(folder / "target"), kind, str(folder / drafter)]
-    return ["train", "router", *models, "--data", str(folder / "texts.jsonl"), "--out", str(out), *SMALL.split(), *more]
+    return [
+        "train",
+        "router",
+        *models,
+        "--data",
+        str(folder / "texts.jsonl"),
+        "--out",
+        str(out),
+        *SMALL.split(),
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
@@ -321,7 +340,9 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     assert str(tmp_path) not in (tmp_path / "router" / "README.md").read_text()
     head = folder / drafter
     loaded = (
-        EagleDrafter.from_pretrained(head, target=target) if drafter == "eagle3" else type(target).from_pretrained(head)
+        EagleDrafter.from_pretrained(head, target=target)
+        if drafter == "eagle3"
+        else type(target).from_pretrained(head)
     )
     assistant = DynSpecAssistant.from_pretrained(tmp_path / "router", target=target, drafter=loaded)
     inputs = prompt(8)
@@ -337,7 +358,16 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
 def test_several_processes_train_the_same_router(folder, tmp_path):
     alone = CliRunner().invoke(app, words(folder, tmp_path / "one"))
     assert alone.exit_code == 0, alone.output
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     run = subprocess.run(
         [*launch, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "two")],
@@ -357,7 +387,7 @@ def test_several_processes_train_the_same_router(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [
+    [  # the last one counts of options that are given twice
         (["--share", "0"], "--share"),
         (["--mass", "1.5"], "--mass"),
         (["--drafter", "x"], "one drafter"),

@@ -8,6 +8,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .push import push
 from .train import train_app
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app.add_typer(convert_app, name="convert")
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
+app.command()(push)
 
 
 def main() -> None:

@@ -81,10 +81,10 @@ def clusters(
         "seed": seed,
         "iterations": iterations,
         "balanced": balanced,
-        "metrics": _metrics(made, spread),
+        "partition": _describe(made, spread),
     }
     _write(out, made, fingerprint, provenance)
-    _print_report(provenance["metrics"])
+    _print_report(provenance["partition"])
     count = made.centroids.shape[0]
     if count < num_clusters:
         typer.echo(f"{count} clusters instead of {num_clusters}: the rows have no more different directions", err=True)
@@ -123,7 +123,7 @@ def _read_head(name: str) -> "torch.Tensor":
     return DynamicLMHead.from_model(load_model(name, "cpu", "auto")).weight
 
 
-def _metrics(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> dict[str, Any]:
+def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> dict[str, Any]:
     sizes = made.sizes
     return {
         "clusters": sizes.shape[0],

@@ -13,7 +13,6 @@ from .common import Device, Dtype, Target, Threads, progress_bar
 
 if TYPE_CHECKING:
     import torch
-    import torch
     from accelerate import Accelerator
 
     from ..build.corpus import Corpus
@@ -96,6 +95,7 @@ def router(
     from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
     from ..evaluation.pair import PairSettings, load_models
+    from ..shortlists.router import RouterShortlist
 
     for option, value in (("--share", share), ("--mass", mass)):
         if value is not None and not 0 < value <= 1:
@@ -103,6 +103,7 @@ def router(
     recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
     training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
     corpus = plan_corpus([*data, *(more or [])], text_field)
+    stored = None if clusters is None else RouterShortlist(clusters).router.clusters
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
@@ -112,13 +113,12 @@ def router(
     pair = _Pair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
     job = _Job(accelerator, pair, out / _WORK, seed)
     windows, recording = job.record(corpus, text_field, recording_settings)
-    parts = job.clusters(clusters, num_clusters)
+    parts = job.clusters(num_clusters) if stored is None else pair.clusters(stored)
     ranking = pair.rank(windows)
     trained = job.train(recording, parts, ranking[:pinned], training_settings)
     if not accelerator.is_main_process:
         return
     from ..build.router_training import held_out_figures, largest_budget
-    from ..shortlists.router import RouterShortlist
 
     policy = RouterShortlist(trained, 1, position_aware, mass, ranking, pinned)
     policy = policy.with_budget(largest_budget(recording, policy, pair.drafter.embed, share * pair.vocabulary_size))
@@ -154,6 +154,17 @@ class _Pair:
         if isinstance(drafter, CausalLMDrafter):
             return [describe_model(self.target), describe_model(drafter.model)]
         return [describe_model(self.target), str(drafter.checkpoint.folder)]
+
+    def clusters(self, stored: "torch.Tensor") -> "torch.Tensor":
+        """int64 `[V]`: stored clusters, of the tokens that both models score."""
+        from ..errors import ConfigurationError
+
+        clusters = stored.long()[: self.vocabulary_size]
+        if clusters.shape[0] < self.vocabulary_size:
+            problem = f"has {clusters.shape[0]:,} tokens in its clusters, and the pair {self.vocabulary_size:,}"
+            raise ConfigurationError(f"--clusters {problem}. Build clusters with the tokenizer of these models.")
+        # A cluster of tokens that only one of the models scores is left out.
+        return clusters.unique(return_inverse=True)[1]
 
     def rank(self, windows: "Windows") -> "torch.Tensor":
         """int64 `[n]`: the tokens, those most frequent in the data first."""
@@ -219,18 +230,16 @@ class _Job:
         self._accelerator.wait_for_everyone()
         return windows, recording
 
-    def clusters(self, artifact: str | None, count: int) -> "torch.Tensor":
-        """int64 `[V]`: the cluster of each token, of an artifact or made of the rows that the drafter scores with."""
+    def clusters(self, count: int) -> "torch.Tensor":
+        """int64 `[V]`: clusters of the rows that the drafter scores with."""
         from ..build.clusters import cluster_tokens
-        from ..shortlists.router import RouterShortlist
 
-        pair = self._pair
-        if artifact is not None:
-            return RouterShortlist(artifact).router.clusters.long()[: pair.vocabulary_size]
-        head = pair.drafter.head
-        weight = head.weight if head.token_ids is None else pair.target.get_output_embeddings().weight
+        head = self._pair.drafter.head
+        weight = head.weight if head.token_ids is None else self._pair.target.get_output_embeddings().weight
         with self._progress() as report:
-            made = cluster_tokens(weight, count, vocabulary_size=pair.vocabulary_size, seed=self._seed, report=report)
+            made = cluster_tokens(
+                weight, count, vocabulary_size=self._pair.vocabulary_size, seed=self._seed, report=report
+            )
         return made.clusters.long()
 
     def train(

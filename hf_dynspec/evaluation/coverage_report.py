@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..errors import ConfigurationError
 from .coverage import CoverageResult, CoverageSummary, Estimate
-from .provenance import provenance
+from .provenance import describe_policies, provenance
 
 SCHEMA_VERSION = 1
 
@@ -100,9 +100,7 @@ def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dic
         "provenance": provenance(command, result.started, result.finished, result.threads),
         "settings": result.settings.to_dict(),
         "models": result.models,
-        "policies": {
-            label: {"name": policy.name, "settings": policy.settings()} for label, policy in result.policies.items()
-        },
+        "policies": describe_policies(result.policies),
         "prompts": result.prompts,
         "results": [asdict(summary) for summary in result.summaries()],
         "oracle_curve": [{"size": size, "mass": mass} for size, mass in result.oracle_curve()],

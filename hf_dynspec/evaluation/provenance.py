@@ -1,11 +1,12 @@
 """Where results come from: the commit, versions and hardware; and files that are replaced in one step."""
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..shortlists import ShortlistPolicy
 from .policy_text import shorten_paths
 
 _PACKAGE = Path(__file__).parents[1]
@@ -36,6 +38,25 @@ def provenance(command: Sequence[str] | None, started: str, finished: str | None
         "versions": versions(),
         "hardware": {**hardware(), "threads": threads},
     }
+
+
+def describe_policies(policies: Mapping[str, ShortlistPolicy]) -> dict[str, dict[str, Any]]:
+    """Each policy by its label: its name, its settings and the SHA-256 of each of its tensors, which tell whether a
+    published artifact is what was measured."""
+    return {
+        label: {
+            "name": policy.name,
+            "settings": policy.settings(),
+            "tensors": {name: _tensor_digest(tensor) for name, tensor in policy.tensors().items()},
+        }
+        for label, policy in policies.items()
+    }
+
+
+def _tensor_digest(tensor: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

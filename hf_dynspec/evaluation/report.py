@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..stats import DRAFT_SECTIONS, DraftingStatistics
 from .benchmark import BenchmarkResult, Generation
-from .provenance import provenance
+from .provenance import describe_policies, provenance
 from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
 
 SCHEMA_VERSION = 1
@@ -311,9 +311,7 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         "provenance": provenance(command, result.started, result.finished, result.threads),
         "settings": {**settings, "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH},
         "models": result.models,
-        "policies": {
-            label: {"name": policy.name, "settings": policy.settings()} for label, policy in result.policies.items()
-        },
+        "policies": describe_policies(result.policies),
         "systems": {label: asdict(combination) for label, combination in result.combinations.items()},
         "prompts": result.prompts,
         "results": summarize(result),

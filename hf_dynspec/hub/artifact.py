@@ -1,12 +1,14 @@
 """Artifacts: a policy with all that it needs, as `config.json`, `model.safetensors` and a model card.
 
-Artifacts are data, never code and never pickle. Of a repository only these three files are ever fetched, all at one
-commit. `model.safetensors` exists only where the policy has tensors, and `config.json` holds its digest.
+Artifacts are data, never code and never pickle. Of a repository only these files are ever fetched, all at one commit.
+`model.safetensors` exists only where the policy has tensors; if they are large it is split into shards with an index,
+as transformers splits a model. `config.json` holds the digest of each of these files.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -15,8 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.constants import DEFAULT_REVISION
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -29,7 +30,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
 from ..configuration import (
+    DEFAULT_SHARD_SIZE,
+    INDEX_FILE,
     LIBRARY_NAME,
+    WEIGHTS_FILE,
     DynSpecConfig,
     TokenizerFingerprint,
     WeightsDigest,
@@ -39,15 +43,25 @@ from ..errors import ArtifactError, ConfigurationError
 from ..shortlists import ShortlistPolicy, policy_class
 from .card import is_unedited_card, render_card
 from .fingerprint import require_same_tokenizer
-from .weights import WEIGHTS_FILE, digest_bytes, digest_file, read_header, read_tensors, serialize_tensors
+from .weights import (
+    digest_bytes,
+    digest_file,
+    is_weights_name,
+    read_header,
+    read_tensors,
+    require_shard_size,
+    require_weights_sizes,
+    serialize_tensors,
+)
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 
 LARGEST_CONFIG = 2**20
 
-# The weights that an existing config.json was written with, kept while a save is between its two files.
-_PREVIOUS_WEIGHTS_FILE = ".model.safetensors.previous"
+# While a save is between its files: where it writes them, and the weights that the old config.json was written with.
+_STAGING_PREFIX = ".hf_dynspec-"
+_PREVIOUS_PREFIX, _PREVIOUS_SUFFIX = ".", ".previous"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _FETCH_AGAIN = "Download or write the artifact again."
 
@@ -92,10 +106,13 @@ def read_artifact(
     if tokenizer_fingerprint is not None and config.tokenizer is not None:
         require_same_tokenizer(config.tokenizer, tokenizer_fingerprint)
         eos_token_ids = tuple(dict.fromkeys(eos_token_ids + tokenizer_fingerprint.eos_token_ids))
-    if config.weights is None:
+    if not config.weights:
         return config, {}
-    with files.weights_path(config.weights).open("rb") as file:
-        return config, read_tensors(file, config.weights, _require_tokenizer(config), eos_token_ids)
+    require_weights_sizes(config.weights)
+    with ExitStack() as stack:
+        paths = files.weights_paths(config.weights)
+        opened = {name: stack.enter_context(path.open("rb")) for name, path in paths.items()}
+        return config, read_tensors(opened, config.weights, _require_tokenizer(config), eos_token_ids)
 
 
 def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> ShortlistPolicy:
@@ -121,6 +138,7 @@ def write_artifact(
     config: DynSpecConfig,
     tensors: Mapping[str, torch.Tensor],
     card: str | None = None,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
 ) -> Path:
     """Write an artifact. Even if the process is killed meanwhile, the folder holds either the old one or the new one.
 
@@ -132,31 +150,79 @@ def write_artifact(
         config: its `weights` and `hf_dynspec_version` are filled in here.
         tensors: CPU or device tensors by name; none are fine.
         card: the text of the model card (None: `render_card(config)`).
+        max_shard_size: the most bytes of the tensors in one file, or a text such as `"500MB"`; beyond it they are
+            split into shards. A single tensor is never split.
 
     Returns:
         The folder.
 
     Raises:
         ArtifactError: the tensors or the policy would be refused on reading, or the folder belongs to something else.
+        ConfigurationError: `max_shard_size` is not a size.
     """
     directory = Path(directory)
     _require_own_folder(directory)
     _require_known_policies(config)
-    weights = _serialize_checked(config, tensors)
-    config = replace(config, weights=digest_bytes(weights) if weights else None, hf_dynspec_version=__version__)
-    text = config.to_json().encode("utf-8")
-    _require_config_size(len(text))
-    card = card or render_card(config)
-    directory.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".hf_dynspec-", dir=directory) as staging:
-        _write_through(Path(staging, CONFIG_FILE), text)
-        _write_through(Path(staging, CARD_FILE), card.encode("utf-8"))
-        if weights:
-            _write_through(Path(staging, WEIGHTS_FILE), weights)
-        _replace_files(Path(staging), directory, has_weights=bool(weights))
-        if _may_replace_card(directory / CARD_FILE):
-            os.replace(Path(staging, CARD_FILE), directory / CARD_FILE)
+    weights = _serialize_checked(config, tensors, max_shard_size)
+    digests = {name: digest_bytes(data) for name, data in weights.items()}
+    config = replace(config, weights=digests, hf_dynspec_version=__version__)
+    with _staged_texts(directory, config, card) as staging:
+        for name, data in weights.items():
+            _write_through(staging / name, data)
+        _replace_files(staging, directory, config.weights)
     return directory
+
+
+def annotate_artifact(
+    directory: str | os.PathLike,
+    *,
+    results: Iterable[Mapping[str, Any]] = (),
+    provenance: Mapping[str, Any] | None = None,
+) -> DynSpecConfig:
+    """Add measurements and provenance to an artifact that is on the disk already, and to its model card unless
+    somebody edited it. The tensors stay as they are; `config.json` is replaced in one step.
+
+    Args:
+        directory: the folder.
+        results: rows as in `DynSpecConfig`, see `merge_results`.
+        provenance: JSON values, which replace those of the same name.
+
+    Returns:
+        The configuration that is in the folder now.
+
+    Raises:
+        ArtifactError: the folder does not hold a sound artifact, or there would be too much in its `config.json`.
+        ConfigurationError: a row or a value is not as in `DynSpecConfig`.
+    """
+    config, _ = read_artifact(Path(directory))
+    config = with_annotations(config, results=results, provenance=provenance)
+    with _staged_texts(Path(directory), config) as staging:
+        os.replace(staging / CONFIG_FILE, Path(directory, CONFIG_FILE))
+    return config
+
+
+def with_annotations(
+    config: DynSpecConfig, *, results: Iterable[Mapping[str, Any]] = (), provenance: Mapping[str, Any] | None = None
+) -> DynSpecConfig:
+    """What `annotate_artifact` writes.
+
+    Raises:
+        ArtifactError: there would be too much in the `config.json`.
+        ConfigurationError: a row or a value is not as in `DynSpecConfig`.
+    """
+    merged = merge_results(config.results, results)
+    config = replace(config, results=merged, provenance={**config.provenance, **(provenance or {})})
+    _require_config_size(len(config.to_json().encode("utf-8")))
+    return config
+
+
+def merge_results(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of both. A new row takes the place of an old one whose texts, which say what was measured, are the same."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in (*old, *new):
+        conditions = tuple(sorted((key, value) for key, value in row.items() if isinstance(value, str)))
+        rows[conditions] = dict(row)
+    return list(rows.values())
 
 
 def push_artifact(
@@ -194,6 +260,8 @@ def push_artifact(
     api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
     files = _FolderFiles(Path(directory))
     config, _ = read_artifact(files.directory)
+    if constants.HF_HUB_OFFLINE:
+        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
     with naming_hub_errors(repo_id, CONFIG_FILE):
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -201,12 +269,13 @@ def push_artifact(
         published = _PublishedFiles(api, repo_id, revision, token)
     published.require_own()
     operations: list[Any] = [CommitOperationAdd(CONFIG_FILE, files.config_path())]
-    if config.weights is not None:
-        operations.append(CommitOperationAdd(WEIGHTS_FILE, files.weights_path(config.weights)))
-    elif WEIGHTS_FILE in published.names:
-        operations.append(CommitOperationDelete(WEIGHTS_FILE))
-    card = _card_to_publish(files.directory / CARD_FILE, config, published)
-    if card is not None:
+    operations += [CommitOperationAdd(name, path) for name, path in files.weights_paths(config.weights).items()]
+    stale = sorted(name for name in published.names if is_weights_name(name) and name not in config.weights)
+    operations += [CommitOperationDelete(name) for name in stale]
+    there = published.read(CARD_FILE)
+    edited_there = there is not None and not is_unedited_card(there.decode("utf-8", errors="replace"))
+    if not (edited_there and _may_replace_card(files.directory / CARD_FILE)):
+        card = card_to_publish(files.directory, config, repo_id)
         operations.append(CommitOperationAdd(CARD_FILE, card.encode("utf-8")))
     return api.create_commit(
         repo_id,
@@ -217,6 +286,31 @@ def push_artifact(
         create_pr=create_pr,
         parent_commit=published.commit,  # the files looked at above are the ones that this commit replaces
     )
+
+
+def published_sizes(config: DynSpecConfig) -> dict[str, int]:
+    """The bytes of the files that `push_artifact` uploads beside the model card, by name."""
+    sizes = {name: digest.size for name, digest in config.weights.items()}
+    return {CONFIG_FILE: len(config.to_json().encode("utf-8")), **sizes}
+
+
+def card_to_publish(directory: str | os.PathLike, config: DynSpecConfig, repo_id: str) -> str:
+    """The model card that `push_artifact` uploads, unless somebody edited the one on the Hub: the folder's own if that
+    was edited, or a generated one."""
+    path = Path(directory, CARD_FILE)
+    return render_card(config, repo_id) if _may_replace_card(path) else path.read_text(encoding="utf-8")
+
+
+def require_repository_name(name: str, field: str = "repository") -> None:
+    """Check the name of a repository, or of a dataset, before anything is asked of the Hub.
+
+    Raises:
+        ArtifactError: it cannot be one. Its `field` is `field`.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ArtifactError(field, f"{name!r} cannot be a name on the Hub", "Correct the name.") from error
 
 
 class _FolderFiles:
@@ -231,13 +325,23 @@ class _FolderFiles:
             raise _missing(CONFIG_FILE, str(self.directory), os.listdir(self.directory))
         return path
 
-    def weights_path(self, digest: WeightsDigest) -> Path:
-        path, previous = self.directory / WEIGHTS_FILE, self.directory / _PREVIOUS_WEIGHTS_FILE
-        # A save that was killed between its two files has left the weights of this configuration under another name.
+    def weights_paths(self, weights: Mapping[str, WeightsDigest]) -> dict[str, Path]:
+        """The files of these digests, which is where a save that was killed between its files has left them."""
+        paths = {name: self._weights_path(name, digest) for name, digest in weights.items()}
+        names = os.listdir(self.directory)
+        if weights and not any(name.startswith(_STAGING_PREFIX) for name in names):
+            for name in sorted(names):
+                if is_weights_name(name) and name not in weights:
+                    problem = f"is not a part of this artifact, whose tensors are in {min(weights)}"
+                    raise ArtifactError(name, problem, "Delete the file, or write the artifact again.")
+        return paths
+
+    def _weights_path(self, name: str, digest: WeightsDigest) -> Path:
+        path, previous = self.directory / name, _previous(self.directory / name)
         if previous.is_file() and not _has_digest(path, digest) and _has_digest(previous, digest):
             return previous
         if not path.is_file():
-            raise _missing(WEIGHTS_FILE, str(self.directory), os.listdir(self.directory))
+            raise _missing(name, str(self.directory), os.listdir(self.directory))
         return path
 
 
@@ -261,18 +365,20 @@ class _RepositoryFiles:
         """Also resolves the revision. Nothing is downloaded by the name of a branch, which may move meanwhile."""
         found = self._download(CONFIG_FILE, dry_run=True)
         _require_config_size(found.file_size)
-        branch, self._revision = self._revision or DEFAULT_REVISION, found.commit_hash
+        branch, self._revision = self._revision or constants.DEFAULT_REVISION, found.commit_hash
         path = Path(self._download(CONFIG_FILE))
         if branch != self._revision:
             _remember_branch(path.parents[2] / "refs" / branch, self._revision)
         return path
 
-    def weights_path(self, digest: WeightsDigest) -> Path:
-        size = self._download(WEIGHTS_FILE, dry_run=True).file_size
-        if size not in (None, digest.size):
-            problem = f"has {size} bytes in {self._repo_id}, and {CONFIG_FILE} was written with {digest.size}"
-            raise ArtifactError(WEIGHTS_FILE, problem, "Ask its author to publish the artifact again.")
-        return Path(self._download(WEIGHTS_FILE))
+    def weights_paths(self, weights: Mapping[str, WeightsDigest]) -> dict[str, Path]:
+        """Nothing is downloaded before the sizes of all files are found to be right."""
+        for name, digest in weights.items():
+            size = self._download(name, dry_run=True).file_size
+            if size not in (None, digest.size):
+                problem = f"has {size} bytes in {self._repo_id}, and {CONFIG_FILE} was written with {digest.size}"
+                raise ArtifactError(name, problem, "Ask its author to publish the artifact again.")
+        return {name: Path(self._download(name)) for name in weights}
 
     def _download(self, filename: str, **options: Any) -> Any:
         """A file's path, or with `dry_run=True` its commit and, where the Hub tells, its size."""
@@ -303,7 +409,8 @@ class _PublishedFiles:
     def require_own(self) -> None:
         """Refuse to replace the files of another library's model."""
         config = self.read(CONFIG_FILE)
-        if (config is None and WEIGHTS_FILE in self.names) or (config is not None and not _is_own_config(config)):
+        own = _is_own_config(config) if config is not None else not any(map(is_weights_name, self.names))
+        if not own:
             problem = f"{self.repo_id} holds a model that is not an hf_dynspec artifact"
             raise ArtifactError("repository", problem, "Push to a repository of its own.")
 
@@ -413,11 +520,13 @@ def _require_own_folder(directory: Path) -> None:
     """Refuse to replace the files of another library's model."""
     if directory.exists() and not directory.is_dir():
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
-    config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
+    config = directory / CONFIG_FILE
     if config.is_file():
         own = config.stat().st_size <= LARGEST_CONFIG and _is_own_config(config.read_bytes())
     else:
-        own = not weights.is_file() or _is_own_weights(weights)
+        weights = _weights_of_any_artifact(directory)
+        shards = [path for path in weights if path.name != INDEX_FILE]
+        own = all(_is_own_weights(path) for path in shards) and (bool(shards) or not weights)
     if not own:
         problem = f"{directory} holds a model that is not an hf_dynspec artifact"
         raise ArtifactError("directory", problem, "Save to a folder of its own.")
@@ -431,56 +540,96 @@ def _is_own_config(text: bytes) -> bool:
 
 
 def _is_own_weights(path: Path) -> bool:
-    """Whether a first save that was killed between its two files left this one."""
+    """Whether a first save that was killed between its files left this one."""
     try:
         with path.open("rb") as file:
-            return read_header(file, path.stat().st_size).metadata.get("library_name") == LIBRARY_NAME
+            return read_header(file, path.stat().st_size, path.name).metadata.get("library_name") == LIBRARY_NAME
     except ArtifactError:
         return False
 
 
-def _serialize_checked(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> bytes | None:
-    """The bytes of `model.safetensors`, read back once, so that nothing is written that reading would refuse."""
+def _weights_of_any_artifact(directory: Path) -> list[Path]:
+    """The files in a folder that are named as the weights of some artifact."""
+    return [path for path in sorted(directory.glob("model*")) if is_weights_name(path.name)]
+
+
+def _serialize_checked(
+    config: DynSpecConfig, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
+) -> dict[str, bytes]:
+    """The contents of the files of tensors, read back once, so that nothing is written that reading would refuse."""
+    require_shard_size(max_shard_size)
     if not tensors:
-        return None
+        return {}
     tokenizer = _require_tokenizer(config)
-    data = serialize_tensors(tensors)
-    read_tensors(BytesIO(data), digest_bytes(data), tokenizer, tokenizer.eos_token_ids)
-    return data
+    files = serialize_tensors(tensors, max_shard_size)
+    digests = {name: digest_bytes(data) for name, data in files.items()}
+    read_tensors({name: BytesIO(data) for name, data in files.items()}, digests, tokenizer, tokenizer.eos_token_ids)
+    return files
 
 
-def _replace_files(staging: Path, directory: Path, has_weights: bool) -> None:
+@contextmanager
+def _staged_texts(directory: Path, config: DynSpecConfig, card: str | None = None) -> Iterator[Path]:
+    """A folder inside `directory` that holds a new `config.json`, to be put in place; the new card is put in place
+    afterwards."""
+    text = config.to_json().encode("utf-8")
+    _require_config_size(len(text))
+    card = card or render_card(config)
+    directory.mkdir(parents=True, exist_ok=True)
+    abandoned = list(directory.glob(f"{_STAGING_PREFIX}*"))
+    with TemporaryDirectory(prefix=_STAGING_PREFIX, dir=directory) as name:
+        staging = Path(name)
+        _write_through(staging / CONFIG_FILE, text)
+        _write_through(staging / CARD_FILE, card.encode("utf-8"))
+        yield staging
+        if _may_replace_card(directory / CARD_FILE):
+            os.replace(staging / CARD_FILE, directory / CARD_FILE)
+        for path in abandoned:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace_files(staging: Path, directory: Path, weights: Mapping[str, WeightsDigest]) -> None:
     """Put finished files in place. No two names can change at once, so the old weights stay until the new
-    `config.json` is there, and reading follows the digest in `config.json`."""
-    weights, previous = directory / WEIGHTS_FILE, directory / _PREVIOUS_WEIGHTS_FILE
+    `config.json` is there, and reading follows the digests in `config.json`."""
     committed = _committed_weights(directory)
-    if committed == weights:
-        _write_through(staging / previous.name, weights.read_bytes())
-        os.replace(staging / previous.name, previous)
+    kept = {name for name, digest in weights.items() if _has_digest(directory / name, digest)}
+    endangered = {name for name, path in committed.items() if path == directory / name and name in weights} - kept
+    for name in endangered:
+        _copy_through(directory / name, staging / _previous(Path(name)))
+        os.replace(staging / _previous(Path(name)), _previous(directory / name))
     try:
-        if has_weights:
-            os.replace(staging / WEIGHTS_FILE, weights)
+        for name in weights:
+            if name not in kept:
+                os.replace(staging / name, directory / name)
         os.replace(staging / CONFIG_FILE, directory / CONFIG_FILE)
     except BaseException:
-        if committed is not None:
-            os.replace(previous, weights)
-        elif has_weights:
-            weights.unlink(missing_ok=True)
+        if not Path(staging, CONFIG_FILE).exists():
+            raise  # interrupted, but the new artifact is complete
+        for name in set(weights) - kept - set(committed):
+            Path(directory, name).unlink(missing_ok=True)
+        for name, path in committed.items():
+            if name in endangered or path == _previous(directory / name):
+                os.replace(_previous(directory / name), directory / name)
         raise
-    if not has_weights:
-        weights.unlink(missing_ok=True)
-    previous.unlink(missing_ok=True)
+    stale = [path for path in _weights_of_any_artifact(directory) if path.name not in weights]
+    previous = directory.glob(f"{_PREVIOUS_PREFIX}model*{_PREVIOUS_SUFFIX}")
+    for path in (*stale, *previous):
+        path.unlink(missing_ok=True)
 
 
-def _committed_weights(directory: Path) -> Path | None:
-    """The weights that belong to the `config.json` of a folder, None where the folder holds no complete artifact."""
+def _previous(path: Path) -> Path:
+    """Where a file of the old artifact lies while a save is between its files."""
+    return path.with_name(f"{_PREVIOUS_PREFIX}{path.name}{_PREVIOUS_SUFFIX}")
+
+
+def _committed_weights(directory: Path) -> dict[str, Path]:
+    """The weights that belong to the `config.json` of a folder, empty where the folder holds no complete artifact."""
     files = _FolderFiles(directory)
     try:
-        digest = _read_config(files.config_path()).weights
-        path = files.weights_path(digest) if digest else None
+        weights = _read_config(files.config_path()).weights
+        paths = files.weights_paths(weights)
     except ArtifactError:
-        return None
-    return path if path and _has_digest(path, digest) else None
+        return {}
+    return paths if all(_has_digest(path, weights[name]) for name, path in paths.items()) else {}
 
 
 def _has_digest(path: Path, digest: WeightsDigest) -> bool:
@@ -488,6 +637,14 @@ def _has_digest(path: Path, digest: WeightsDigest) -> bool:
         return False
     with path.open("rb") as file:
         return digest_file(file) == digest
+
+
+def _copy_through(source: Path, target: Path) -> None:
+    """Copy a file and wait until the copy is on the disk."""
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 2**20)
+        written.flush()
+        os.fsync(written.fileno())
 
 
 def _write_through(path: Path, data: bytes) -> None:
@@ -500,13 +657,3 @@ def _write_through(path: Path, data: bytes) -> None:
 
 def _may_replace_card(path: Path) -> bool:
     return not path.exists() or is_unedited_card(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _card_to_publish(path: Path, config: DynSpecConfig, published: _PublishedFiles) -> str | None:
-    """The text of the card to upload, None where the one on the Hub was edited and is kept."""
-    if not _may_replace_card(path):
-        return path.read_text(encoding="utf-8")
-    there = published.read(CARD_FILE)
-    if there is not None and not is_unedited_card(there.decode("utf-8", errors="replace")):
-        return None
-    return render_card(config, published.repo_id)

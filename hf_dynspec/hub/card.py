@@ -7,7 +7,40 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..configuration import LIBRARY_NAME, DynSpecConfig, ModelReference
+from ..configuration import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
+
+# What a policy is, for a reader who does not know it, and what such readers search for.
+_POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "full": ("The drafter scores its whole vocabulary: the baseline that shortlists are measured against.", ()),
+    "frequency": (
+        "A static shortlist of the most frequent tokens (FR-Spec, VocabTrim). The whole ranking is stored, so that "
+        "its size can be chosen at load.",
+        ("fr-spec", "vocabtrim"),
+    ),
+    "in_context": (
+        "A sliding window over the context's tokens and what the target found likely there (MicroSpec).",
+        ("microspec",),
+    ),
+    "hybrid": (
+        "A static core of frequent tokens beside a sliding window over the context's tokens and what the target found "
+        "likely there.",
+        ("fr-spec", "microspec"),
+    ),
+    "union": ("Every token that any of several shortlist policies selects.", ()),
+    "router": (
+        "The vocabulary is split into clusters of tokens, and before each draft step a small trained network (the "
+        "router) chooses the clusters that the drafter scores, more of them at the first steps of a draft (DynaSpec).",
+        ("dynaspec", "router"),
+    ),
+}
+
+# What the columns of measurements that this package makes mean.
+_CAPTIONS = {
+    "benchmark": "Speedups are over plain generate on the same prompts; acceptance length is tokens per round, the "
+    "target's own included; coverage is the target's probability mass on the shortlist.",
+    "coverage": "Mass is the target's probability mass on the shortlist, and oracle mass the most that as many tokens "
+    "can hold; OOV is the share of the target's tokens that the shortlist lacks.",
+}
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _TAGS = ("speculative-decoding", "assisted-generation", "dynamic-vocabulary")
@@ -28,13 +61,16 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
         name=name,
         location=repo_id or "path/to/this/folder",
         policy=config.policy.name,
+        summary=_POLICIES.get(config.policy.name, ("", ()))[0],
         target=_described(config.target),
         drafter=_described(config.drafter),
         target_argument=_loadable(config.target) or "path/to/target",
         needs_drafter=_loadable(config.drafter) is None,
         settings=_table(("Setting", "Value"), _settings(config).items()),
-        provenance=_table(("Record", "Value"), _flattened("", config.provenance).items()),
-        results=_results_table(config),
+        metrics=_metrics(config),
+        command=_one_line(config.provenance.get("command")),
+        provenance=_table(("Record", "Value"), _other_provenance(config).items()),
+        results=_results(config),
     )
     text = str(card).rstrip("\n") + "\n"
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
@@ -55,32 +91,56 @@ def _card_data(config: DynSpecConfig, name: str) -> ModelCardData:
         "license": config.provenance.get("license"),
         "datasets": [item for item in datasets if isinstance(item, str)] if isinstance(datasets, list) else None,
         "base_model": list(dict.fromkeys(base_models)),
+        # Of the relations that the Hub knows (adapter, merge, quantized, finetune) the one for something small that is
+        # loaded beside a model; of two base models the Hub would conclude that this is a merge of them.
+        "base_model_relation": "adapter" if base_models else None,
         "eval_results": _eval_results(config),
     }
     return ModelCardData(
         library_name=LIBRARY_NAME,
         pipeline_tag="text-generation",
-        tags=[*_TAGS, config.policy.name],
+        tags=list(dict.fromkeys([*_TAGS, *_policy_tags(config.to_dict()["policy"])])),
         model_name=name,
         **{key: value for key, value in optional.items() if value},
     )
 
 
+def _policy_tags(policy: dict[str, Any]) -> list[str]:
+    """The name of a policy and of those inside it, and what people call them."""
+    tags = [policy["name"].replace("_", "-"), *_POLICIES.get(policy["name"], ("", ()))[1]]
+    parts = policy["settings"].get("policies")
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and set(part) == {"name", "settings"} and isinstance(part["settings"], dict):
+            tags += _policy_tags(part)
+    return tags
+
+
 def _eval_results(config: DynSpecConfig) -> list[EvalResult]:
-    """One entry for each number of each row, as the Hub's `model-index` wants them."""
+    """One entry for each number, as the Hub's `model-index` wants them: of the rows of results that are the artifact's
+    own, and of what training measured."""
+    rows = [row for row in config.results if ARTIFACT_SYSTEM in str(row.get("system", ARTIFACT_SYSTEM)).split(" · ")]
+    metrics = config.provenance.get("metrics")
+    if isinstance(metrics, dict):
+        rows = [*rows, {**metrics, "workload": "held-out text"}]
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=row["workload"],
-            dataset_name=row["workload"],
+            dataset_name=_measured_on(row),
             metric_type=metric,
             metric_name=metric.replace("_", " "),
             metric_value=value,
         )
-        for row in config.results
+        for row in rows
         for metric, value in row.items()
         if _is_number(value)
     ]
+
+
+def _measured_on(row: dict[str, Any]) -> str:
+    """What tells the rows of `model-index` apart: the workload, how it was decoded, and the shape that was drafted."""
+    shape = str(row.get("system", "")).replace(ARTIFACT_SYSTEM, "").strip(" ·")
+    return ", ".join(str(part) for part in (row["workload"], row.get("decoding"), shape) if part)
 
 
 def _settings(config: DynSpecConfig) -> dict[str, Any]:
@@ -96,9 +156,69 @@ def _settings(config: DynSpecConfig) -> dict[str, Any]:
     }
 
 
-def _results_table(config: DynSpecConfig) -> str:
-    columns = list(dict.fromkeys(["workload", *(key for row in config.results for key in row)]))
-    return _table(columns, [[row.get(column) for column in columns] for row in config.results])
+def _metrics(config: DynSpecConfig) -> str:
+    """What training measured: one table for all numbers, and one for each list of objects."""
+    metrics = config.provenance.get("metrics")
+    if not isinstance(metrics, dict):
+        return ""
+    tables = {name: rows for name, rows in metrics.items() if _is_table(rows)}
+    single = {name: value for name, value in metrics.items() if name not in tables}
+    texts = [_table(("Metric", "Value"), [(_words(name), value) for name, value in _flattened("", single).items()])]
+    for name, rows in tables.items():
+        texts.append(f"{_cell(_words(name)).capitalize()}:")
+        texts.append(_table_of_objects(rows))
+    return "\n\n".join(text for text in texts if text)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _other_provenance(config: DynSpecConfig) -> dict[str, Any]:
+    """What provenance says beside what has a place of its own in the card."""
+    metrics, command = config.provenance.get("metrics"), config.provenance.get("command")
+    shown = {"metrics"} if isinstance(metrics, dict) else set()
+    shown |= {"command"} if isinstance(command, str) else set()
+    return _flattened("", {key: value for key, value in config.provenance.items() if key not in shown})
+
+
+def _one_line(command: Any) -> str:
+    """A command for a code block, which nothing in it may end."""
+    return " ".join(command.replace("```", "").split()) if isinstance(command, str) else ""
+
+
+def _results(config: DynSpecConfig) -> str:
+    """A table for each kind of measurement, below a line of the conditions that all of its rows share."""
+    kinds = list(dict.fromkeys(row.get("measurement") for row in config.results))
+    texts = []
+    for kind in kinds:
+        rows = [row for row in config.results if row.get("measurement") == kind]
+        first = rows[0]
+        shared = [
+            key
+            for key, value in first.items()
+            if len(rows) > 1 and isinstance(value, str) and all(row.get(key) == value for row in rows)
+        ]
+        hidden = {*shared, "measurement"}
+        if isinstance(kind, str):
+            texts.append(f"### {_cell(kind).capitalize()}")
+        if set(shared) - {"measurement"}:
+            texts.append("; ".join(_cell(first[key]) for key in shared if key != "measurement") + ".")
+        texts.append(_table_of_objects([{key: row[key] for key in row if key not in hidden} for row in rows]))
+        if isinstance(kind, str) and kind in _CAPTIONS:
+            texts.append(_CAPTIONS[kind])
+    return "\n\n".join(texts)
+
+
+def _table_of_objects(rows: list[dict[str, Any]]) -> str:
+    """One column for each key, texts before numbers."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys.sort(key=lambda key: any(_is_number(row.get(key)) for row in rows))
+    return _table([_words(key) for key in keys], [[row.get(key) for key in keys] for row in rows])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace(".", ", ")
 
 
 def _table(columns: Any, rows: Any) -> str:
@@ -111,7 +231,9 @@ def _table(columns: Any, rows: Any) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:,.0f}" if _is_number(value) and abs(value) >= 1000 else str(value)
+    if isinstance(value, float) and abs(value) < 1000:
+        text = f"{value:.4g}"
     # Nothing that came from elsewhere may end the cell, the table or the comment that marks the card.
     text = " ".join(text.split())
     for character, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):

@@ -1,0 +1,112 @@
+"""`hf-dynspec push`: publish an artifact on the Hugging Face Hub."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def push(
+    *,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifact.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="name or organisation/name; made if needed.")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Repeatable. JSON of hf-dynspec bench or coverage, to be kept with the artifact."
+        ),
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(metavar="HUB_ID", help="Repeatable. A dataset that it was made from.")
+    ] = None,
+    license: Annotated[  # the name of the option
+        str | None, typer.Option(metavar="ID", help="As the Hub writes it, such as apache-2.0.")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="For a repository that is made. Default: your account's.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to, made if needed. Default: main.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request, leaving the branch.")] = False,
+    commit_message: Annotated[str | None, typer.Option(help="Default: a plain sentence.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the model card; change and upload nothing.")
+    ] = False,
+) -> None:
+    """Publish an artifact in one commit, with a model card, and print the commit's or pull request's address.
+
+    The artifact is checked as on loading. --results, --dataset and --license are noted in its folder first. A model
+    card that somebody edited is kept.
+    """
+    from ..evaluation.published_rows import read_published_rows
+    from ..hub import annotate_artifact, push_artifact, read_artifact, rebuild_policy
+    from ..hub.artifact import card_to_publish, published_sizes, require_repository_name, with_annotations
+
+    require_repository_name(repo_id)
+    config, tensors = read_artifact(_require_folder(directory))
+    policy = rebuild_policy(config, tensors)
+    rows = [row for path in results or () for row in read_published_rows(path, policy)]
+    provenance = _provenance(config.provenance, dataset or [], license)
+    if dry_run:
+        config = with_annotations(config, results=rows, provenance=provenance)
+        _show(published_sizes(config), "would go to", repo_id)
+        typer.echo(card_to_publish(directory, config, repo_id), nl=False)
+        return
+    if rows or provenance:
+        config = annotate_artifact(directory, results=rows, provenance=provenance)
+    _show(published_sizes(config), "to", repo_id)
+    with _hub_errors_in_one_line():
+        commit = push_artifact(
+            directory,
+            repo_id,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
+    typer.echo(commit.pr_url or commit.commit_url)
+
+
+def _require_folder(directory: Path) -> Path:
+    from ..errors import ConfigurationError
+
+    if not directory.is_dir():
+        raise ConfigurationError(f"there is no folder {directory}; give one that holds an artifact")
+    return directory
+
+
+def _provenance(known: Mapping[str, Any], datasets: list[str], license_id: str | None) -> dict[str, Any]:
+    """What to note of where the artifact comes from: the licence, and all datasets, those known before too."""
+    from ..hub.artifact import require_repository_name
+
+    noted: dict[str, Any] = {}
+    if datasets:
+        for name in datasets:
+            require_repository_name(name, "--dataset")
+        before = known.get("datasets")
+        noted["datasets"] = list(dict.fromkeys([*(before if isinstance(before, list) else []), *datasets]))
+    if license_id is not None:
+        noted["license"] = license_id
+    return noted
+
+
+def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
+    """What is uploaded, apart from standard output, which is the card's or the address's."""
+    for name, size in sizes.items():
+        typer.echo(f"{name}: {size:,} bytes", err=True)
+    typer.echo(f"{len(sizes)} files and the model card {preposition} {repo_id}", err=True)
+
+
+@contextmanager
+def _hub_errors_in_one_line() -> Iterator[None]:
+    """What the Hub refuses, or that it cannot be reached, said in one line as this package's own errors are."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The errors of the HTTP library below the Hub's client, whose name differs between the client's versions.
+    http_error = HfHubHTTPError.__bases__[0]
+    try:
+        yield
+    except (http_error, OSError) as error:
+        typer.echo(f"error: the Hub did not take the artifact: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
