@@ -58,6 +58,7 @@ def _block_scores_kernel(
     tl.store(into, sums, mask=kept)
 
 
+_IS_INTERPRETED = not isinstance(_block_scores_kernel, triton.JITFunction)
 _PRODUCT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -75,7 +76,7 @@ def block_scores(
     if scores.numel() == 0:
         return scores
     product_dtype = _PRODUCT_DTYPES[weight.dtype]
-    if triton.knobs.runtime.interpret:
+    if _IS_INTERPRETED:
         # The interpreter keeps bf16 as 16-bit integers and would multiply those. Products in fp32 are the same: that
         # of two 16-bit numbers is exact there.
         product_dtype = tl.float32
