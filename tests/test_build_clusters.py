@@ -274,7 +274,7 @@ def test_the_command_makes_a_policy(target, tmp_path):
     assert torch.equal(tensors["centroids"], expected.centroids)
     assert config.tokenizer.eos_token_ids == (EOS,)
     assert config.provenance["head"]["rows"] == VOCABULARY + 19
-    metrics = config.provenance["metrics"]
+    metrics = config.provenance["partition"]
     assert metrics["smallest_cluster"] == int(expected.sizes.min())
     assert metrics["largest_share"] == pytest.approx(int(expected.sizes.max()) / VOCABULARY)
     assert metrics["clusters_of_nearest"]["10"]["found"] < metrics["clusters_of_nearest"]["10"]["random_partition"]

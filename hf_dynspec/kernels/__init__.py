@@ -1,18 +1,21 @@
-"""The arithmetic of the dynamic head. `scattered_scores_for` says which implementation runs on a device."""
+"""The arithmetic of the dynamic head. `scattered_scores_for` and `block_scores_for` say which implementation runs."""
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 
-from .cpu import can_compile_dense_scores, dense_scores, prepare_dense_scores
-from .reference import argmax_rows, packed_scores, replace_rows, scattered_scores, top_k_ids
+from .cpu import can_compile_dense_scores, dense_scores, prepare_block_scores, prepare_dense_scores
+from .reference import argmax_rows, block_scores, packed_scores, replace_rows, scattered_scores, top_k_ids
 
 __all__ = [
     "argmax_rows",
+    "block_scores",
     "block_scores_for",
     "can_compile_dense_scores",
     "dense_scores",
     "packed_scores",
+    "prepare_block_scores",
     "prepare_dense_scores",
     "replace_rows",
     "scattered_scores",
@@ -30,11 +33,14 @@ def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     return scattered_scores
 
 
-def block_scores_for(device):
+def block_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the fastest implementation of `reference.block_scores` for a device."""
+    if device.type == "cpu":
+        from .cpu import block_scores as compiled_scores
+
+        return compiled_scores
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from .triton_blocks import block_scores as triton_scores
+
+        return triton_scores
     return block_scores
-
-
-def block_scores(hidden, weight, blocks, bias):
-    rows = weight.index_select(0, blocks).flatten(0, 1)
-    scores = (rows.float() @ hidden.float().T).T
-    return scores if bias is None else scores + bias.index_select(0, blocks).flatten().float()

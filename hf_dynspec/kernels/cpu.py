@@ -4,6 +4,7 @@ import functools
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -40,12 +41,17 @@ _LARGEST_PASS = 12
 FEWEST_COMPILED_ELEMENTS = 2**23
 
 
+def _rows_in_a_pass(m: int) -> int:
+    """How many of `m` query rows each of the fewest possible passes takes."""
+    return -(-m // -(-m // _LARGEST_PASS))
+
+
 @functools.cache
 def _compiled_dense_scores(m: int, rows: int, columns: int):
     """One pass over a weight `[rows, columns]` that takes all `m` sums of a row while the row is in the cache."""
 
     def scores(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(weight * one).sum(-1) for one in hidden.unbind(0)])
+        return torch.stack([(weight * one).sum(-1) for one in hidden.view(m, columns).unbind(0)])
 
     # torch counts how often it compiles one piece of code, and after eight times runs it uncompiled: each size has its
     # own piece.
@@ -72,11 +78,10 @@ def can_compile_dense_scores(weight: torch.Tensor) -> bool:
 @torch.no_grad()
 def prepare_dense_scores(weight: torch.Tensor, m: int) -> None:
     """Compile what `dense_scores` uses for up to `m` rows, which takes seconds, unless it is there."""
-    passes = -(-m // _LARGEST_PASS)
-    size = -(-m // passes)
+    size = _rows_in_a_pass(m)
     compiled = _COMPILED_PASSES.setdefault(tuple(weight.shape), [])
     if not any(other >= size for other in compiled):
-        _compiled_dense_scores(size, *weight.shape)(weight.new_zeros(size, weight.shape[1]), weight)
+        _compiled_dense_scores(size, *weight.shape)(weight.new_zeros(size * weight.shape[1]), weight)
         compiled.append(size)
         compiled.sort()
 
@@ -102,7 +107,8 @@ def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor |
     passes = -(-m // size)
     if passes * size > m:
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, passes * size - m))
-    parts = [kernel(part, weight) for part in hidden.contiguous().split(size)]
+    # Flat, as the stride of a single row is whatever it was cut from, and torch compiles anew for each.
+    parts = [kernel(part.reshape(-1), weight) for part in hidden.split(size)]
     return parts[0][:m] if passes == 1 else _join(parts, hidden.new_empty(m, weight.shape[0]) if out is None else out)
 
 
@@ -121,3 +127,94 @@ def scattered_scores(
         return reference.scattered_scores(hidden, weight, ids, bias).float()
     scores = _compiled_scores()(hidden, weight, ids)
     return scores if bias is None else scores + bias.index_select(0, ids).float()
+
+
+@functools.cache
+def _compiled_block_scores(m: int, shape: torch.Size, dtype: torch.dtype, has_bias: bool):
+    """One pass over chosen blocks of a weight `[B, T, d]` that takes all `m` sums of a row while the row is in the
+    cache; for any number of blocks from two on."""
+    count, block_rows, columns = shape
+    # One sum waits for its last addition; several at once fill the wait. A block's rows are therefore summed in up to
+    # four parts side by side, as long as all sums stay in registers.
+    parts = max(parts for parts in (1, 2, 4) if parts == 1 or (parts * m <= _LARGEST_PASS and block_rows % parts == 0))
+
+    def scores(
+        hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        chosen = blocks.clamp(min=0)
+        absent = (blocks < 0).unsqueeze(-1)
+        rows = weight.view(count, parts, block_rows // parts, columns)[chosen].float()
+        row_bias = bias.view(count, parts, block_rows // parts)[chosen].float() if has_bias else None
+
+        def part_scores(one: torch.Tensor, part: int) -> torch.Tensor:
+            sums = (rows[:, part] * one).sum(-1)
+            # Inside the loop over the rows, where it costs nothing, unlike another pass over the scores.
+            return torch.where(absent, -torch.inf, sums + row_bias[:, part] if has_bias else sums)
+
+        queries = hidden.view(m, columns).float().unbind(0)
+        blocks_of = [torch.stack([part_scores(one, part) for part in range(parts)], dim=1) for one in queries]
+        return torch.stack(blocks_of).flatten(1)
+
+    # As for the dense kernels, each size has its own piece of code.
+    name = "_".join(map(str, ("scores", m, *shape, dtype, has_bias)))
+    scores.__code__ = scores.__code__.replace(co_name=name)
+    # Without `dynamic`, whose setting and resetting would take a tenth of a small shortlist's time in every call.
+    return torch.compile(scores)
+
+
+# The kernels for blocks by the numbers of query rows that they take, ascending, for each shape and dtype of the weight
+# with or without bias.
+_BLOCK_KERNELS: dict[tuple[torch.Size, torch.dtype, bool], dict[int, Callable[..., torch.Tensor]]] = {}
+
+
+@torch.no_grad()
+def prepare_block_scores(weight: torch.Tensor, m: int, bias: torch.Tensor | None = None) -> None:
+    """Compile what `block_scores` uses for `m` query rows, which takes seconds, unless it is there.
+
+    Fewer query rows are padded to the next number that was prepared, so prepare each that occurs often, such as 1 for
+    the steps of a chain. Does nothing where no compiler is at hand.
+
+    Args:
+        weight: `[B, T, d]`, contiguous.
+        m: the number of query rows; more than 12 are taken in equal passes.
+        bias: `[B, T]` or None.
+    """
+    key = (weight.shape, weight.dtype, bias is not None)
+    size = _rows_in_a_pass(m)
+    kernels = _BLOCK_KERNELS.get(key, {})
+    if size in kernels or not _has_compiler():
+        return
+    blocks = torch.zeros(2, dtype=torch.int64)
+    torch._dynamo.mark_dynamic(blocks, 0)
+    kernel = _compiled_block_scores(size, *key)
+    kernel(weight.new_zeros(size * weight.shape[2]), weight, blocks, bias)
+    _BLOCK_KERNELS[key] = dict(sorted([*kernels.items(), (size, kernel)]))
+
+
+@torch.no_grad()
+def block_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`reference.block_scores`, compiled for large weights where a compiler is at hand; in the first call, unless
+    prepared."""
+    if weight.numel() < FEWEST_COMPILED_ELEMENTS:
+        return reference.block_scores(hidden, weight, blocks, bias)
+    m, n = hidden.shape[0], blocks.shape[0]
+    if n < 2:
+        # torch compiles sizes of 0 and 1 apart from all others.
+        two = torch.nn.functional.pad(blocks, (0, 2 - n), value=-1)
+        return block_scores(hidden, weight, two, bias)[:, : n * weight.shape[1]]
+    size = _rows_in_a_pass(m)
+    key = (weight.shape, weight.dtype, bias is not None)
+    if size > max(_BLOCK_KERNELS.get(key, ()), default=0):
+        if not _has_compiler():
+            return reference.block_scores(hidden, weight, blocks, bias)
+        prepare_block_scores(weight, m, bias)
+    size, kernel = next((least, kernel) for least, kernel in _BLOCK_KERNELS[key].items() if least >= size)
+    blocks = blocks.contiguous()
+    # Flat, as the stride of a single row is whatever it was cut from, and torch compiles anew for each.
+    if size == m:
+        return kernel(hidden.reshape(-1), weight, blocks, bias)
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -m % size))
+    parts = [kernel(part.reshape(-1), weight, blocks, bias) for part in padded.split(size)]
+    return parts[0][:m] if m < size else _join(parts, parts[0].new_empty(m, parts[0].shape[1]))

@@ -36,6 +36,28 @@ def scattered_scores(
     return functional.linear(hidden, rows, None if bias is None else bias.index_select(0, ids))
 
 
+def block_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Score whole blocks of rows, wherever the blocks lie: the fused index and product of DynaSpec (section 4.3).
+
+    Args:
+        hidden: `[m, d]`.
+        weight: `[B, T, d]`, of the same dtype and contiguous: `B` blocks of `T` rows.
+        blocks: int64 `[n]`, each below `B`, or −1 for no block.
+        bias: `[B, T]` or None.
+
+    Returns:
+        fp32 `[m, n · T]`, summed in fp32: the rows of one block after the other, −inf where there is no block.
+    """
+    n, block_rows = blocks.shape[0], weight.shape[1]
+    chosen = blocks.clamp(min=0)
+    rows = weight.index_select(0, chosen).flatten(0, 1).float()
+    row_bias = None if bias is None else bias.index_select(0, chosen).flatten().float()
+    scores = functional.linear(hidden.float(), rows, row_bias)
+    return scores.view(hidden.shape[0], n, block_rows).masked_fill((blocks < 0).unsqueeze(-1), -torch.inf).flatten(1)
+
+
 def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> None:
     """Set `packed[slots] = table[ids]` in place. Slots that occur twice must be given the same id both times.
 

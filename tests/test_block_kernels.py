@@ -1,0 +1,265 @@
+"""The kernels that score blocks of rows equal their plain twin, and are what runs.
+
+The Triton kernel runs on a GPU where there is one. Everywhere it runs in triton's interpreter, which must be chosen
+before triton is imported: a test runs this file once more, in a process of its own.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_dynspec.kernels import block_scores_for, cpu, prepare_block_scores, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+runs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (INTERPRETED or DEVICE.type == "cuda"),
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
+plain = reference.block_scores
+
+
+def tolerance(d: int) -> dict[str, float]:
+    """All implementations sum in fp32, products of 16-bit numbers being exact there, so that they differ by the order
+    of the sums. Each of `d` additions rounds sums of about √d by up to 2⁻²⁴ of them, at random: together 2⁻²⁴ · d, of
+    which four times as much is allowed. Sums in bf16 or products in tf32 would be off by over ten times that."""
+    return {"rtol": 0.0, "atol": 2**-22 * d}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def problem(m: int, shape: tuple[int, int, int], asked: list[int], dtype: torch.dtype, with_bias: bool):
+    """Hidden states, a weight and bias that are NaN in the blocks not asked for, and the blocks."""
+    blocks = torch.tensor(asked, dtype=torch.int64, device=DEVICE)
+    weight, bias = random(*shape, seed=1, dtype=dtype), random(*shape[:2], seed=2, dtype=dtype)
+    unasked = torch.ones(shape[0], dtype=torch.bool, device=DEVICE)
+    unasked[blocks[blocks >= 0]] = False
+    assert unasked.any(), "nothing is poisoned"
+    weight[unasked], bias[unasked] = torch.nan, torch.nan
+    return random(m, shape[2], dtype=dtype), weight, blocks, bias if with_bias else None
+
+
+def truth(hidden, weight, blocks, bias) -> torch.Tensor:
+    """In fp64, block by block."""
+    parts = []
+    for block in blocks.tolist():
+        if block < 0:
+            parts.append(torch.full((hidden.shape[0], weight.shape[1]), -torch.inf, dtype=torch.float64))
+            continue
+        scores = hidden.double().cpu() @ weight[block].double().cpu().T
+        parts.append(scores if bias is None else scores + bias[block].double().cpu())
+    return torch.cat(parts, dim=1).float() if parts else torch.empty(hidden.shape[0], 0)
+
+
+def check(scores: torch.Tensor, hidden, weight, blocks, bias) -> None:
+    assert scores.dtype == torch.float32 and scores.shape == (hidden.shape[0], blocks.shape[0] * weight.shape[1])
+    torch.testing.assert_close(scores.cpu(), truth(hidden, weight, blocks, bias), **tolerance(hidden.shape[1]))
+    torch.testing.assert_close(scores, plain(hidden, weight, blocks, bias), **tolerance(hidden.shape[1]))
+
+
+def must_not_run(*args):
+    raise AssertionError("the plain twin ran in place of the fast kernel")
+
+
+# No block, one, absent ones in any place, one block twice. Block 0 is never asked for, so it is always NaN.
+ASKED = [[], [3], [-1], [4, -1, 1, 1, -1], [-1, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_plain_kernel(dtype, with_bias, poisoned_memory):
+    for m, d in ((1, 96), (3, 200), (16, 1000)):
+        for asked in ASKED:
+            arguments = problem(m, (5, 16, d), asked, dtype, with_bias)
+            check(reference.block_scores(*arguments), *arguments)
+
+
+# On the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_compiled(monkeypatch):
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 0)
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch):
+    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
+    # What other tests compiled in this process must not be counted.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cpu._compiled_block_scores.cache_clear()
+    monkeypatch.setattr(cpu, "_BLOCK_KERNELS", {})
+
+
+def compilations() -> int:
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# The odd number of rows has no parts of equal size to be summed side by side.
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "shape"),
+    [
+        (torch.float32, False, (5, 16, 200)),
+        (torch.float32, True, (5, 17, 37)),
+        (torch.bfloat16, True, (5, 16, 96)),
+        (torch.float16, True, (5, 48, 33)),
+    ],
+)
+@pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
+def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(
+    dtype, with_bias, shape, nothing_is_compiled, poisoned_memory, monkeypatch
+):
+    _, weight, _, bias = problem(1, shape, [1], dtype, with_bias)
+    for m in (1, 10):
+        prepare_block_scores(weight, m, bias)
+    assert compilations() == 2
+    monkeypatch.setattr(reference, "block_scores", must_not_run)
+    for m in (1, 3, 10, 16):
+        for asked in ASKED:
+            arguments = problem(m, shape, asked, dtype, with_bias)
+            check(block_scores_for(DEVICE)(*arguments), *arguments)
+    # Not once for each number of blocks or query rows, nor for each length that a single row was cut from.
+    hidden, *others = problem(1, shape, [3, 4], dtype, with_bias)
+    for length in range(2, 12):
+        last = hidden.expand(1, length, -1).contiguous()[:, -1]
+        check(cpu.block_scores(last, *others), hidden, *others)
+    assert compilations() == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
+def test_what_was_not_prepared_is_compiled_in_the_first_call_alone(nothing_is_compiled, monkeypatch):
+    monkeypatch.setattr(reference, "block_scores", must_not_run)
+    for _ in range(2):
+        for m in (2, 1):  # one row is padded to two
+            arguments = problem(m, (5, 16, 8), [2, 1, 2], torch.float32, False)
+            check(cpu.block_scores(*arguments), *arguments)
+    with torch.no_grad():  # as in generate
+        cpu.block_scores(*arguments)
+    assert compilations() == 1
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
+def test_without_a_compiler_the_plain_twin_runs(monkeypatch):
+    monkeypatch.setattr(cpu, "_has_compiler", lambda: False)
+    monkeypatch.setattr(cpu, "_BLOCK_KERNELS", {})
+    arguments = problem(3, (5, 16, 40), [2, -1], torch.float32, True)
+    prepare_block_scores(arguments[1], 3, arguments[3])
+    assert torch.equal(cpu.block_scores(*arguments), plain(*arguments)) and not cpu._BLOCK_KERNELS
+
+
+# The resolver --------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_which_kernel_runs_where(monkeypatch):
+    from hf_dynspec.kernels import triton_blocks
+
+    assert block_scores_for(torch.device("cpu")) is cpu.block_scores
+    assert block_scores_for(torch.device("cuda")) is triton_blocks.block_scores
+    assert block_scores_for(torch.device("meta")) is reference.block_scores
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert block_scores_for(torch.device("cuda")) is reference.block_scores
+
+
+# In Triton -----------------------------------------------------------------------------------------------------------
+
+
+class CountedLaunches:
+    """A Triton kernel whose launches are counted, with the size of each grid."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+@runs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "asked"),
+    [((5, 16, 96), asked) for asked in ASKED]
+    + [((5, 48, 200), [4, -1, 1]), ((5, 64, 1000), [2]), ((3, 32, 129), [1, 2]), ((3, 16, 8192), [2, -1])],
+)
+def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(
+    shape, asked, dtype, with_bias, poisoned_memory, monkeypatch
+):
+    from hf_dynspec.kernels import triton_blocks
+
+    launches = CountedLaunches(triton_blocks._block_scores_kernel)
+    monkeypatch.setattr(triton_blocks, "_block_scores_kernel", launches)
+    monkeypatch.setattr(reference, "block_scores", must_not_run)
+    # The last is more than one program takes.
+    for m in (1, 3, 10, 16, 19):
+        arguments = problem(m, shape, asked, dtype, with_bias)
+        check(triton_blocks.block_scores(*arguments), *arguments)
+    # One program for each block, as all query rows up to 16 share a reading of the weight.
+    n = len(asked)
+    assert launches.grids == ([(n, 1)] * 4 + [(n, 2)] if n else [])
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
+def test_the_interpreter_runs_the_triton_kernel():
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\b54 passed\b", done.stdout) and "skipped" not in done.stdout, done.stdout[-2000:]
+
+
+COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_dynspec.kernels.triton_blocks import _block_scores_kernel
+
+def ptx(dtype, product_dtype, capability, block_rows):
+    constants = dict(D=1000, T=block_rows, PADDED_T=triton.next_power_of_2(block_rows), QUERIES=16, COLUMNS=64,
+                     HAS_BIAS=True, PRODUCT_DTYPE=product_dtype)
+    types = dict(hidden="*" + dtype, weight="*" + dtype, blocks="*i64", bias="*" + dtype, scores="*fp32")
+    types.update(m="i32", n="i32")
+    types.update(dict.fromkeys(constants, "constexpr"))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(_block_scores_kernel, types, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=dict(num_warps=4, num_stages=4)).asm["ptx"]
+
+tl = triton.language
+for capability in (80, 90):
+    for block_rows in (16, 48, 64):
+        for dtype, product_dtype in (("bf16", tl.bfloat16), ("fp16", tl.float16), ("fp32", tl.float32)):
+            code = ptx(dtype, product_dtype, capability, block_rows)
+            print(dtype, bool(re.search(r"mma[.]", code)), "tf32" in code, "cp.async.cg.shared.global" in code)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="triton's compiler is for Linux")
+def test_the_triton_kernel_compiles_for_gpus(tmp_path):
+    """Without one at hand: 16-bit products go to the tensor cores, fp32 ones are not rounded to tf32, and rows are
+    fetched 16 bytes at a time while others are multiplied."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    # From a file, as Triton reads the source of what it compiles.
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = ["bf16 True False True", "fp16 True False True", "fp32 False False True"] * 6
+    assert done.stdout.splitlines() == expected
