@@ -254,7 +254,8 @@ class RouterState(ShortlistState):
         self._layout = layout
         self._scores: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
-        self._by_budget: dict[int, Shortlist] = {}
+        # What was shown last, and with which budget; None after new scores.
+        self._shown: tuple[int, Shortlist] | None = None
         self._version = 0
         # The router works beside the drafter's layers, and `select` waits for it there.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and policy.needs.draft_inputs else None
@@ -282,14 +283,14 @@ class RouterState(ShortlistState):
             current.wait_stream(self._stream)
             self._scores.record_stream(current)
         budget = self._policy.budget(depth)
-        if budget not in self._by_budget:
-            self._by_budget[budget] = self._shortlist(budget)
-        return self._by_budget[budget]
+        if self._shown is None or self._shown[0] != budget:
+            self._shown = budget, self._shortlist(budget)
+        return self._shown[1]
 
     def _take(self, scores: torch.Tensor) -> None:
         """Take in new scores `[M]`."""
         self._scores = scores
-        self._by_budget = {}
+        self._shown = None
 
     def _shortlist(self, budget: int) -> Shortlist:
         layout = self._layout
