@@ -101,6 +101,28 @@ def test_no_cluster_is_empty(balanced):
             assert made.centroids.shape[0] == num_clusters
 
 
+@pytest.mark.parametrize("iterations", [1, 25])
+def test_identical_rows_leave_no_cluster_empty(iterations):
+    """Tokens that were never trained can share one row: many first centroids are that row, and take nothing."""
+    for seed in range(3):
+        rows = random_rows(51, width=8, seed=seed)
+        rows = torch.cat([rows, rows[:1].expand(150, 8)])
+        made = cluster_tokens(rows, 40, seed=seed, iterations=iterations)
+        require_partition(made.clusters, 201)
+        assert made.centroids.shape[0] == 40
+        assert made.clusters[51:].unique().tolist() == [int(made.clusters[0])]
+
+
+def test_each_token_is_in_the_cluster_whose_mean_direction_is_nearest():
+    """What spherical k-means comes to rest at, unlike k-means by distances."""
+    # Some rows lie close together and others far apart, where distances to means and directions disagree.
+    spread = torch.linspace(0.1, 3, 300).unsqueeze(1)
+    rows = functional.normalize(torch.eye(6)[:3].repeat(100, 1) + spread * random_rows(300, width=6), dim=1)
+    clusters = cluster_tokens(rows, 12, iterations=200).clusters.long()
+    centroids = functional.normalize(torch.zeros(12, 6).index_add(0, clusters, rows), dim=1)
+    assert torch.equal((rows @ centroids.T).argmax(dim=1), clusters)
+
+
 def test_there_are_no_more_clusters_than_directions():
     rows = random_rows(5).repeat_interleave(10, dim=0) * 2.0 ** torch.arange(50).unsqueeze(1)
     made = cluster_tokens(rows, 12)

@@ -87,7 +87,7 @@ def clusters(
     _print_report(provenance["partition"])
     count = made.centroids.shape[0]
     if count < num_clusters:
-        typer.echo(f"{count} clusters instead of {num_clusters}: the rows have no more different directions", err=True)
+        typer.echo(f"{count} clusters instead of {num_clusters}: too few rows differ in direction", err=True)
     typer.echo(f"{out}: {fingerprint.size:,} tokens in {count:,} clusters")
 
 
