@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from .configuration import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .errors import ArtifactError, ConfigurationError, NotBoundError, UnsupportedError
+from .errors import ArtifactError, ConfigurationError, DynSpecError, NotBoundError, UnsupportedError
 from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
 from .generation.drafting import Drafting, draft_once
 from .protocol import Candidates, VocabularyInfo
@@ -109,6 +109,7 @@ class DynSpecAssistant(Bindable):
         Raises:
             UnsupportedError: the target cannot be used, or has another tokenizer than the drafter.
             ArtifactError: the drafter is a head for a target of another size.
+            ConfigurationError: the policy was made for another drafter or vocabulary.
         """
         check_target(target)
         self.drafter.require_target(target)
@@ -120,7 +121,13 @@ class DynSpecAssistant(Bindable):
         self.tokenizer = tokenizer
         self._vocabulary_size = size
         self._target = weakref.ref(target)
-        self.prepare()
+        try:
+            self.prepare()
+            # What a policy cannot do for this pair it says now, and not in the first call.
+            self.return_session(self.take_session(self.scored_eos_token_ids(target.generation_config)))
+        except DynSpecError:
+            self.unbind()
+            raise
         return self
 
     def prepare(self) -> None:
@@ -353,8 +360,11 @@ class DynSpecAssistant(Bindable):
                 if session.vocabulary.eos_token_ids == eos_token_ids:
                     return self._idle_sessions.pop(index)
         head = self.drafter.head
-        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, head.device, head.token_ids)
-        return DraftSession(self.drafter, self.policy, vocabulary)
+        width = head.weight.shape[1]
+        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, head.device, head.token_ids, width)
+        session = DraftSession(self.drafter, self.policy, vocabulary)
+        session.prepare(1 if self.tree is None else self.tree.top_k)
+        return session
 
     def return_session(self, session: DraftSession) -> None:
         """Keep a session for the next call, with its buffers."""

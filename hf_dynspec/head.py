@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from .kernels import (
     can_compile_dense_scores,
     dense_scores,
     packed_scores,
+    prepare_block_scores,
     prepare_dense_scores,
     replace_rows,
     scattered_scores_for,
@@ -150,6 +152,13 @@ class DynamicLMHead:
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
         return logits if occupied is None else logits.masked_fill(~occupied, -torch.inf)
+
+    def prepare_blocks(self, layout: BlockLayout, sizes: Sequence[int]) -> None:
+        """Copy the rows in the order of a layout and compile what scores its blocks for these numbers of hidden
+        states, which takes seconds the first time, if at all."""
+        held = self._held_blocks(layout)
+        for size in sizes:
+            prepare_block_scores(held.weight, size, held.bias)
 
     def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
         """The rows in the order of a layout, copied when the layout is first seen."""

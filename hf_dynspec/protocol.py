@@ -19,12 +19,14 @@ class VocabularyInfo:
         device: where shortlists live, which is where the drafter's head lives.
         draftable: int64 `[n]` on that device: the only ids that the head can score, each below `size`, row by row of
             the head (None: all of them, row `i` being id `i`). Shortlists hold no others.
+        width: numbers of the hidden states and embeddings that a policy is shown (None: not known).
     """
 
     size: int
     eos_token_ids: tuple[int, ...]
     device: torch.device
     draftable: torch.Tensor | None = None
+    width: int | None = None
 
     @functools.cached_property
     def _is_draftable(self) -> torch.Tensor:

@@ -41,6 +41,11 @@ class DraftSession:
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
 
+    def prepare(self, width: int) -> None:
+        """Copy and compile what the head needs for steps of one token, and of `width` tokens in trees."""
+        if self._state.layout is not None:
+            self._head.prepare_blocks(self._state.layout, (1, width))
+
     def begin(self, prompt: torch.Tensor, continues: bool) -> int:
         """Start on a text.
 

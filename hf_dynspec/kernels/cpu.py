@@ -172,7 +172,7 @@ def prepare_block_scores(weight: torch.Tensor, m: int, bias: torch.Tensor | None
     """Compile what `block_scores` uses for `m` query rows, which takes seconds, unless it is there.
 
     Fewer query rows are padded to the next number that was prepared, so prepare each that occurs often, such as 1 for
-    the steps of a chain. Does nothing where no compiler is at hand.
+    the steps of a chain. Does nothing for small weights, off the CPU, and where no compiler is at hand.
 
     Args:
         weight: `[B, T, d]`, contiguous.
@@ -182,7 +182,8 @@ def prepare_block_scores(weight: torch.Tensor, m: int, bias: torch.Tensor | None
     key = (weight.shape, weight.dtype, bias is not None)
     size = _rows_in_a_pass(m)
     kernels = _BLOCK_KERNELS.get(key, {})
-    if size in kernels or not _has_compiler():
+    is_small = weight.numel() < FEWEST_COMPILED_ELEMENTS
+    if size in kernels or is_small or weight.device.type != "cpu" or not _has_compiler():
         return
     blocks = torch.zeros(2, dtype=torch.int64)
     torch._dynamo.mark_dynamic(blocks, 0)

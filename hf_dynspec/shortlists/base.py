@@ -6,11 +6,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import BlockLayout, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 
 
 class ShortlistState(ABC):
-    """What a policy remembers during one session. Not shared between threads."""
+    """What a policy remembers during one session. Not shared between threads.
+
+    Attributes:
+        layout: what the shortlists' `blocks` are blocks of, for policies that choose whole blocks.
+    """
+
+    layout: BlockLayout | None = None
 
     @abstractmethod
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:

@@ -213,6 +213,16 @@ class RouterShortlist(ShortlistPolicy):
         return RouterShortlist(self.router, ranking=self.ranking, **settings)
 
     def start(self, vocabulary: VocabularyInfo) -> "RouterState":
+        """Begin a session over `vocabulary`.
+
+        Raises:
+            ConfigurationError: the router was made for another drafter or vocabulary.
+        """
+        if vocabulary.width not in (None, self.router.reads):
+            raise ConfigurationError(
+                f"the router reads hidden states of {self.router.reads} numbers, and the drafter's have "
+                f"{vocabulary.width}. Load the router that was trained for this drafter."
+            )
         return RouterState(self, self._layout(vocabulary), vocabulary.device)
 
     def _layout(self, vocabulary: VocabularyInfo) -> "_Layout":
@@ -252,6 +262,7 @@ class RouterState(ShortlistState):
         self._policy = policy
         self._router = policy.router.to(device)
         self._layout = layout
+        self.layout = layout.blocks if policy.packed else None
         self._scores: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
         # What was shown last, and with which budget; None after new scores.
@@ -305,8 +316,8 @@ class RouterState(ShortlistState):
             version=self._version,
             occupied=occupied.flatten(),
             is_transient=True,
-            layout=layout.blocks if self._policy.packed else None,
-            blocks=blocks if self._policy.packed else None,
+            layout=self.layout,
+            blocks=None if self.layout is None else blocks,
         )
 
     def _chosen(self, budget: int) -> torch.Tensor:
@@ -340,14 +351,19 @@ class _Layout:
 
     def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
         """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
-        number of blocks would be waited for, `n` is as large as it can be, and −1 stands where there is no block."""
+        number of blocks would be waited for, see `fixed_blocks_of`."""
+        if chosen.device.type != "cpu":
+            return self.fixed_blocks_of(chosen, budget)
+        return chosen.index_select(0, self.cluster_of).nonzero().squeeze(1)
+
+    def fixed_blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
+        """The same with as many places as there can be blocks, and −1 where there is none."""
         is_wanted = chosen.index_select(0, self.cluster_of)
-        if is_wanted.device.type == "cpu":
-            return is_wanted.nonzero().squeeze(1)
         capacity = self.most_blocks[budget]
         place = torch.where(is_wanted, is_wanted.cumsum(0) - 1, capacity)
         blocks = torch.full((capacity + 1,), -1, dtype=torch.int64, device=is_wanted.device)
-        return blocks.scatter_(0, place, torch.arange(is_wanted.shape[0], device=is_wanted.device))[:capacity]
+        blocks.scatter_(0, place, torch.arange(is_wanted.shape[0], device=is_wanted.device))
+        return blocks[:capacity]
 
 
 def _lay_out(policy: RouterShortlist, vocabulary: VocabularyInfo) -> _Layout:

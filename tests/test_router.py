@@ -1,0 +1,275 @@
+"""The policy that chooses token clusters: its budget, its blocks, and the head that scores them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from eagle_heads import random_head
+from models import VOCABULARY, centroid_router, perturbed, prompt, random_router, tiny
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec.drafters import EagleDrafter
+from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.head import DynamicLMHead, PackedRows
+from hf_dynspec.protocol import VocabularyInfo
+from hf_dynspec.shortlists import UnionShortlist
+from hf_dynspec.shortlists.in_context import InContextShortlist
+from hf_dynspec.shortlists.router import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
+
+WIDTH = 32
+RANKING = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5))
+
+
+def vocabulary(eos: tuple[int, ...] = (2, 77), draftable: torch.Tensor | None = None) -> VocabularyInfo:
+    return VocabularyInfo(VOCABULARY, eos, torch.device("cpu"), draftable)
+
+
+def states(rows: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def expected_ids(policy: RouterShortlist, scores: torch.Tensor, depth: int, info: VocabularyInfo) -> set[int]:
+    """By sets and loops."""
+    clusters = policy.router.clusters.tolist()
+    order = scores.argsort(descending=True).tolist()[: policy.budget(depth)]
+    if policy.mass is not None:
+        probabilities = scores.sigmoid()
+        reached, kept = 0.0, []
+        for cluster in order:
+            if reached < policy.mass * float(probabilities.sum()):
+                kept.append(cluster)
+            reached += float(probabilities[cluster])
+        order = kept
+    ids = {token for token, cluster in enumerate(clusters) if cluster in order}
+    ids |= set(policy.ranking[: policy.pinned].tolist()) if policy.pinned else set()
+    ids |= set(info.eos_token_ids)
+    return ids if info.draftable is None else ids & set(info.draftable.tolist())
+
+
+def test_the_budget_is_that_of_the_paper():
+    assert [position_aware_clusters(48, depth) for depth in range(6)] == [48, 48, 8, 6, 4, 4]
+    assert [position_aware_clusters(3, depth) for depth in range(4)] == [3, 3, 1, 1]
+    policy = RouterShortlist(random_router(), max_clusters=100)
+    assert [policy.budget(depth) for depth in range(4)] == [12, 12, 2, 1]
+    assert RouterShortlist(random_router(), max_clusters=5, position_aware=False).budget(9) == 5
+
+
+def test_the_network_is_the_one_of_the_docstring():
+    router, (embeddings, features) = random_router(), states(3)
+    read = [one / one.square().mean(-1, keepdim=True).sqrt() for one in (embeddings, features)]
+    inner = torch.cat(read, -1) @ router.input_weight.T + router.input_bias
+    expected = (inner * torch.sigmoid(inner)) @ router.output_weight.T + router.output_bias
+    torch.testing.assert_close(router.scores(embeddings, features), expected, rtol=1e-5, atol=1e-5)
+    # How large states are does not matter.
+    scaled = router.scores(embeddings * 9, features / 7)
+    torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mass", [None, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("pinned", [0, 1, 20, 40])
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is_trimmed):
+    policy = RouterShortlist(random_router(), 5, True, mass, RANKING, pinned)
+    info = vocabulary(draftable=torch.cat([torch.tensor([2, 77]), RANKING[10:150]]).unique() if is_trimmed else None)
+    state = policy.start(info)
+    for seed in range(4):
+        inputs = states(seed=seed)
+        for depth in range(4):
+            state.foresee(*inputs)
+            shortlist = state.select(depth, torch.tensor([5]), inputs[0])
+            ids = shortlist.ids().tolist()
+            assert len(set(ids)) == len(ids)
+            assert set(ids) == expected_ids(policy, policy.router.scores(*inputs)[0], depth, info)
+            assert torch.equal(shortlist.layout.token_ids[shortlist.blocks].flatten(), shortlist.slots)
+
+
+def test_the_tokens_of_a_tree_share_their_best_clusters():
+    policy = RouterShortlist(random_router(), 4, position_aware=False)
+    state, inputs = policy.start(vocabulary()), states(rows=6)
+    state.foresee(*inputs)
+    pooled = policy.router.scores(*inputs).amax(0)
+    shortlist = state.select(0, torch.arange(6), inputs[0])
+    assert set(shortlist.ids().tolist()) == expected_ids(policy, pooled, 0, vocabulary())
+
+
+def test_centroids_score_as_if_each_were_a_token():
+    router = centroid_router()
+    policy = RouterShortlist(router, 3, position_aware=False)
+    assert not policy.needs.draft_inputs
+    features = states()[0]
+    shortlist = policy.start(vocabulary()).select(0, torch.tensor([5]), features)
+    scores = (features @ router.centroids.T)[0]
+    assert set(shortlist.ids().tolist()) == expected_ids(policy, scores, 0, vocabulary())
+
+
+def test_a_router_that_foresaw_nothing_says_so():
+    with pytest.raises(RuntimeError, match="foresee"):
+        RouterShortlist(random_router()).start(vocabulary()).select(0, torch.tensor([5]), states()[0])
+
+
+def test_off_the_cpu_the_number_of_blocks_is_fixed_beforehand():
+    """There it would have to be waited for; what is not chosen is −1."""
+    policy = RouterShortlist(random_router(), 4, ranking=RANKING, pinned=20)
+    layout = policy._layout(vocabulary())
+    for seed in range(6):
+        chosen = torch.zeros(13, dtype=torch.bool)
+        chosen[torch.randperm(12, generator=torch.Generator().manual_seed(seed))[: 1 + seed % 4]] = True
+        chosen[-1] = True
+        exact = layout.blocks_of(chosen, 4)
+        fixed = layout.fixed_blocks_of(chosen, 4)
+        assert fixed.shape[0] == layout.most_blocks[4] >= exact.shape[0]
+        assert fixed[fixed >= 0].tolist() == exact.tolist()
+        assert (fixed >= 0).sum() == exact.shape[0]
+
+
+# The head -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_blocks_score_as_the_head_does(with_bias, is_trimmed, monkeypatch):
+    token_ids = torch.randperm(VOCABULARY)[:200] if is_trimmed else None
+    if is_trimmed:
+        token_ids = torch.cat([torch.tensor([2, 77]), token_ids[(token_ids != 2) & (token_ids != 77)]])
+    rows = VOCABULARY if token_ids is None else token_ids.shape[0]
+    weight, bias = torch.randn(rows, WIDTH), torch.randn(rows) if with_bias else None
+    head = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
+    plain = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
+    info = vocabulary(draftable=token_ids)
+    packed = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20).start(info)
+    loose = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20, packed=False).start(info)
+    # What does not go through blocks would fail.
+    monkeypatch.setattr(head, "_scattered_scores", None)
+    for seed in range(3):
+        inputs, hidden = states(rows=2, seed=seed), torch.randn(2, WIDTH)
+        for state in (packed, loose):
+            state.foresee(*inputs)
+        one, other = (state.select(seed, torch.tensor([5, 6]), inputs[0]) for state in (packed, loose))
+        assert one.blocks is not None and other.blocks is None
+        torch.testing.assert_close(
+            head.scores(hidden, one, PackedRows()), plain.scores(hidden, other, PackedRows()), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_rows_are_copied_once_and_not_held_longer_than_the_policy():
+    head = DynamicLMHead(torch.randn(VOCABULARY, WIDTH))
+    policy = RouterShortlist(random_router(), 3)
+    for _ in range(3):
+        state = policy.start(vocabulary())
+        state.foresee(*states())
+        head.scores(states()[0], state.select(0, torch.tensor([5]), states()[0]), PackedRows())
+    (held,) = head._blocks.values()
+    assert held.weight.shape[1:] == (BLOCK_ROWS, WIDTH)
+    remembered = weakref.ref(held)
+    del held, state, policy
+    gc.collect()
+    assert remembered() is None
+
+
+def test_clusters_that_do_not_fill_their_last_block_cost_little():
+    """151,665 tokens in 1,024 clusters of very different sizes: at most half a block for each, on average."""
+    sizes = torch.distributions.Dirichlet(torch.ones(1024)).sample() * 150_000
+    clusters = torch.repeat_interleave(torch.arange(1024), sizes.long() + 1)
+    policy = RouterShortlist(Router(clusters, centroids=torch.zeros(1024, 4)))
+    layout = policy._layout(VocabularyInfo(clusters.shape[0], (), torch.device("cpu")))
+    assert layout.blocks.token_ids.numel() < 1.1 * clusters.shape[0]
+
+
+# Generation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [False, TreeConfig(total_tokens=12, depth=3, top_k=3)])
+@pytest.mark.parametrize("kind", ["causal", "eagle2", "eagle3", "eagle3-trimmed"])
+def test_a_drafter_with_a_router_drafts_what_its_target_says(kind, tree):
+    target = tiny("llama", num_hidden_layers=6)
+    if kind == "causal":
+        drafter = perturbed(target)
+    else:
+        head = random_head(kind.partition("-")[0], draft_vocabulary=100 if "trimmed" in kind else None)
+        drafter = EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
+    policies = [
+        RouterShortlist(random_router(), 4),
+        RouterShortlist(centroid_router(), 4, packed=False),
+        UnionShortlist(InContextShortlist(40), RouterShortlist(random_router(), 2, ranking=RANKING, pinned=10)),
+    ]
+    for policy in policies:
+        assistant = DynSpecAssistant(drafter, policy, target=target, tree=tree)
+        for seed in range(2):
+            inputs = prompt(8, seed=seed)
+            plain = target.generate(inputs, do_sample=False, max_new_tokens=24)
+            drafted = target.generate(inputs, do_sample=False, max_new_tokens=24, assistant_model=assistant)
+            assert torch.equal(plain, drafted)
+        assert assistant.stats.active_vocabulary < VOCABULARY
+        assistant.unbind()
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+def parts(**changes) -> dict[str, torch.Tensor]:
+    return {**random_router().tensors(), **changes}
+
+
+BAD_ROUTERS = {
+    "a gap in the clusters": (parts(clusters=torch.tensor([0, 2, 2])), "without gaps"),
+    "a negative cluster": (parts(clusters=torch.tensor([0, -1])), "without gaps"),
+    "clusters of numbers": (parts(clusters=torch.rand(4)), "int32 or int64"),
+    "no clusters": (parts(clusters=torch.zeros(0, dtype=torch.int64)), "int32 or int64"),
+    "two dimensions": (parts(clusters=torch.zeros(2, 2, dtype=torch.int64)), "int32 or int64"),
+    "half a network": ({name: one for name, one in parts().items() if name != "input_bias"}, "a router needs"),
+    "both": (parts(centroids=torch.zeros(12, 4)), "not both"),
+    "neither": ({"clusters": torch.zeros(3, dtype=torch.int64)}, "a router needs"),
+    "outputs for other clusters": (parts(output_bias=torch.zeros(5)), "output_bias"),
+    "another width": (parts(output_weight=torch.zeros(12, 9)), "input_weight"),
+    "an odd width": (parts(input_weight=torch.zeros(24, 7)), "even number"),
+    "whole numbers": (parts(input_bias=torch.zeros(24, dtype=torch.int64)), "floating-point"),
+    "too few centroids": ({"clusters": torch.arange(3), "centroids": torch.zeros(2, 4)}, "centroids"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROUTERS)
+def test_tensors_that_do_not_fit_are_refused(name):
+    tensors, says = BAD_ROUTERS[name]
+    with pytest.raises(ConfigurationError, match=says):
+        Router(**tensors)
+    settings = RouterShortlist(random_router()).settings()
+    with pytest.raises(ConfigurationError, match=says):
+        RouterShortlist.from_settings(settings, tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"router": 5}, "router must be"),
+        ({"router": "/nowhere"}, "nowhere"),
+        ({"max_clusters": 0}, "max_clusters"),
+        ({"max_clusters": True}, "max_clusters"),
+        ({"position_aware": 1}, "position_aware"),
+        ({"packed": None}, "packed"),
+        ({"mass": 0.0}, "mass"),
+        ({"mass": 1.5}, "mass"),
+        ({"mass": True}, "mass"),
+        ({"pinned": -1}, "pinned"),
+        ({"pinned": 5}, "ranking"),
+        ({"pinned": 5, "ranking": [1, 1]}, "repeat"),
+        ({"router": centroid_router(), "mass": 0.5}, "trained router"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, says):
+    with pytest.raises(Exception, match=says):
+        RouterShortlist(**{"router": random_router(), **settings})
+
+
+def test_clusters_of_a_smaller_vocabulary_are_refused():
+    policy = RouterShortlist(random_router(vocabulary=200))
+    with pytest.raises(ConfigurationError, match="200 tokens"):
+        policy.start(vocabulary())
+
+
+def test_a_router_for_drafters_of_another_width_is_refused():
+    target = tiny("llama")
+    assistant = DynSpecAssistant(perturbed(target), RouterShortlist(random_router(width=16)))
+    with pytest.raises(ConfigurationError, match="16"):
+        assistant.bind(target)
