@@ -281,8 +281,8 @@ def measure_coverage(
 
     Settings and prompts are checked before any model is loaded. A text may be of any length: full-vocabulary rows are
     held for `teacher_forcing.CHUNK + num_assistant_tokens` positions at a time, in fp32, three of them for each. Of an
-    EAGLE head, which says something else in every round, there are `num_assistant_tokens` rows for each position, and
-    so many positions fewer are read at a time.
+    EAGLE head, which says something else in every round, there are `num_assistant_tokens` rows for each position;
+    fewer positions are read at a time, so that the rows read are as many.
 
     Args:
         settings: what to measure.
@@ -302,10 +302,10 @@ def measure_coverage(
         UnsupportedError: the models cannot be used together.
         ArtifactError: a policy's ranking was made for another tokenizer.
     """
-    heads = {"eagle": [settings.eagle] if settings.eagle and drafter is None else []}
-    if heads["eagle"] or isinstance(drafter, EagleDrafter):
+    head = {"eagle": [settings.eagle] if settings.eagle and drafter is None else []}
+    if head["eagle"] or isinstance(drafter, EagleDrafter):
         _require_drafts(settings)
-    with open_pair(settings, target, drafter, tokenizer, prompts, **heads, allow_pickle=settings.allow_pickle) as pair:
+    with open_pair(settings, target, drafter, tokenizer, prompts, **head, allow_pickle=settings.allow_pickle) as pair:
         result = CoverageResult(
             settings=settings,
             policies=pair.policies,

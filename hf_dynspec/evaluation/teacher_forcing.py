@@ -96,9 +96,9 @@ class RowsByStart(Rows):
 class ForcedText:
     """A text that the target reads once, from the beginning, and with which the drafter is led along.
 
-    Use it where no gradients are computed. At most `CHUNK` rows of the drafter and those that the caller asks to keep
-    are held at a time, and some temporary copies of `CHUNK` rows while the next ones are computed. The models' caches
-    grow with the text, as in generation.
+    Use it where no gradients are computed. At most `CHUNK` rows of the drafter (or one position's, if more) and those
+    of the positions that the caller asks to keep are held at a time, and some temporary copies of `CHUNK` rows while
+    the next ones are computed. The models' caches grow with the text, as in generation.
 
     Args:
         target: the model that verifies.
