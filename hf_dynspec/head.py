@@ -229,9 +229,9 @@ def widen(logits: torch.Tensor, shortlist: Shortlist, into: torch.Tensor) -> Non
     """Lay shortlist logits out over full token ids. The only place that does; `into` must hold −inf at these ids.
 
     Args:
-        logits: fp32 `[width]`, −inf for slots that are not occupied.
+        logits: fp32 `[..., width]`, −inf for slots that are not occupied.
         shortlist: the shortlist they score.
-        into: fp32 `[V]`, written in place.
+        into: fp32 `[..., V]`, written in place.
     """
     # An unoccupied slot may hold the id of an occupied one; the maximum keeps its −inf from winning.
-    into.scatter_reduce_(0, shortlist.scored_slots, logits, "amax")
+    into.scatter_reduce_(-1, shortlist.scored_slots.expand_as(logits), logits, "amax")

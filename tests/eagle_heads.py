@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import EOS, tiny
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_dynspec import EagleDrafter
+from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+
 LAYOUTS = ("eagle2", "eagle3", "speculators")
+# Ids that `trimmed_head` drafts.
+DRAFTABLE = 110
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -137,6 +143,32 @@ def agreeing_head(layout: str, **changes: Any) -> Head:
     tensors[f"{attention}o_proj.weight"] = 2 * eye
     for name in (f"{head.prefix}input_layernorm", "norm"):
         tensors[f"{name}.weight"] = torch.ones(32)
+    return head
+
+
+def soft(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
+    """A target of four layers that hardly change what they are given, so that `agreeing_head` agrees with it."""
+    if family == "gemma3":
+        changes = {"layer_types": ["sliding_attention", "full_attention"] * 2, **changes}
+    target = tiny(family, seed=seed, num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.25)
+    return target
+
+
+def drafter_of(head: Head, target: PreTrainedModel) -> EagleDrafter:
+    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
+
+
+def trimmed_head(layout: str, target: PreTrainedModel) -> Head:
+    """A head for a third of the vocabulary, EOS not among it, whose own projection is nearly the target's."""
+    head = agreeing_head(layout, draft_vocabulary=DRAFTABLE, seed=2)
+    ids = head.tensors["t2d"].nonzero()[:, 0]
+    rows = target.get_output_embeddings().weight.detach()[ids]
+    head.tensors["lm_head.weight"] = rows + 0.02 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    assert EOS not in ids.tolist()
     return head
 
 

@@ -11,23 +11,54 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import (
+    DRAFTABLE,
+    LAYOUTS,
+    Head,
+    SlowHead,
+    agreeing_head,
+    drafter_of,
+    soft,
+    target_features,
+    trimmed_head,
+)
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, EosOnlyShortlist, perturbed, prompt, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_dynspec import DynSpecAssistant, DynSpecError, FrequencyShortlist, FullShortlist, InContextShortlist
+from hf_dynspec import (
+    DynSpecAssistant,
+    DynSpecError,
+    EagleDrafter,
+    FrequencyShortlist,
+    FullShortlist,
+    InContextShortlist,
+)
 from hf_dynspec.commands import app
-from hf_dynspec.drafters import as_drafter
+from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation import coverage, teacher_forcing
-from hf_dynspec.evaluation.coverage import CoverageResult, CoverageSettings, PromptCoverage, measure_coverage
-from hf_dynspec.evaluation.coverage_report import coverage_table, write_plot
+from hf_dynspec.evaluation.coverage import (
+    CoverageResult,
+    CoverageSettings,
+    DepthCoverage,
+    PromptCoverage,
+    measure_coverage,
+)
+from hf_dynspec.evaluation.coverage_report import coverage_table, depth_table, write_plot
 from hf_dynspec.evaluation.pair import generation_config
-from hf_dynspec.evaluation.rounds import draft_steps, expected_acceptance_length, expected_tokens, rejected_draft
+from hf_dynspec.evaluation.rounds import (
+    RoundsAlongText,
+    draft_steps,
+    expected_acceptance_length,
+    expected_tokens,
+    rejected_draft,
+)
 from hf_dynspec.evaluation.teacher_forcing import ForcedText, Rows
 from hf_dynspec.evaluation.workloads import WorkloadPrompt
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+from hf_dynspec.shortlists.frequency import position_aware_size
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG"
@@ -44,6 +75,26 @@ def drafter(target) -> PreTrainedModel:
     return perturbed(target, noise=0.05)
 
 
+HEADS = ("eagle2", "eagle3", "trimmed")
+
+
+def head_of(name: str, target: PreTrainedModel) -> Head:
+    return trimmed_head("eagle3", target) if name == "trimmed" else agreeing_head(name)
+
+
+@pytest.fixture(scope="module")
+def drafters(target, drafter) -> dict[str, tuple[PreTrainedModel, PreTrainedModel | Drafter]]:
+    """By name a target and a drafter: an independent one, and heads, one of which drafts a third of the vocabulary."""
+    of_heads = soft(seed=1)
+    # Its layers change so little that heads agree with it in half of its choices, also after their own outputs.
+    with torch.no_grad():
+        for name, parameter in of_heads.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.3)
+    heads = {name: (of_heads, drafter_of(head_of(name, of_heads), of_heads)) for name in HEADS}
+    return {"independent": (target, drafter), **heads}
+
+
 def words(count: int, length: int = 12, domain: Callable[[int], str] = lambda seed: "words") -> list[WorkloadPrompt]:
     texts = [" ".join(f"t{i}" for i in prompt(length, seed=seed)[0].tolist()) for seed in range(count)]
     return [WorkloadPrompt(f"words/{seed}", domain(seed), text) for seed, text in enumerate(texts)]
@@ -51,7 +102,7 @@ def words(count: int, length: int = 12, domain: Callable[[int], str] = lambda se
 
 def measure(
     target: PreTrainedModel,
-    drafter: PreTrainedModel,
+    drafter: PreTrainedModel | Drafter,
     policies: dict[str, ShortlistPolicy],
     prompts: int | list[WorkloadPrompt] = 2,
     **settings: Any,
@@ -79,7 +130,7 @@ def rows_of(target: list[float], drafter: list[float], count: int = 1) -> Rows:
     p = torch.tensor([target] * count)
     order = p.sort(descending=True)
     features = torch.zeros(count, 1)
-    return Rows(0, p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log(), features)
+    return Rows(0, p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log(), *[features] * 3)
 
 
 def shortlist_of(*ids: int) -> Shortlist:
@@ -207,8 +258,10 @@ def _listed(tensor: torch.Tensor | None) -> list | None:
     return None if tensor is None else tensor.tolist()
 
 
-def test_policies_are_shown_what_a_session_shows_them(target, drafter):
+@pytest.mark.parametrize("name", ["independent", *HEADS])
+def test_policies_are_shown_what_a_session_shows_them(name, drafters):
     """Greedily, where nothing is left to chance, a run and the measurement are the same round for round."""
+    target, drafter = drafters[name]
     real, forced = WatchedShortlist(), WatchedShortlist()
     input_ids = prompt(12, seed=0)
     with torch.no_grad():
@@ -222,23 +275,41 @@ def test_policies_are_shown_what_a_session_shows_them(target, drafter):
     assert 1.2 < assistant.stats.acceptance_length < 3.8
     assert result.measured[0].rounds == assistant.stats.rounds
     assert result.measured[0].oov == pytest.approx(assistant.stats.oov_rate)
+    if name == "trimmed":
+        assert result.measured[0].oov > 0
     # A run has nobody to tell the verdict on its last round.
     runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
     assert runs[0] == runs[1][: len(runs[0])] and len(runs[1]) - len(runs[0]) <= 1
     assert [kind for kind, *_ in runs[1][:3]] == ["prompt", "prompt", "verdict"]
     assert len(runs[1][1][2]) == 5 and len(runs[1][1][2][0]) == 3
-    # At the first draft step of every round the two know the same.
-    first_steps = [[one for one in policy.seen if one[:2] == ("select", 0)] for policy in (real, forced)]
-    assert len(first_steps[0]) == len(first_steps[1])
-    for ours, theirs in zip(*first_steps, strict=True):
-        assert ours[2] == theirs[2]
-        torch.testing.assert_close(ours[3], theirs[3])
+    # At the first draft step of every round the two know the same, and at those that accepted drafts lead to.
+    steps = [_steps_that_count(policy.seen) for policy in (real, forced)]
+    assert [one[1:3] for one in steps[0]] == [one[1:3] for one in steps[1]]
+    assert {depth for _, depth, *_ in steps[0]} >= {0, 1}
+    for ours, theirs in zip(*steps, strict=True):
+        # Reading a text at once or token by token rounds differently, and a head's outputs are fed back.
+        torch.testing.assert_close(ours[3], theirs[3], rtol=1e-4, atol=2e-5)
 
 
-def test_acceptance_agrees_with_real_runs_at_a_temperature(target, drafter):
+def _steps_that_count(seen: list[tuple]) -> list[tuple]:
+    """The draft steps of which the text is the same in a run and where it is given: those after accepted drafts."""
+    kept, steps = [], []
+    for one in seen:
+        if one[0] == "select":
+            steps = [one] if one[1] == 0 else [*steps, one]
+        elif one[0] == "verdict":
+            kept += steps[: len(one[2])]
+            steps = []
+    # Of the last round a run shows no verdict.
+    return kept + steps[:1]
+
+
+@pytest.mark.parametrize(("name", "size"), [("independent", 150), ("eagle2", 150), ("eagle3", 150), ("trimmed", 60)])
+def test_acceptance_agrees_with_real_runs_at_a_temperature(name, size, drafters):
     """Two estimates of one number from 24 texts each. They are compared within four standard errors of their
     difference, which chance exceeds once in some 10,000 seeds."""
-    policies = {"full": FullShortlist(), "frequency": FrequencyShortlist(size=150)}
+    target, drafter = drafters[name]
+    policies = {"full": FullShortlist(), "frequency": FrequencyShortlist(size=size)}
     count = 24
     result = measure(target, drafter, policies, count, seed=7)
     config = generation_config(target, 24, temperature=0.5)
@@ -315,7 +386,9 @@ def test_nothing_covers_more_than_the_oracle(target, drafter):
     assert list(curve.values()) == sorted(curve.values()) and curve[VOCABULARY] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_policies_do_not_change_each_others_figures(target, drafter, monkeypatch):
+@pytest.mark.parametrize("pair", ["independent", *HEADS])
+def test_policies_do_not_change_each_others_figures(pair, drafters, monkeypatch):
+    target, drafter = drafters[pair]
     window = InContextShortlist(window=60, verify_top_k=7)
     together = measure(target, drafter, {"full": FullShortlist(), "window": window})
     alone = measure(target, drafter, {"window": window})
@@ -330,7 +403,11 @@ def test_policies_do_not_change_each_others_figures(target, drafter, monkeypatch
 
 def test_summaries_average_over_prompts():
     def row(domain: str, mass: float, acceptance: float) -> PromptCoverage:
-        return PromptCoverage(f"{domain}{mass}", domain, "one", 10, 4, 5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
+        by_depth = (DepthCoverage(0, 4, 6.0, mass, acceptance), DepthCoverage(1, 2, 3.0, mass / 2, 0.5))
+        if domain == "b":
+            by_depth = by_depth[:1]
+        numbers = (5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
+        return PromptCoverage(f"{domain}{mass}", domain, "one", 10, 4, *numbers, by_depth)
 
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
     result = CoverageResult(settings, {"one": FullShortlist()}, [], {}, 1, "now")
@@ -345,6 +422,31 @@ def test_summaries_average_over_prompts():
     assert overall.figures["mass"].standard_error == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2 / 3))
     assert b.figures["mass"].standard_error is None
     assert a.expected_acceptance_length == pytest.approx(1 + 0.6 + 0.36)
+    first, second = overall.by_depth
+    assert [(one.depth, one.prompts, one.positions) for one in (first, second)] == [(0, 3, 12), (1, 2, 4)]
+    assert first.figures["mass"].mean == pytest.approx(0.5) and second.figures["mass"].mean == pytest.approx(0.15)
+    assert len(a.by_depth) == 2 and len(b.by_depth) == 1
+    table = depth_table(result)
+    assert [column.header for column in table.columns] == ["policy", "figure", "depth 0", "depth 1"]
+    assert next(iter(table.columns[3].cells)).split("\n") == ["4", "3", "0.1500", "0.500"]
+
+
+@pytest.mark.parametrize("name", ["independent", "eagle2"])
+def test_the_depths_of_a_position_aware_shortlist(name, drafters):
+    policies = {"aware": FrequencyShortlist(size=250, position_aware=True), "full": FullShortlist()}
+    result = measure(*drafters[name], policies, 3, num_assistant_tokens=4, temperature=0.0)
+    for row in result.measured:
+        sizes = [position_aware_size(250, depth) if row.policy == "aware" else VOCABULARY for depth in range(4)]
+        assert [one.size for one in row.by_depth] == sizes[: len(row.by_depth)]
+        counts = [one.positions for one in row.by_depth]
+        assert counts == sorted(counts, reverse=True) and sum(counts) == row.positions
+        for figure in coverage.DEPTH_FIGURES:
+            whole = sum(getattr(one, figure) * one.positions for one in row.by_depth) / row.positions
+            assert whole == pytest.approx(getattr(row, figure), abs=1e-6)
+        # Greedily, what is accepted at one depth is what is drafted at the next, but at the end of a text.
+        for one, following in zip(row.by_depth, row.by_depth[1:], strict=False):
+            assert 0 <= round(one.acceptance * one.positions) - following.positions <= 1
+    assert max(len(row.by_depth) for row in result.measured) >= 3
 
 
 def test_a_text_that_ends_at_once_is_left_out(target, drafter):
@@ -388,7 +490,7 @@ def test_rows_are_those_of_one_forward(family, monkeypatch):
     length, keep = 23, 3
     vocabulary = VocabularyInfo(VOCABULARY - 4, (EOS,), CPU)
     with torch.no_grad():
-        forced = ForcedText(target, as_drafter(drafter), text, length, vocabulary, temperature=0.5, top_k=6)
+        forced = ForcedText(target, as_drafter(drafter), text, length, vocabulary, 0.5, 6, keep)
         chunks = list(forced.rows(keep))
         p = (target(text[None]).logits[0] / 0.5).softmax(-1)
         logits = drafter(text[None]).logits[0, :, : VOCABULARY - 4] / 0.5
@@ -403,6 +505,120 @@ def test_rows_are_those_of_one_forward(family, monkeypatch):
         torch.testing.assert_close(rows.oracle, p[about].sort(descending=True).values.cumsum(-1), **close)
         assert torch.equal(rows.top_ids, p[about].topk(6).indices)
         assert rows.features.shape == (rows.end - rows.first, 32)
+
+
+def forced_text(
+    target: PreTrainedModel, drafter: EagleDrafter, text: torch.Tensor, length: int, temperature: float
+) -> ForcedText:
+    vocabulary = VocabularyInfo(VOCABULARY, (), CPU, drafter.head.token_ids)
+    return ForcedText(target, drafter, text, length, vocabulary, temperature, top_k=6, num_assistant_tokens=3)
+
+
+def slow_logits(head: Head, target: PreTrainedModel, drafter: EagleDrafter, text: torch.Tensor) -> Callable:
+    """The logits `[V]` of a round's draft step, computed anew from the whole text by the reference head."""
+    slow = SlowHead(head, target.get_input_embeddings().weight.detach())
+    features = target_features(target, text, drafter.reads)
+
+    def logits(start: int, depth: int) -> torch.Tensor:
+        path = text[start : start + depth].tolist()
+        scores = slow.after(text[:start], features[: start - 1], path) @ drafter.head.weight.T
+        if drafter.head.token_ids is None:
+            return scores
+        return torch.full((VOCABULARY,), -torch.inf).index_put((drafter.head.token_ids,), scores)
+
+    return logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("name", "family"), [("trimmed", "llama"), ("eagle2", "gemma3")] + [(layout, "llama") for layout in LAYOUTS]
+)
+def test_heads_are_led_along_the_text_from_everywhere(name, family, length, monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "CHUNK", 7)
+    target = soft(family)
+    head = head_of(name, target)
+    drafter, text = drafter_of(head, target), prompt(22, seed=3)[0]
+    expected = slow_logits(head, target, drafter, text)
+    forced, drafted = forced_text(target, drafter, text, length, 0.5), set()
+    assert forced.first_draft == length + 1
+    for rows in forced.rows(keep=3):
+        assert rows.end - rows.first <= 3 + 7 // 3
+        for start in range(max(rows.first, length + 1), min(rows.end, 21)):
+            count = min(3, 21 - start, rows.end - start)
+            of_round = rows.of_round(start, count)
+            assert of_round.first == start and of_round.drafter.shape == (count, VOCABULARY)
+            drafted.add(start)
+            for depth in range(count):
+                # Logits reach about 20 after the division by the temperature.
+                torch.testing.assert_close(of_round.drafter[depth], expected(start, depth) / 0.5, rtol=1e-4, atol=2e-3)
+    assert drafted == set(range(length + 1, 21))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_rounds_with_heads_by_a_slow_reference(name, drafters):
+    """Every step of every round is computed anew from the formulas of the paper."""
+    target, drafter = drafters[name]
+    length, k, temperature, seed = 12, 3, 0.5, 5
+    torch.manual_seed(seed)
+    config = generation_config(target, 60, temperature)
+    text = target.generate(prompt(length, seed=4), generation_config=config)[0]
+    policy = FrequencyShortlist(size=90, position_aware=True)
+    forced = forced_text(target, drafter, text, length, temperature)
+    vocabulary = VocabularyInfo(VOCABULARY, (), CPU, drafter.head.token_ids)
+    rounds = RoundsAlongText(policy, vocabulary, forced, k, recall_k=5, is_greedy=False, seed=seed)
+    for rows in forced.rows(keep=k):
+        rounds.follow(rows)
+
+    logits, state = slow_logits(head_of(name, target), target, drafter, text), policy.start(vocabulary)
+    p = (target(text[None]).logits[0] / temperature).softmax(-1)
+    luck = torch.rand(text.shape, generator=torch.Generator().manual_seed(seed))
+    # The first round, in which the target reads the prompt, has its token and no draft.
+    start, tokens, steps = length + 1, [1.0], []
+    while start < text.shape[0]:
+        expected, reached, accepted = 1.0, 1.0, 0
+        for depth in range(min(k, text.shape[0] - start - 1)):
+            ids = state.select(depth, text[:0], text[:0]).ids()
+            of_target, token = p[start + depth - 1], text[start + depth]
+            q = torch.zeros(VOCABULARY).index_put((ids,), (logits(start, depth)[ids] / temperature).softmax(-1))
+            acceptance = torch.minimum(of_target, q).sum().item()
+            is_draft = min(1.0, (q[token] / of_target[token]).item())
+            expected += reached * acceptance
+            reached *= is_draft
+            if accepted == depth:
+                oov = float(token not in ids)
+                best = of_target.topk(5).indices
+                recall = torch.isin(best, ids).float().mean().item()
+                oracle = of_target.topk(ids.shape[0]).values.sum().item()
+                steps.append((ids.shape[0], of_target[ids].sum().item(), oracle, recall, oov, acceptance))
+                accepted += bool(luck[start + depth] < is_draft)
+        tokens.append(expected)
+        start += accepted + 1
+    measured = rounds.figures()
+    assert (measured["positions"], measured["rounds"]) == (len(steps), len(tokens))
+    assert len(steps) > len(tokens) > 10
+    means = (fmean(values) for values in zip(*steps, strict=True))
+    reference = dict(zip(coverage.FIGURES, (*means, fmean(tokens)), strict=True))
+    # What rounding in another order does to logits that reach 20.
+    assert {name: measured[name] for name in reference} == pytest.approx(reference, abs=2e-3)
+
+
+def test_a_head_with_a_vocabulary_of_its_own(drafters):
+    found = figures(measure(*drafters["trimmed"], {"full": FullShortlist()}), "full")
+    assert found["size"] == DRAFTABLE
+    assert 0.1 < found["mass"] < 0.9 and 0.1 < found["oov"] < 0.9
+    assert found["acceptance"] <= found["mass"] <= found["oracle_mass"]
+
+
+def test_the_least_that_a_head_drafts(drafters):
+    target, head = drafters["eagle3"]
+    with pytest.raises(ConfigurationError, match="max_new_tokens must be at least 3 for an EAGLE head"):
+        measure(target, head, {"full": FullShortlist()}, max_new_tokens=2)
+    (row,) = measure(target, head, {"full": FullShortlist()}, 1, max_new_tokens=3).measured
+    assert row.positions == 1 and row.rounds in (2, 3)
+    # The target's first token, and the head's one draft with the target's own token.
+    assert row.acceptance_length == pytest.approx((row.rounds + row.acceptance) / row.rounds)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -457,6 +673,49 @@ def test_the_whole_command(folder):
     assert overall["full"]["figures"]["mass"]["mean"] > overall["frequency:size=64"]["figures"]["mass"]["mean"]
     assert written["oracle_curve"][-1]["size"] == VOCABULARY
     assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.fixture(scope="module")
+def heads_folder(tmp_path_factory, drafters) -> Path:
+    """A target, heads and a file of prompts."""
+    root = tmp_path_factory.mktemp("heads")
+    target = drafters["eagle3"][0]
+    target.save_pretrained(root / "target")
+    word_tokenizer().save_pretrained(root / "target")
+    head_of("trimmed", target).write(root / "trimmed")
+    head_of("eagle2", target).write(root / "pickled", pickled=True)
+    (root / "code.jsonl").write_text("".join(json.dumps({"text": one.text}) + "\n" for one in words(2)))
+    return root
+
+
+def test_the_whole_command_with_a_head(heads_folder, drafters):
+    out = heads_folder / "out.json"
+    arguments = ["--target", heads_folder / "target", "--prompts", heads_folder / "code.jsonl", "--device", "cpu"]
+    arguments += ["--policy", "full", "--policy", "frequency:size=64,position_aware=true", "--temperature", 0.5]
+    arguments += ["--max-new-tokens", 24, "--num-assistant-tokens", 3, "--by-depth", "--json", out]
+    done = invoke(*arguments, "--eagle", heads_folder / "trimmed")
+    assert done.exit_code == 0, done.exception
+    assert "By draft depth, temperature 0.5" in done.stdout and "depth 2" in done.stdout
+
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert "drafter" not in written["models"] and written["models"]["eagle"]["trimmed"]["head_rows"] == DRAFTABLE
+    assert written["settings"]["eagle"] == f"{heads_folder.name}/trimmed" and not written["settings"]["drafter"]
+    assert str(heads_folder.parent) not in json.dumps(written)
+    aware = next(row for row in written["results"] if "aware" in row["policy"] and row["domain"] is None)
+    assert [one["figures"]["size"]["mean"] for one in aware["by_depth"]] == [64, 64, 21]
+    assert all(one["by_depth"][0]["positions"] > 0 for one in written["measured"])
+
+    # The same from Python, with the head as it is loaded.
+    target, head = drafters["trimmed"]
+    policies = {"full": FullShortlist(), "aware": FrequencyShortlist(size=64, position_aware=True)}
+    for one, theirs in zip(measure(target, head, policies).measured, written["measured"], strict=True):
+        for name in coverage.FIGURES:
+            assert getattr(one, name) == pytest.approx(theirs[name], abs=1e-6)
+
+    done = invoke(*arguments, "--eagle", heads_folder / "pickled")
+    assert isinstance(done.exception, ConfigurationError) and "the EAGLE head pickled: " in str(done.exception)
+    done = invoke(*arguments, "--eagle", heads_folder / "pickled", "--allow-pickle")
+    assert done.exit_code == 0, done.exception
 
 
 def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypatch):
@@ -519,6 +778,33 @@ def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, argument
     assert result.exit_code != 0
     assert isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception) and "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "name the drafter: a folder or a Hub id of a small model, or of an EAGLE head"),
+        (["--drafter", "no-model", "--eagle", "no-head"], "name a drafter or an EAGLE head, not both"),
+        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
+        (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
+        (["--eagle", "empty", "--max-new-tokens", "2"], "max_new_tokens must be at least 3 for an EAGLE head"),
+    ],
+)
+def test_bad_drafters_end_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text('{"text": "a"}\n')
+    Path("empty").mkdir()
+    result = invoke("--target", "no-model", "--prompts", "good.jsonl", *arguments)
+    assert isinstance(result.exception, ConfigurationError)
+    assert problem in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_drafters_of_other_kinds_are_refused(target, drafters):
+    with pytest.raises(ConfigurationError, match="drafter must be a small model or an EAGLE head, got str"):
+        measure(target, "a name", {"full": FullShortlist()})
+    with pytest.raises(DynSpecError, match="hidden_size"):
+        measure(soft(hidden_size=64, head_dim=16), drafters["eagle3"][1], {"full": FullShortlist()})
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):

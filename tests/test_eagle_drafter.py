@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from eagle_heads import LAYOUTS, Head, SlowHead, random_head, target_features
+from eagle_heads import LAYOUTS, Head, SlowHead, drafter_of, random_head, target_features
 from models import VOCABULARY, tiny
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -49,10 +49,6 @@ ROPES = {
 def target() -> PreTrainedModel:
     """In fp64, so that agreement to rounding says something; one test below runs in fp32."""
     return tiny("llama", num_hidden_layers=LAYERS).double()
-
-
-def drafter_of(head: Head, target: PreTrainedModel) -> EagleDrafter:
-    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
 
 
 def pair(head: Head, target: PreTrainedModel) -> tuple[EagleDrafter, SlowHead]:

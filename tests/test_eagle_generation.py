@@ -6,13 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from draft_trees import assert_same_tree, over_shortlist, paths_of, slow_tree
-from eagle_heads import LAYOUTS, Head, SlowHead, agreeing_head, random_head, target_features
+from eagle_heads import (
+    DRAFTABLE,
+    LAYOUTS,
+    Head,
+    SlowHead,
+    agreeing_head,
+    drafter_of,
+    random_head,
+    soft,
+    target_features,
+    trimmed_head,
+)
 from models import EOS, POLICY_CASES, SLIDING_WINDOW, TERRIBLE, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.configuration import ModelReference
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.generation.drafting import Drafting
 from hf_dynspec.hub import read_artifact
 from hf_dynspec.session import DraftSession
@@ -22,33 +32,6 @@ SHAPE = TreeConfig(total_tokens=24, depth=3, top_k=4)
 SHAPES = {"chain": False, "tree": SHAPE}
 # Log-probabilities of paths of up to four tokens, in fp32, where logits reach about 10.
 CLOSE = 2e-3
-DRAFTABLE = 110
-
-
-def soft(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
-    """A target of four layers that hardly change what they are given, so that `agreeing_head` agrees with it."""
-    if family == "gemma3":
-        changes = {"layer_types": ["sliding_attention", "full_attention"] * 2, **changes}
-    target = tiny(family, seed=seed, num_hidden_layers=4, **changes)
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                parameter.mul_(0.25)
-    return target
-
-
-def drafter_of(head: Head, target: PreTrainedModel) -> EagleDrafter:
-    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
-
-
-def trimmed_head(layout: str, target: PreTrainedModel) -> Head:
-    """A head for a third of the vocabulary, EOS not among it, whose own projection is nearly the target's."""
-    head = agreeing_head(layout, draft_vocabulary=DRAFTABLE, seed=2)
-    ids = head.tensors["t2d"].nonzero()[:, 0]
-    rows = target.get_output_embeddings().weight.detach()[ids]
-    head.tensors["lm_head.weight"] = rows + 0.02 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
-    assert EOS not in ids.tolist()
-    return head
 
 
 @pytest.fixture(scope="module")

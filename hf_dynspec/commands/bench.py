@@ -6,8 +6,10 @@ import typer
 
 from .common import (
     INTERRUPTED,
+    AllowPickle,
     ChatTemplate,
     Device,
+    DrafterModel,
     Dtype,
     JsonFile,
     Limit,
@@ -34,16 +36,14 @@ def bench(
     *,
     context: typer.Context,
     target: Target,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")] = None,
+    drafter: DrafterModel = None,
     eagle: Annotated[
         list[str] | None,
         typer.Option(
             metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."
         ),
     ] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors.")
-    ] = False,
+    allow_pickle: AllowPickle = False,
     prompts: Prompts,
     more: MorePrompts = None,
     policy: Policies = None,

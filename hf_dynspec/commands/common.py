@@ -16,7 +16,10 @@ WIDTH_OF_FILES = 180
 INTERRUPTED = 130
 
 Target = Annotated[str, typer.Option(help="Folder or Hub id of the model to speed up.")]
-DrafterModel = Annotated[str, typer.Option(help="Folder or Hub id of the small model.")]
+DrafterModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors.")
+]
 Prompts = Annotated[
     list[Path], typer.Option(metavar="FILE...", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
 ]

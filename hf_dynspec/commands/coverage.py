@@ -7,6 +7,7 @@ import typer
 
 from .common import (
     INTERRUPTED,
+    AllowPickle,
     ChatTemplate,
     Device,
     DrafterModel,
@@ -36,7 +37,11 @@ def coverage(
     *,
     context: typer.Context,
     target: Target,
-    drafter: DrafterModel,
+    drafter: DrafterModel = None,
+    eagle: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
     prompts: Prompts,
     more: MorePrompts = None,
     policy: Policies = None,
@@ -56,6 +61,9 @@ def coverage(
         Path | None, typer.Option(metavar="FILE", help="Plot mass against shortlist size: .png, .pdf or .svg.")
     ] = None,
     by_domain: Annotated[bool, typer.Option("--by-domain", help="Show the mass by domain too.")] = False,
+    by_depth: Annotated[
+        bool, typer.Option("--by-depth", help="Show size, mass and acceptance by draft depth too.")
+    ] = False,
 ) -> None:
     """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
 
@@ -72,6 +80,8 @@ def coverage(
     settings = CoverageSettings(
         target=target,
         drafter=drafter,
+        eagle=eagle,
+        allow_pickle=allow_pickle,
         prompts=files,
         policies=policy or DEFAULT_POLICIES,
         temperature=temperature,
@@ -101,13 +111,13 @@ def coverage(
         result = measure_coverage(settings, prompts=workload, report=report, save=save)
     if plot is not None and result.measured:
         write_plot(plot, result)
-    _print(result, by_domain)
+    _print(result, by_domain, by_depth)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 
 
-def _print(result: "CoverageResult", by_domain: bool) -> None:
-    from ..evaluation.coverage_report import coverage_table, domain_table
+def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
+    from ..evaluation.coverage_report import coverage_table, depth_table, domain_table
 
     for note in result.notes:
         typer.echo(f"note: {note}", err=True)
@@ -119,3 +129,5 @@ def _print(result: "CoverageResult", by_domain: bool) -> None:
     console.print(coverage_table(result))
     if by_domain:
         console.print(domain_table(result))
+    if by_depth:
+        console.print(depth_table(result))

@@ -202,6 +202,8 @@ def run_benchmark(
         WorkloadError: the prompts cannot be read or are too long.
         UnsupportedError: the models cannot be used together.
     """
+    if drafter is not None and not isinstance(drafter, PreTrainedModel | CausalLMDrafter):
+        raise ConfigurationError(f"drafter must be a small model, got {type(drafter).__name__}; name heads in eagle")
     heads = {"eagle": settings.eagle, "allow_pickle": settings.allow_pickle}
     with open_pair(settings, target, drafter, tokenizer, prompts, **heads) as pair:
         result = BenchmarkResult(

@@ -1,8 +1,8 @@
 """What shortlists cover: the target's probability mass on them, and the acceptance that follows from it.
 
-Measured teacher-forced, without drafting: the target writes a continuation of each prompt, both models read it once,
-and every policy is led along it as in a session, round by round, so that all policies are compared on the same text
-and what is a matter of chance in a run of `generate` is computed instead.
+Measured teacher-forced, without drafting: the target writes a continuation of each prompt, both models read it, and
+every policy is led along it as in a session, round by round, so that all policies are compared on the same text and
+what is a matter of chance in a run of `generate` is computed instead.
 
 Papers: DynaSpec (Zhang et al., 2025), section 3.2: acceptance probability (equation 3), acceptance rate (equation 4),
 lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Leviathan et al., 2023).
@@ -18,13 +18,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ..assistant import DynSpecAssistant
-from ..drafters import Drafter
+from ..drafters import Drafter, EagleDrafter
 from ..errors import ConfigurationError
 from ..protocol import VocabularyInfo
 from ..shortlists import ShortlistPolicy
-from .pair import INDEPENDENT, Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
+from .pair import Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
+from .policy_text import shorten_paths
 from .rounds import RoundsAlongText, expected_acceptance_length
-from .teacher_forcing import ForcedText, Rows
+from .teacher_forcing import ForcedText, Rows, first_draft
 from .workloads import WorkloadPrompt
 
 # What to measure ---------------------------------------------------------------------------------------------------
@@ -35,14 +36,18 @@ class CoverageSettings(PairSettings):
     """What to measure, and on what. `PairSettings` has the models, policies and prompts.
 
     Args:
+        eagle: folder or Hub id of an EAGLE head for the target, in place of the drafter.
+        allow_pickle: read a head that is not in safetensors, as `EagleDrafter.from_pretrained`.
         temperature: of the target and the drafter. At 0 the target decodes greedily and a draft is accepted where the
             two argmaxes agree; masses are then those of the target's distribution at temperature 1.
         recall_k: `k` of Recall@k.
 
     Raises:
-        ConfigurationError: a setting is out of range, or a text is no policy.
+        ConfigurationError: a setting is out of range, a text is no policy, or there are two drafters.
     """
 
+    eagle: str | None = None
+    allow_pickle: bool = False
     temperature: float = 0.0
     recall_k: int = 10
 
@@ -53,9 +58,32 @@ class CoverageSettings(PairSettings):
         super().__post_init__()
         if not is_temperature(self.temperature):
             raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
+        if self.drafter and self.eagle:
+            raise ConfigurationError("name a drafter or an EAGLE head, not both: each is measured by itself")
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PairSettings.to_dict`."""
+        return {**super().to_dict(), "eagle": None if self.eagle is None else shorten_paths(str(self.eagle))}
 
 
 # What was measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DepthCoverage:
+    """One policy on one prompt at one draft depth, over those of its positions that were drafted there.
+
+    Args:
+        depth: how many drafts of the round come before, all of which were accepted.
+        positions: how many positions there were.
+        size, mass, acceptance: as for `PromptCoverage`.
+    """
+
+    depth: int
+    positions: int
+    size: float
+    mass: float
+    acceptance: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,7 @@ class PromptCoverage:
             (equation 3).
         acceptance_length: expected tokens per round, the target's own token included, see
             `rounds.expected_tokens`.
+        by_depth: from the first draft of a round to the last that was verified.
     """
 
     prompt: str
@@ -94,6 +123,7 @@ class PromptCoverage:
     oov: float
     acceptance: float
     acceptance_length: float
+    by_depth: tuple[DepthCoverage, ...]
 
 
 @dataclass(frozen=True)
@@ -112,6 +142,24 @@ class Estimate:
 
 # The figures of a prompt that are summarised over prompts.
 FIGURES = ("size", "mass", "oracle_mass", "recall", "oov", "acceptance", "acceptance_length")
+DEPTH_FIGURES = ("size", "mass", "acceptance")
+
+
+@dataclass(frozen=True)
+class DepthSummary:
+    """One policy at one draft depth, on those prompts of a domain on which it was verified. Each weighs the same.
+
+    Args:
+        depth: as for `DepthCoverage`.
+        prompts: how many prompts.
+        positions: how many positions.
+        figures: the names of `DEPTH_FIGURES`.
+    """
+
+    depth: int
+    prompts: int
+    positions: int
+    figures: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
@@ -126,6 +174,7 @@ class CoverageSummary:
         figures: the names of `FIGURES`.
         expected_acceptance_length: equation 1 for the mean acceptance probability, as if it were the same at all
             positions and drafts were never cut short. `acceptance_length` assumes neither.
+        by_depth: from the first draft of a round to the last that was verified on any prompt.
     """
 
     policy: str
@@ -134,6 +183,7 @@ class CoverageSummary:
     positions: int
     figures: dict[str, Estimate]
     expected_acceptance_length: float
+    by_depth: list[DepthSummary]
 
 
 @dataclass
@@ -196,12 +246,22 @@ class CoverageResult:
             expected_acceptance_length=expected_acceptance_length(
                 figures["acceptance"].mean, self.settings.num_assistant_tokens
             ),
+            by_depth=_summarize_depths(rows),
         )
 
     def oracle_curve(self) -> list[tuple[int, float]]:
         """Pairs of a shortlist size and the mean oracle mass at that size, over prompts."""
         curves = list(self.oracle_curves.values())
         return [(points[0][0], fmean(mass for _, mass in points)) for points in zip(*curves, strict=True)]
+
+
+def _summarize_depths(rows: list[PromptCoverage]) -> list[DepthSummary]:
+    summaries = []
+    for depth in range(max(len(row.by_depth) for row in rows)):
+        parts = [row.by_depth[depth] for row in rows if depth < len(row.by_depth)]
+        figures = {name: Estimate.of([getattr(part, name) for part in parts]) for name in DEPTH_FIGURES}
+        summaries.append(DepthSummary(depth, len(parts), sum(part.positions for part in parts), figures))
+    return summaries
 
 
 # The run -----------------------------------------------------------------------------------------------------------
@@ -220,12 +280,14 @@ def measure_coverage(
     """Measure what the policies cover on the target's own continuations of the prompts.
 
     Settings and prompts are checked before any model is loaded. A text may be of any length: full-vocabulary rows are
-    held for `teacher_forcing.CHUNK + num_assistant_tokens` positions at a time, in fp32, three of them for each.
+    held for `teacher_forcing.CHUNK + num_assistant_tokens` positions at a time, in fp32, three of them for each. Of an
+    EAGLE head, which says something else in every round, there are `num_assistant_tokens` rows for each position;
+    fewer positions are read at a time, so that the rows read are as many.
 
     Args:
         settings: what to measure.
         target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model.
+        drafter: the loaded small model or EAGLE head.
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
         report: called before each prompt with its identifier, how many are done and how many there are.
@@ -240,7 +302,10 @@ def measure_coverage(
         UnsupportedError: the models cannot be used together.
         ArtifactError: a policy's ranking was made for another tokenizer.
     """
-    with open_pair(settings, target, drafter, tokenizer, prompts) as pair:
+    head = {"eagle": [settings.eagle] if settings.eagle and drafter is None else []}
+    if head["eagle"] or isinstance(drafter, EagleDrafter):
+        _require_drafts(settings)
+    with open_pair(settings, target, drafter, tokenizer, prompts, **head, allow_pickle=settings.allow_pickle) as pair:
         result = CoverageResult(
             settings=settings,
             policies=pair.policies,
@@ -249,7 +314,7 @@ def measure_coverage(
             threads=torch.get_num_threads(),
             started=utc_now(),
         )
-        own_drafter = pair.drafters[INDEPENDENT]
+        (own_drafter,) = pair.drafters.values()
         vocabulary = _vocabulary(pair, own_drafter)
         if settings.recall_k > vocabulary.size:
             raise ConfigurationError(
@@ -266,6 +331,15 @@ def measure_coverage(
             result.notes.append("interrupted before all was measured")
     save(result)
     return result
+
+
+def _require_drafts(settings: CoverageSettings) -> None:
+    """Refuse texts that leave an EAGLE head nothing to draft."""
+    if settings.max_new_tokens < 3:
+        raise ConfigurationError(
+            "max_new_tokens must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor "
+            f"the last, got {settings.max_new_tokens}"
+        )
 
 
 def _vocabulary(pair: Pair, drafter: Drafter) -> VocabularyInfo:
@@ -289,7 +363,7 @@ def _measure_prompt(
     torch.manual_seed(settings.seed + index)
     config = generation_config(pair.target, settings.max_new_tokens, settings.temperature)
     token_ids = pair.target.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=config)
-    if token_ids.shape[1] - prompt_ids.shape[1] < 2:
+    if token_ids.shape[1] - first_draft(drafter, prompt_ids.shape[1]) < 2:
         result.notes.append(f"{prompt.identifier} was left out: the target ends it before there is anything to draft")
         return
     # Not the seed of the text, whose draws would then decide both the tokens and whether their drafts are accepted.
@@ -303,6 +377,7 @@ def _measure_prompt(
         vocabulary,
         settings.temperature,
         max(settings.recall_k, *(most for need in needs for most in (need.verify_top_k, need.prompt_top_k))),
+        settings.num_assistant_tokens,
     )
     drafted, is_greedy = settings.num_assistant_tokens, settings.temperature == 0
     rounds_of = {
@@ -315,10 +390,10 @@ def _measure_prompt(
         for rounds in rounds_of.values():
             rounds.follow(rows)
     result.oracle_curves[prompt.identifier] = curve.points()
-    result.measured += [
-        PromptCoverage(prompt.identifier, prompt.domain, label, **rounds.figures())
-        for label, rounds in rounds_of.items()
-    ]
+    for label, rounds in rounds_of.items():
+        by_depth = tuple(DepthCoverage(**figures) for figures in rounds.figures_by_depth())
+        figures = rounds.figures()
+        result.measured.append(PromptCoverage(prompt.identifier, prompt.domain, label, **figures, by_depth=by_depth))
 
 
 class _OracleCurve:

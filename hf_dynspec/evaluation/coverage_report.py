@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigurationError
-from .coverage import CoverageResult, CoverageSummary, Estimate
+from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
 from .provenance import describe_policies, provenance
 
 SCHEMA_VERSION = 1
@@ -65,6 +65,31 @@ def domain_table(result: CoverageResult) -> Table:
         table.add_column(escape(domain), justify="right")
     for label in result.policies:
         table.add_row(escape(label), *(_cell(masses[label, domain], _FORMS["mass"]) for domain in result.domains))
+    return table
+
+
+def depth_table(result: CoverageResult) -> Table:
+    """How shortlists fare at each draft depth, for budgets that differ by depth: one row per policy, over all prompts.
+
+    A depth has fewer positions than the one before it, as only accepted drafts lead there.
+    """
+    rows = [row for row in result.summaries() if row.domain is None]
+    table = Table(
+        title=f"By draft depth, {_temperature_name(result)}",
+        caption="depth: accepted drafts of the round before it; means over the prompts on which it was verified",
+        show_lines=True,
+    )
+    table.add_column("policy", overflow="fold")
+    table.add_column("figure")
+    depths = max((len(row.by_depth) for row in rows), default=0)
+    for depth in range(depths):
+        table.add_column(f"depth {depth}", justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            "\n".join([f"{one.positions:,}", *(f"{one.figures[name].mean:{_FORMS[name]}}" for name in DEPTH_FIGURES)])
+            for one in row.by_depth
+        ]
+        table.add_row(escape(row.policy), "positions\nshortlist size\nmass\nacceptance probability", *cells)
     return table
 
 

@@ -170,7 +170,7 @@ class Pair:
 def open_pair(
     settings: PairSettings,
     target: PreTrainedModel | None = None,
-    drafter: PreTrainedModel | CausalLMDrafter | None = None,
+    drafter: PreTrainedModel | Drafter | None = None,
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
     *,
@@ -182,7 +182,7 @@ def open_pair(
     Args:
         settings: what to load. Settings, prompts and EAGLE heads are checked before any model is loaded.
         target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model.
+        drafter: the loaded small model or EAGLE head.
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
         eagle: folders or Hub ids of EAGLE heads, which may take the small model's place.
@@ -196,8 +196,8 @@ def open_pair(
     prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
     if not prompts:
         raise ConfigurationError("there is no prompt to measure on")
-    if drafter is not None and not isinstance(drafter, PreTrainedModel | CausalLMDrafter):
-        raise ConfigurationError(f"drafter must be a small model, got {type(drafter).__name__}; name heads in eagle")
+    if drafter is not None and not isinstance(drafter, PreTrainedModel | Drafter):
+        raise ConfigurationError(f"drafter must be a small model or an EAGLE head, got {type(drafter).__name__}")
     _require_names(settings, target, drafter, eagle)
     heads = _read_heads(eagle, allow_pickle)
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ def open_pair(
         if drafter is None and settings.drafter:
             drafter = _load_model(settings, "drafter")
         tokenizer = tokenizer or _load_tokenizer(settings.target or target.name_or_path)
-        drafters: dict[str, Drafter] = {} if drafter is None else {INDEPENDENT: as_drafter(drafter)}
+        drafters: dict[str, Drafter] = {} if drafter is None else {_label_of(drafter): as_drafter(drafter)}
         for label, checkpoint in heads.items():
             with _naming_head(label):
                 drafters[label] = EagleDrafter(checkpoint, target)
@@ -278,14 +278,14 @@ def utc_now() -> str:
 def _require_names(
     settings: PairSettings,
     target: PreTrainedModel | None,
-    drafter: PreTrainedModel | CausalLMDrafter | None,
+    drafter: PreTrainedModel | Drafter | None,
     eagle: Sequence[str],
 ) -> None:
     """Refuse before anything is loaded where something that is needed has neither been loaded nor named."""
     if target is None and not settings.target:
         raise ConfigurationError("name the target: a folder or a Hub id")
     if drafter is None and not settings.drafter and not eagle:
-        raise ConfigurationError("name the drafter: a folder or a Hub id; a benchmark takes EAGLE heads too")
+        raise ConfigurationError("name the drafter: a folder or a Hub id of a small model, or of an EAGLE head")
 
 
 def _read_heads(sources: Sequence[str], allow_pickle: bool) -> dict[str, EagleCheckpoint]:
@@ -315,6 +315,14 @@ def head_labels(sources: Sequence[str]) -> list[str]:
             raise ConfigurationError(f"two EAGLE heads would be shown as {'/'.join(one[-2:])!r}; rename a folder")
         labels.append(label)
     return labels
+
+
+def _label_of(drafter: PreTrainedModel | Drafter) -> str:
+    """What a loaded drafter is shown as."""
+    if not isinstance(drafter, EagleDrafter):
+        return INDEPENDENT
+    folder = drafter.checkpoint.folder
+    return head_labels([folder])[0] if folder else "eagle"
 
 
 @contextmanager

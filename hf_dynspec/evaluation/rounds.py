@@ -67,23 +67,31 @@ class RoundsAlongText:
 
     def figures(self) -> dict[str, float]:
         """The counts and means of `coverage.PromptCoverage`, by name."""
-        steps = DraftSteps(*map(torch.cat, zip(*self._steps, strict=True)))._asdict()
-        del steps["is_draft"]
-        means = {name: values.double().mean().item() for name, values in steps.items()}
-        positions, rounds = steps["mass"].shape[0], len(self._tokens)
+        steps = _joined(self._steps)
+        means = {name: values.double().mean().item() for name, values in steps._asdict().items() if name != "is_draft"}
+        positions, rounds = steps.mass.shape[0], len(self._tokens)
         return {"positions": positions, "rounds": rounds, **means, "acceptance_length": fmean(self._tokens)}
 
+    def figures_by_depth(self) -> list[dict[str, float]]:
+        """The figures of `coverage.DepthCoverage`, by name, for every depth that was verified."""
+        figures = []
+        for depth in range(max(steps.mass.shape[0] for steps in self._steps)):
+            steps = _joined([DraftSteps(*(one[depth : depth + 1] for one in steps)) for steps in self._steps])
+            means = {name: getattr(steps, name).double().mean().item() for name in ("size", "mass", "acceptance")}
+            figures.append({"depth": depth, "positions": steps.mass.shape[0], **means})
+        return figures
+
     def _count(self) -> int:
-        """Tokens to draft in the next round. The last token of a text is the target's own, as in `generate`."""
+        """Tokens to draft in the next round. The last token of a text is the target's own, as in `generate`, and so is
+        the first where the drafter waits for the target to read the prompt."""
+        if self._prefix_length < self._text.first_draft:
+            return 0
         return min(self._num_assistant_tokens, self._token_ids.shape[0] - self._prefix_length - 1)
 
     def _round(self, rows: Rows) -> None:
         start, count = self._prefix_length, self._count()
-        rows = rows.between(start, start + count + 1)
-        shortlists = [
-            self._state.select(depth, self._token_ids[start + depth - 1 : start + depth], rows.features[depth, None])
-            for depth in range(count)
-        ]
+        rows = rows.of_round(start, count)
+        shortlists = [self._select(rows, depth) for depth in range(count)]
         accepted = 0
         if count:
             steps = self._draft_steps(rows, shortlists)
@@ -96,6 +104,13 @@ class RoundsAlongText:
         self._observe(rows, shortlists, accepted)
         self._prefix_length += accepted + 1
 
+    def _select(self, rows: Rows, depth: int) -> Shortlist:
+        """The shortlist of one draft step."""
+        if self._needs.draft_inputs:
+            self._state.foresee(rows.embeddings[depth, None], rows.before[depth, None])
+        newest = rows.first + depth
+        return self._state.select(depth, self._token_ids[newest - 1 : newest], rows.features[depth, None])
+
     def _draft_steps(self, rows: Rows, shortlists: list[Shortlist]) -> "DraftSteps":
         """The draft steps of a round. Steps in a row that share a shortlist are computed together."""
         parts = []
@@ -104,7 +119,7 @@ class RoundsAlongText:
             part = rows.between(rows.first + depths[0], rows.first + depths[-1] + 1)
             shortlist, token_ids = shortlists[depths[0]], self._token_ids[part.first : part.end]
             parts.append(draft_steps(part, shortlist, token_ids, self._recall_k, self._is_greedy))
-        return DraftSteps(*map(torch.cat, zip(*parts, strict=True)))
+        return _joined(parts)
 
     def _observe(self, rows: Rows, shortlists: list[Shortlist], accepted: int) -> None:
         """Show the policy what a session would: the prompt's likely tokens with the first verdict, then verdicts."""
@@ -138,6 +153,11 @@ class DraftSteps(NamedTuple):
     oov: torch.Tensor
     acceptance: torch.Tensor
     is_draft: torch.Tensor
+
+
+def _joined(parts: list[DraftSteps]) -> DraftSteps:
+    """The steps of all parts, one after another."""
+    return DraftSteps(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def draft_steps(

@@ -93,15 +93,12 @@ class TargetForward:
         if candidates is not None and not candidates.is_chain:
             inputs |= self._tree_inputs(inputs, candidates, input_ids.shape[1] - 1)
         if states and inputs.get("output_hidden_states") is not True:
-            # Releases of transformers differ in whether entry 0 is the embedding: one of each pair is the one wanted.
-            wanted = {index for state in states for index in (state - 1, state)}
-            inputs["output_hidden_states"] = True if min(wanted) < 0 else sorted(wanted)
+            inputs["output_hidden_states"] = entries_with(states)
         return self._forward(inputs, k + 1, buffer)
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
-        states = outputs.hidden_states
-        return states[index - (len(states) == self.num_layers)][0]
+        return hidden_state(outputs, index, self.num_layers)
 
     def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
         if self._head is None or not _may_be_taken_apart(self.model, self._head):
@@ -193,6 +190,19 @@ class TargetForward:
                 f"{name} cannot verify a tree of tokens: what it says of one changes with the others beside it. Draft "
                 "chains with tree=False."
             )
+
+
+def entries_with(states: tuple[int, ...]) -> bool | list[int]:
+    """What `output_hidden_states` has to be for `hidden_state` to find these, at least one."""
+    # Releases of transformers differ in whether entry 0 is the embedding: one of each pair is the one wanted.
+    wanted = {index for state in states for index in (state - 1, state)}
+    return True if min(wanted) < 0 else sorted(wanted)
+
+
+def hidden_state(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
+    """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
+    states = outputs.hidden_states
+    return states[index - (len(states) == num_layers)][0]
 
 
 class RowsBuffer:
