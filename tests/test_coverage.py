@@ -225,7 +225,7 @@ class WatchedShortlist(ShortlistPolicy):
     """Writes down everything that it is shown."""
 
     name = "watched"
-    needs = Needs(verify_top_k=4, prompt_top_k=3, prompt_positions=5)
+    needs = Needs(verify_top_k=4, prompt_top_k=3, prompt_positions=5, draft_inputs=True)
 
     def __init__(self):
         self.seen: list[tuple] = []
@@ -238,9 +238,13 @@ class WatchedState(ShortlistState):
     def __init__(self, seen: list[tuple], inner: ShortlistState):
         self._seen = seen
         self._inner = inner
+        self._foreseen: tuple[torch.Tensor, ...] = ()
+
+    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._foreseen = (embeddings, features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        self._seen.append(("select", depth, token_ids.tolist(), features))
+        self._seen.append(("select", depth, token_ids.tolist(), torch.cat([features, *self._foreseen], dim=-1)))
         return self._inner.select(depth, token_ids, features)
 
     def observe_prompt(self, prompt: Prompt) -> None:
