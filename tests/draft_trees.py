@@ -65,16 +65,17 @@ def over_shortlist(logits: torch.Tensor, ids: torch.Tensor) -> dict[int, float]:
     return dict(zip(ids.tolist(), logits.float()[ids].log_softmax(-1).tolist(), strict=True))
 
 
-def drawn_tree(probabilities: Callable[[Path], torch.Tensor], config: TreeConfig, growth=DrawnTreeGrowth) -> Candidates:
+def drawn_tree(
+    probabilities: Callable[[Path], torch.Tensor], config: TreeConfig, growth=DrawnTreeGrowth
+) -> Candidates:
     """A tree that is drawn from a table.
 
     Args:
         probabilities: fp32 `[V]`: of the tokens after a path.
         config: the shape.
-        growth: what grows it.
     """
     levels = min(config.depth + 1, config.total_tokens - 1)
-    grown, frontier = growth(config, levels), [()]
+    grown, frontier = DrawnTreeGrowth(config, levels), [()]
     for _ in range(levels):
         rows = torch.stack([probabilities(path) for path in frontier])
         token_ids = torch.arange(rows.shape[1]).expand_as(rows)
