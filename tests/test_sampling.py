@@ -565,7 +565,7 @@ def test_a_draw_has_no_say_in_whether_it_is_made():
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.rand(200, 12, generator=generator).softmax(-1)
     asked, accepted = tree_module.chances_of_draws(probabilities)
-    assert (asked.diff() <= 0).all() and (accepted <= asked).all() and asked.isfinite().all()
+    assert (asked.diff() <= 0).all() and (accepted <= asked + 1e-6).all() and asked.isfinite().all()
     for place in range(12):
         changed = probabilities.clone()
         changed[:, place] *= 0.3
