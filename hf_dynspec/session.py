@@ -134,6 +134,7 @@ class DraftSession:
         """
         levels = min(config.depth + 1, most)
         if draw is not None:
+            # Every level of a drawn tree has its share of the nodes.
             levels = min(levels, config.total_tokens - 1)
         growth = TreeGrowth(config) if draw is None else DrawnTreeGrowth(config, levels)
         hidden, fresh, parents = self._advance(prefix), prefix[-1:], None
