@@ -462,7 +462,7 @@ def test_slots_that_do_not_count_are_not_accepted():
 
 @pytest.mark.parametrize("tree", [WIDE, TreeConfig(3, 4, 3), TreeConfig(2, 0, 1), TreeConfig(40, 3, 1)])
 def test_drawn_trees_keep_to_their_shape(tree, target, drafter):
-    """Also where there are fewer nodes than levels, and in both ways of walking."""
+    """Also where there are fewer nodes than levels."""
     torch.manual_seed(1)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
     assert sample(target, prompt(3, vocabulary=12), assistant, {}, 60).shape == (60,)
