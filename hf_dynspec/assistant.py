@@ -56,8 +56,8 @@ class DynSpecAssistant(Bindable):
         num_assistant_tokens: tokens drafted per round (default 5).
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
-        tree: draft dynamic trees (EAGLE-2) of this shape, or of the default shape for True, instead of chains of
-            `num_assistant_tokens`.
+        tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for
+            True, instead of chains of `num_assistant_tokens`.
         profile: measure where the time goes. Slows the call down where it runs on a GPU.
         measure_coverage: measure the target's probability mass on the shortlists, for study; slows the call down.
 

@@ -139,20 +139,46 @@ class Shortlist:
 
 
 @dataclass(frozen=True, eq=False)
+class Draws:
+    """What the nodes of a tree were drawn from, without replacement: the first child of a node from these
+    probabilities, the second from what they are without the first one's token, scaled back to 1, and so on.
+
+    Args:
+        token_ids: for each depth int64 `[w, n]`: the tokens that the children of each of the `w` expanded nodes could
+            become. Those that can be drawn occur once in a row.
+        probabilities: for each depth fp32 `[w, n]`: of these tokens, 0 for those that cannot be drawn.
+        rows: int64 `[k]`: for each candidate the row of its depth's probabilities that it was drawn by.
+        columns: int64 `[k]`: for each candidate its column in that row. Where a row has fewer tokens that can be drawn
+            than children, the last children are others, of probability 0, and do not count.
+        most_siblings: no node has more children.
+    """
+
+    token_ids: tuple[torch.Tensor, ...]
+    probabilities: tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+    columns: torch.Tensor
+    most_siblings: int
+
+
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """What one round of drafting proposes: a tree of tokens, of which a chain is the special case.
 
     Args:
-        token_ids: int64 `[k]` on the drafter's device. Parents come before their children.
+        token_ids: int64 `[k]` on the drafter's device. Parents come before their children, and siblings lie side by
+            side, in the order in which they were drawn if they were.
         shortlists: one shortlist for each depth, which is what that depth's tokens were chosen from.
         logits: for a chain, the processed fp32 logits `[width]` that each token was chosen by, over the slots of its
             depth's shortlist. When sampling, their softmax is the distribution that it was drawn from. Empty for a
-            tree, whose tokens are chosen without chance.
+            tree.
         parents: int64 `[k]`: for each token the index of its parent among the candidates, −1 for a child of the
             verified prefix. None for a chain, where each token is the parent of the next.
         depths: int64 `[k]`: for each token the number of its ancestors among the candidates. None for a chain.
-        scores: fp32 `[k]`: for each token of a tree the log-probability of its path in the drafter's view, which is
-            over the shortlists. None for a chain.
+        scores: fp32 `[k]`: for each token of a tree what it was kept for. Of a tree of the likeliest tokens the
+            log-probability of its path in the drafter's view, which is over the shortlists; of a drawn one the
+            logarithm of a bound on the estimated probability that it is accepted, −inf for nodes that do not count.
+            None for a chain.
+        draws: what the tokens of a tree were drawn from. None for a chain, and for a tree of the likeliest tokens.
     """
 
     token_ids: torch.Tensor
@@ -161,6 +187,7 @@ class Candidates:
     parents: torch.Tensor | None = None
     depths: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    draws: Draws | None = None
 
     @property
     def is_chain(self) -> bool:

@@ -10,12 +10,17 @@ from .kernels import top_k_ids
 from .protocol import Candidates, Prompt, Shortlist, Verdict, VocabularyInfo
 from .shortlists.base import ShortlistPolicy
 from .stats import DraftingStatistics, Stopwatch
-from .tree import TreeGrowth
+from .tree import DrawnTreeGrowth, TreeGrowth
 from .tree_config import TreeConfig
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
 # before it. Also returns the logits that the token was drawn by.
 ChooseToken = Callable[[torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+# Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
+# to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
+# probabilities (see `protocol.Draws`), and their columns in it, int64 [w, c], in the order in which they were drawn.
+DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class DraftSession:
@@ -122,30 +127,43 @@ class DraftSession:
                 hidden = self._backbone.draft(fresh, show=self._show)
         return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
 
-    def draft_tree(self, prefix: torch.Tensor, config: TreeConfig, most: int) -> Candidates:
-        """Draft a dynamic tree (EAGLE-2, section 4).
+    def draft_tree(
+        self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
+    ) -> Candidates:
+        """Draft a dynamic tree: of the likeliest tokens (EAGLE-2, section 4), or of drawn ones (`DrawnTreeGrowth`).
 
         Args:
             prefix: as for `draft_chain`.
             config: the shape of the tree.
             most: the longest path that is of use, at least 1.
+            draw: draws the children of nodes (None: they are the most probable ones).
         """
-        growth = TreeGrowth(config)
+        levels = min(config.depth + 1, most)
+        if draw is not None:
+            # Every level of a drawn tree has its share of the nodes.
+            levels = min(levels, config.total_tokens - 1)
+        growth = TreeGrowth(config) if draw is None else DrawnTreeGrowth(config, levels)
         hidden, fresh, parents = self._advance(prefix), prefix[-1:], None
+        paths = prefix.new_empty(1, 0)
         shortlists = []
-        for depth in range(min(config.depth + 1, most)):
+        for depth in range(levels):
             if depth:
                 with self.stopwatch.section("backbone"):
                     hidden = self._backbone.draft(fresh, parents, self._show)
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
-                best = top_k_ids(logits, min(config.top_k, shortlist.width))
-                log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
-                fresh, parents = growth.add_level(shortlist.scored_slots[best], log_probabilities)
+                if draw is None:
+                    best = top_k_ids(logits, min(config.top_k, shortlist.width))
+                    log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+                    fresh, parents = growth.add_level(shortlist.scored_slots[best], log_probabilities)
+                else:
+                    fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
+                    paths = torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
         with self.stopwatch.section("choice"):
             token_ids, scores, parents, depths = growth.choose()
-        return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores))
+            draws = None if draw is None else growth.draws()
+        return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws))
 
     def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""

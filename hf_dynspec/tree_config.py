@@ -12,10 +12,12 @@ _LIMITS = {"total_tokens": (2, 4096), "depth": (0, 128), "top_k": (1, 512)}
 class TreeConfig:
     """The shape of a dynamic draft tree (EAGLE-2, section 4; the defaults are those of its code).
 
+    Greedy trees hold the drafter's likeliest tokens, as EAGLE-2's do; when sampling, a node's children are drawn.
+
     Args:
         total_tokens: nodes of the tree that is verified, the last verified token at its root included.
         depth: draft steps after the first, so that paths have up to `depth + 1` drafted tokens.
-        top_k: nodes that each draft step expands, and children that each of them gets.
+        top_k: nodes that each draft step expands, and children that each of them gets (when sampling 16 at most).
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.

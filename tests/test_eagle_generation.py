@@ -68,8 +68,8 @@ def rounds(monkeypatch) -> list:
     recorded = []
     draft = DraftSession.draft_tree
 
-    def recording(self, prefix, config, most):
-        candidates = draft(self, prefix, config, most)
+    def recording(self, prefix, config, most, draw=None):
+        candidates = draft(self, prefix, config, most, draw)
         recorded.append((prefix.clone(), most, candidates))
         return candidates
 

@@ -22,7 +22,7 @@ DOWNHILL = {
     "stats": {"protocol"},
     "shortlists": {"protocol", "kernels", "errors", "head"},
     "tree_config": {"errors"},
-    "tree": {"tree_config"},
+    "tree": {"protocol", "tree_config"},
     "drafters": {"protocol", "kernels", "errors", "head", "tree"},
     "session": {"protocol", "kernels", "errors", "head", "stats", "tree", "tree_config", "drafters", "shortlists"},
 }

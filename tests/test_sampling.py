@@ -7,8 +7,12 @@ Two kinds of evidence, both with fixed seeds and with a false-alarm probability 
   target's distribution given all tokens before it, and independent of the numbers before it (Rosenblatt, 1952).
 """
 
+from collections.abc import Callable
+
+import draft_trees
 import pytest
 import torch
+from draft_trees import Path, drawn_tree
 from eagle_heads import random_head
 from models import POLICY_CASES, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from scipy import stats as scipy_stats
@@ -22,10 +26,13 @@ from hf_dynspec import (
     TreeConfig,
     UnionShortlist,
 )
+from hf_dynspec import tree as tree_module
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
-from hf_dynspec.generation import decoding
-from hf_dynspec.generation.processing import ProcessorsByValue, draw
+from hf_dynspec.generation import decoding, verification
+from hf_dynspec.generation.processing import ProcessorsByValue, draw, draw_several
 from hf_dynspec.generation.token_choice import TokenChoice
+from hf_dynspec.generation.verification import verify
+from hf_dynspec.protocol import Candidates, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.
 FALSE_ALARM = 1e-4
@@ -126,9 +133,9 @@ def enumerate_pairs(target, processors, input_ids: torch.Tensor) -> torch.Tensor
     return torch.stack(rows)
 
 
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """The p-value of counts, with events that are expected fewer than five times taken together. 0 where something
-    came out that cannot."""
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor, at_least: int = 8) -> float:
+    """The p-value of counts, with events that are expected fewer than five times taken together, and then `at_least`
+    so many kinds. 0 where something came out that cannot."""
     expected = probabilities.flatten() / probabilities.sum() * counts.sum()
     counts = counts.flatten().double()
     if counts[expected == 0].any():
@@ -137,7 +144,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     observed = torch.cat([counts[common], counts[~common].sum()[None]])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
     kept = expected > 0
-    assert kept.sum() >= 8
+    assert kept.sum() >= at_least
     return float(scipy_stats.chisquare(observed[kept].numpy(), expected[kept].numpy()).pvalue)
 
 
@@ -249,8 +256,7 @@ TREE_CASES = [
     ("full", "top-k"),
     ("full", "top-p"),
     ("full", "repetition penalty"),
-    ("frequency", "everything"),
-    ("random", "everything"),
+    *((policy, "everything") for policy in POLICIES),
 ]
 
 
@@ -260,7 +266,7 @@ def test_every_token_of_long_texts_from_trees(policy, processors, target, drafte
     assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=WIDE)
     assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS[processors])) > FALSE_ALARM
     assert assistant.stats_total.accepted < assistant.stats_total.drafted
-    assert len(assistant.stats_total.tokens_per_round) > 2
+    assert (len(assistant.stats_total.tokens_per_round) > 2) == (policy != "eos_only")
 
 
 def eagle_of(target: PreTrainedModel, layout: str) -> EagleDrafter:
@@ -308,6 +314,161 @@ def test_a_wrong_acceptance_of_trees_would_be_noticed(target, drafter, monkeypat
     torch.manual_seed(7)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
     assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
+
+
+# Every draw is made from a table here, so that a thousand rounds take seconds.
+Table = Callable[[Path], torch.Tensor]
+ROUNDS = 1200
+
+
+def table(seed: int, vocabulary: int, sharpness: float, possible: int | None = None) -> Table:
+    """Probabilities of the token after every path, the same each time; only so many of them are not 0."""
+    known: dict[Path, torch.Tensor] = {}
+
+    def probabilities(path: Path) -> torch.Tensor:
+        if path not in known:
+            generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
+            logits = torch.randn(vocabulary, generator=generator) * sharpness
+            if possible is not None:
+                logits[torch.randperm(vocabulary, generator=generator)[possible:]] = -torch.inf
+            known[path] = logits.softmax(-1)
+        return known[path]
+
+    return probabilities
+
+
+def count_texts(p: Table, q: Table, vocabulary: int, length: int, config: TreeConfig) -> tuple[torch.Tensor, int]:
+    """How often every text of `length` tokens came out of rounds that draft by `q` and verify by `p`; and how many
+    tokens of drafts were accepted below the first level."""
+    counts, deep = torch.zeros((vocabulary,) * length), 0
+    for _ in range(ROUNDS):
+        text: Path = ()
+        while len(text) < length:
+            candidates = drawn_tree(lambda path, text=text: q((*text, *path)), config)
+            outcome = verify(
+                candidates,
+                lambda row, path, text=text: p((*text, *path[0].tolist())).log().unsqueeze(0),
+                True,
+                torch.device("cpu"),
+            )
+            deep += max(0, outcome.accepted - 1)
+            text = (*text, *outcome.token_ids.tolist())
+        counts[text[:length]] += 1
+    return counts, deep
+
+
+def probabilities_of_texts(p: Table, vocabulary: int, length: int, path: Path = ()) -> torch.Tensor:
+    if length == 0:
+        return torch.ones((), dtype=torch.float64)
+    return torch.stack(
+        [
+            p(path)[token].double() * probabilities_of_texts(p, vocabulary, length - 1, (*path, token))
+            for token in range(vocabulary)
+        ]
+    )
+
+
+def mixture(first: Table, second: Table, share: float) -> Table:
+    return lambda path: (1 - share) * first(path) + share * second(path)
+
+
+# The size of the vocabulary, the target, the drafter, and how many successive tokens are counted together.
+TABLES = {
+    "far apart": (4, table(1, 4, 1.5), table(2, 4, 1.5), 3),
+    "sure of the wrong": (5, table(1, 5, 1.5), table(51, 5, 1.5), 2),
+    "near": (5, table(1, 5, 1.0), mixture(table(1, 5, 1.0), table(2, 5, 1.0), 0.3), 2),
+    "fewer tokens than children": (5, table(3, 5, 1.0), table(4, 5, 1.0, possible=2), 2),
+    "the target says few": (5, table(5, 5, 1.0, possible=3), table(6, 5, 1.0), 2),
+    "one token": (4, table(7, 4, 1.0), table(8, 4, 1.0, possible=1), 2),
+    "a vocabulary of two": (2, table(9, 2, 1.0), table(10, 2, 1.0), 4),
+    "a wide vocabulary": (700, table(11, 700, 3.0), table(12, 700, 2.0), 1),
+}
+WALKS = [(name, True) for name in TABLES] + [("far apart", False), ("fewer tokens than children", False)]
+
+
+@pytest.mark.parametrize(("name", "is_free_to_look"), WALKS)
+def test_texts_from_drawn_trees(name, is_free_to_look, monkeypatch):
+    """Several successive tokens together, over as many rounds as they take; by a walk that looks at values as it goes,
+    as on a CPU, and by one that does not."""
+    monkeypatch.setattr(verification, "_is_free_to_look", lambda device: is_free_to_look)
+    torch.manual_seed(13)
+    vocabulary, p, q, length = TABLES[name]
+    counts, deep = count_texts(p, q, vocabulary, length, TreeConfig(total_tokens=14, depth=1, top_k=4))
+    assert chi_square(counts, probabilities_of_texts(p, vocabulary, length)) > FALSE_ALARM
+    assert deep > 20
+
+
+def unscaled(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    is_elder = torch.zeros(columns.shape[0], q.shape[0], dtype=torch.bool)
+    for child, column in enumerate(columns.tolist()):
+        is_elder[child + 1 :, column] = True
+    return torch.nn.functional.pad(torch.where(is_elder, 0.0, q), (0, 1))
+
+
+def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(q.expand(columns.shape[0], -1), (0, 1))
+
+
+MISTAKES = {
+    "what is left is not scaled": (verification, "_without_elders", unscaled),
+    "elders are not left out": (verification, "_without_elders", with_elders),
+    "the order is lost": (draft_trees, "draw_several", lambda *args: draw_several(*args).sort().values),
+    # As EAGLE-2 chooses its nodes.
+    "a token has a say": (tree_module, "chances_of_draws", lambda probabilities: (probabilities.log(),) * 2),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_drawn_trees_would_be_noticed(mistake, monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr(*MISTAKES[mistake])
+    torch.manual_seed(13)
+    vocabulary, p, q, _ = TABLES["sure of the wrong"]
+    counts, _ = count_texts(p, q, vocabulary, 1, TreeConfig(total_tokens=5, depth=1, top_k=4))
+    assert chi_square(counts, probabilities_of_texts(p, vocabulary, 1), at_least=3) < FALSE_ALARM
+
+
+def test_a_drafter_that_is_the_target_is_always_right():
+    """The first child is accepted, and so the whole path of first children."""
+    torch.manual_seed(0)
+    p, config = table(1, 6, 1.0), TreeConfig(total_tokens=20, depth=3, top_k=3)
+    for _ in range(300):
+        candidates = drawn_tree(p, config)
+        outcome = verify(
+            candidates, lambda row, path: p(tuple(path[0].tolist())).log().unsqueeze(0), True, torch.device("cpu")
+        )
+        assert outcome.accepted == 4
+        node = -1
+        for row in outcome.rows[1:].tolist():
+            node = int((candidates.parents == node).nonzero()[0])
+            assert row == node + 1
+
+
+def test_slots_that_do_not_count_are_not_accepted():
+    """An unoccupied slot may hold the id of one that counts, or of a token that the target likes."""
+    torch.manual_seed(0)
+    p = torch.tensor([0.1, 0.5, 0.4])
+    ids, q = torch.tensor([[1, 1, 2, 0]]), torch.tensor([[0.0, 0.3, 0.0, 0.7]])
+    counts = torch.zeros(3)
+    for _ in range(ROUNDS):
+        growth = tree_module.DrawnTreeGrowth(TreeConfig(5, 0, 4), 1)
+        growth.add_level(ids, q, draw_several(q, 4))
+        token_ids, scores, parents, depths = growth.choose()
+        assert (scores > -torch.inf).tolist() == [True, True, False, False]
+        candidates = Candidates(token_ids, (Shortlist(ids[0], 0),), (), parents, depths, scores, growth.draws())
+        counts[verify(candidates, lambda row, path: p.log().unsqueeze(0), True, p.device).token_ids[0]] += 1
+    assert chi_square(counts, p, at_least=3) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("tree", [WIDE, TreeConfig(3, 4, 3), TreeConfig(2, 0, 1), TreeConfig(40, 3, 1)])
+def test_drawn_trees_keep_to_their_shape(tree, target, drafter):
+    """Also where there are fewer nodes than levels."""
+    torch.manual_seed(1)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
+    assert sample(target, prompt(3, vocabulary=12), assistant, {}, 60).shape == (60,)
+    stats = assistant.stats
+    assert 0 < stats.accepted < stats.drafted <= stats.rounds * (tree.total_tokens - 1)
+    assert len(stats.tokens_per_round) - 1 <= min(tree.depth + 1, tree.total_tokens - 1) + 1
 
 
 def test_sampling_from_trees_is_reproducible_from_torchs_seed(target, drafter):
@@ -370,6 +531,47 @@ def test_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, value, dtype=torch.float64))
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
     assert int(draw(logits.softmax(-1))) == (1 if value < 0.5 else 3)
+
+
+def test_several_draws_follow_one_another_without_replacement():
+    """All ordered triples; a row of one block, and one whose blocks race, with an end that is no block."""
+    torch.manual_seed(2)
+    for columns, block in ((5, 128), (11, 2)):
+        weights = torch.rand(columns) ** 3
+        weights[[1, 4]] = 0.0
+        weights = weights / weights.sum()
+        drawn = draw_several(weights.expand(20000, -1), 3, block)
+        counts = torch.zeros(columns, columns, columns).index_put(tuple(drawn.T), torch.ones(()), accumulate=True)
+        expected = torch.zeros_like(counts, dtype=torch.float64)
+        w = weights.double()
+        for a, b, c in torch.cartesian_prod(*[torch.arange(columns)] * 3).tolist():
+            if len({a, b, c}) == 3:
+                expected[a, b, c] = w[a] * w[b] / (1 - w[a]) * w[c] / (1 - w[a] - w[b])
+        assert chi_square(counts, expected, at_least=6) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("block", [2, 128])
+def test_what_is_impossible_is_drawn_last(block):
+    torch.manual_seed(2)
+    weights = torch.zeros(50, 9)
+    weights[:, [3, 8]] = torch.tensor([0.4, 0.6])
+    drawn = draw_several(weights, 4, block)
+    assert drawn[:, :2].sort(-1).values.tolist() == [[3, 8]] * 50
+    assert all(len(set(row)) == 4 for row in drawn.tolist())
+
+
+def test_a_draw_has_no_say_in_whether_it_is_made():
+    """What is asked before a draw is the same to the bit whatever is drawn, and never rises from one to the next."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(200, 12, generator=generator).softmax(-1)
+    asked, accepted = tree_module.chances_of_draws(probabilities)
+    assert (asked.diff() <= 0).all() and (accepted <= asked + 1e-6).all() and asked.isfinite().all()
+    for place in range(12):
+        changed = probabilities.clone()
+        changed[:, place] *= 0.3
+        assert torch.equal(tree_module.chances_of_draws(changed)[0][:, : place + 1], asked[:, : place + 1])
+    probabilities[:, 5:] = 0.0
+    assert tree_module.chances_of_draws(probabilities)[0][:, 5:].eq(-torch.inf).all()
 
 
 def test_sampling_is_reproducible_from_torchs_seed(target, drafter):

@@ -93,10 +93,11 @@ class Drafting:
         if most < 1 or (is_unread and (self._tree is not None or self._reads)):
             return None
         prefix = self._without_padding(input_ids)
+        self._choose.start_round(prefix)
         if self._tree is not None:
-            self._candidates = self._session.draft_tree(prefix, self._tree, most)
+            draw = self._choose.draw_children if self._choose.do_sample else None
+            self._candidates = self._session.draft_tree(prefix, self._tree, most, draw)
         else:
-            self._choose.start_round(prefix)
             count = min(self.num_assistant_tokens, most)
             self._candidates = self._session.draft_chain(prefix, count, self._choose, self._threshold)
         return self._candidates

@@ -42,6 +42,11 @@ class ProcessorsByValue:
     def __bool__(self) -> bool:
         return bool(self._processors)
 
+    @property
+    def most_kept(self) -> int | None:
+        """How many of a row's most probable tokens may come out at most, ties aside (None: all)."""
+        return min((one.top_k for one in self._processors if type(one) is TopKLogitsWarper), default=None)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Process scores, fp32 `[m, V]`; `input_ids` is passed on, and none of them reads it."""
         for one in self._processors:
@@ -73,3 +78,41 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
     # Rounding can only pass the end of the last positive weight.
     return torch.minimum(index, (cumulative < cumulative[-1:]).sum(-1, keepdim=True))
+
+
+def draw_several(weights: torch.Tensor, count: int, block: int = 128) -> torch.Tensor:
+    """Draw several indices of each row without replacement: each in proportion to what the ones before it leave.
+
+    That is the order in which a race ends whose runners take times that are exponentially distributed, each at the
+    rate of its weight. A wide row first lets its blocks race, at the rates of their sums: the first runner of a block
+    arrives when the block does, the others are as far behind it as if they had started then, for such times have no
+    memory; and the first `count` runners belong to the first `count` blocks. So few random numbers are drawn, and in
+    fp64, as those of fp32 are too coarse for small weights.
+
+    Args:
+        weights: fp32 `[m, n]`, not negative.
+        count: how many, at most `n`.
+        block: columns in a block.
+
+    Returns:
+        int64 `[m, count]`: columns in the order in which they were drawn. Those of weight 0 come last, in any order.
+    """
+    m, columns = weights.shape
+    blocks = columns // block
+    if blocks <= count:
+        return _race(weights).topk(count, largest=False).indices
+    blocked = weights[:, : blocks * block].view(m, blocks, block)
+    first = _race(blocked.sum(-1)).topk(count, largest=False)
+    runners = (first.indices.unsqueeze(-1) * block + torch.arange(block, device=weights.device)).view(m, -1)
+    times = _race(weights.gather(1, runners)).view(m, count, block)
+    # A block of weight 0 never arrives.
+    delays = (first.values.unsqueeze(-1) - times.amin(-1, keepdim=True)).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    leftover = torch.arange(blocks * block, columns, device=weights.device).expand(m, -1)
+    times = torch.cat([(times + delays).view(m, -1), _race(weights[:, blocks * block :])], dim=1)
+    return torch.cat([runners, leftover], dim=1).gather(1, times.topk(count, largest=False).indices)
+
+
+def _race(rates: torch.Tensor) -> torch.Tensor:
+    """fp64, of the shape of `rates`: exponentially distributed times, ∞ where the rate is 0."""
+    uniform = torch.rand(rates.shape, dtype=torch.float64, device=rates.device)
+    return -uniform.log() / rates

@@ -4,15 +4,16 @@ import torch
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor
 
 from ..head import widen
+from ..kernels import top_k_ids
 from ..protocol import Shortlist
-from .processing import divide, draw
+from .processing import divide, draw, draw_several
 
 
 class TokenChoice:
     """Chooses the tokens of one call's drafts.
 
     Drafting under the processors that the target's logits go through makes drafts agree with it more often. It cannot
-    make the output wrong: greedy verification compares tokens, and sampling uses the logits returned here.
+    make the output wrong: greedy verification compares tokens, and sampling uses the distribution returned here.
 
     Args:
         do_sample: draw tokens instead of taking the most probable one.
@@ -25,7 +26,7 @@ class TokenChoice:
         # A minimum length keeps EOS from the output, not from drafts that reach past it.
         drafting = [one for one in processors if not isinstance(one, MinLengthLogitsProcessor)]
         self._by_id, self._by_value = divide(drafting)
-        self._do_sample = do_sample
+        self.do_sample = do_sample
         self._vocabulary_rows = vocabulary_rows
         self._device = device
         self._prefix: torch.Tensor | None = None
@@ -42,8 +43,29 @@ class TokenChoice:
             logits = self._process_by_id(logits, shortlist, drafted)
         if self._by_value:
             logits = self._by_value(self._prefix[None, -1:], logits.unsqueeze(0))[0]
-        slot = draw(logits.softmax(-1)) if self._do_sample else logits.argmax(-1, keepdim=True)
+        slot = draw(logits.softmax(-1)) if self.do_sample else logits.argmax(-1, keepdim=True)
         return shortlist.scored_slots[slot], logits
+
+    def draw_children(
+        self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `session.DrawChildren`.
+
+        Processors that look at token ids are asked node by node, each with its own path, as they are for a chain.
+        """
+        if self._by_id:
+            nodes = zip(logits.unbind(0), paths.unbind(0), strict=True)
+            logits = torch.stack([self._process_by_id(row, shortlist, [path]) for row, path in nodes])
+        token_ids = shortlist.scored_slots.expand(logits.shape[0], -1)
+        most_kept = self._by_value.most_kept
+        if most_kept is not None and most_kept < shortlist.width:
+            # What a top-k leaves is all that the rest has to look at, here and in verification.
+            best = top_k_ids(logits, most_kept)
+            logits, token_ids = logits.gather(1, best), token_ids.gather(1, best)
+        if self._by_value:
+            logits = self._by_value(self._prefix[None, -1:], logits)
+        probabilities = logits.softmax(-1)
+        return token_ids, probabilities, draw_several(probabilities, min(count, logits.shape[1]))
 
     def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
         """Apply processors that need to know which token a logit belongs to."""

@@ -45,15 +45,22 @@ class Outcome:
 def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device) -> Outcome:
     """Walk from the last verified token along the candidates for as long as the target agrees.
 
-    At every node the target chooses a token: greedily its most probable one, when sampling a draw from its
-    distribution `p`. If a candidate below the node is that token, the walk goes on there.
+    At every node the target chooses a token: greedily its most probable one, when sampling one that is distributed as
+    its `p` says. If a candidate below the node is that token, the walk goes on there.
 
-    When sampling from a chain, whose candidate `x` was drawn from `q`, that draw is the one of speculative sampling
-    (Leviathan et al., 2023, algorithm 1): `x` with probability `min(1, p(x) / q(x))`, else a token from
-    `max(0, p − q)`. A tree's candidates were chosen without chance. There a plain draw from `p` does what the
-    sibling-wise acceptance of EAGLE-2 and SpecInfer (Miao et al., 2024) does, which accepts sibling `x` with
-    probability `p(x)`, else sets `p(x)` to 0 and scales `p` back to 1 before the next one: child `x` comes out with
-    probability `p(x)`, as does any other token.
+    Greedy candidates are a chain or a tree of the drafter's likeliest tokens. When sampling they were drawn, and the
+    target's token is found in one of two ways that make it the drafter's as often as can be:
+
+    - In a chain, whose candidate `x` was drawn from `q`, by speculative sampling (Leviathan et al., 2023, algorithm
+      1): `x` with probability `min(1, p(x) / q(x))`, else a token from `max(0, p − q)`.
+    - In a tree, whose siblings were drawn from `q` without replacement, by the same again and again (recursive
+      rejection sampling: Jeon et al., 2024, "Recursive Speculative Decoding"; Yang et al., 2024,
+      "Multi-Candidate Speculative Decoding"): the first sibling is accepted so; if it is not, `p` becomes
+      `max(0, p − q)` scaled to 1, `q` loses that sibling and is scaled to 1, and the next one is asked about; after
+      the last one a token is drawn from what is left of `p`. A node without children has all of `p` left.
+
+    Either is exact because what a candidate was drawn from is known, and nothing but earlier siblings and other nodes
+    decided whether it is there (`tree.DrawnTreeGrowth`).
 
     Only the nodes on the path are processed, one after another, each with its own path as the context. On a CPU the
     walk ends where it ends; elsewhere all levels are walked, and the device is waited for once.
@@ -76,10 +83,12 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
         processed = process(row, path.unsqueeze(0))
         if not do_sample:
             token = argmax_rows(processed)
-        elif candidates is not None and candidates.is_chain and depth < token_ids.shape[0]:
+        elif candidates is None or depth == len(candidates.shortlists):
+            token = draw(_probabilities(processed))
+        elif candidates.is_chain:
             token = _draw_at(candidates, depth, _probabilities(processed))
         else:
-            token = draw(_probabilities(processed))
+            token = _draw_among(candidates, depth, parents + 1 == row, _probabilities(processed))
         rows.append(row)
         scores.append(processed)
         path = torch.cat([path, token])
@@ -90,7 +99,7 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
         agrees.append(goes_on)
         # Of equal siblings, which stand for the same path, the first is taken.
         row = is_next.to(torch.int8).argmax(keepdim=True) + 1
-        if device.type == "cpu" and not goes_on:
+        if _is_free_to_look(device) and not goes_on:
             break
     count = 1 + (int(torch.cat(agrees).sum()) if agrees else 0)
     return Outcome(path[:count], torch.cat(rows)[:count], tuple(scores[:count]))
@@ -105,12 +114,82 @@ def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tenso
     of_drafter = torch.where(shortlist.scored_slots == drafted, q, 0.0).amax(keepdim=True).to(p.device)
     drafted = drafted.to(p.device)
     is_accepted = torch.rand(1, device=p.device) * of_drafter < p.index_select(0, drafted)
-    if p.device.type == "cpu" and is_accepted:
+    if _is_free_to_look(p.device) and is_accepted:
         return drafted
     residual = p.scatter_add(0, shortlist.scored_slots.to(p.device), -q.to(p.device)).clamp_min(0.0)
     # Where both distributions are equal to rounding, nothing is left over and the target's own takes its place.
     residual = torch.where(residual.sum() > 0, residual, p)
     return torch.where(is_accepted, drafted, draw(residual))
+
+
+def _draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Speculative sampling among the drawn children of a node: a token, int64 `[1]`, distributed as `p`, `[V]`, says.
+
+    Outside of the tokens that could have been drawn `p` is only ever scaled: one number stands for all of them.
+
+    Args:
+        candidates: a drawn tree.
+        depth: of the children.
+        is_child: bool `[k]`: which candidates they are.
+        p: fp32 `[V]`.
+    """
+    draws, device = candidates.draws, p.device
+    count = is_child.sum()
+    most = int(count) if _is_free_to_look(device) else draws.most_siblings
+    if most == 0:
+        return draw(p)
+    w, n = draws.probabilities[depth].shape
+    order = torch.arange(most, device=device)
+    # Siblings lie side by side. Past the last of them, and past the end of the walk, something is looked up that is
+    # not asked about, perhaps of a depth of another shape.
+    children = (is_child.to(torch.int8).argmax() + order).clamp_max(is_child.shape[0] - 1)
+    columns = draws.columns.to(device)[children].clamp_max(n - 1)
+    row = draws.rows.to(device)[children[:1]].clamp_max(w - 1)
+    token_ids = draws.token_ids[depth].to(device).index_select(0, row)[0]
+    q = draws.probabilities[depth].to(device).index_select(0, row)[0]
+    q_of_each = _without_elders(q, columns, order < count)
+
+    # A token that could not be drawn may stand here beside one that could: it belongs to the rest.
+    p_here = torch.where(q > 0, p.index_select(0, token_ids), 0.0)
+    p_left = torch.cat([p_here, (1.0 - p_here.sum(0, keepdim=True)).clamp_min(0.0)])
+    p_of_children, masses = [], []
+    for q_of_child, column in zip(q_of_each.unbind(0), columns.split(1), strict=True):
+        p_of_children.append(p_left.index_select(0, column))
+        masses.append(p_left.sum(0, keepdim=True))
+        # If this child is refused; not scaled back to 1, instead q is scaled to what is left.
+        p_left = torch.addcmul(p_left, q_of_child, masses[-1], value=-1.0).clamp_min(0.0)
+    q_of_children = q_of_each.gather(1, columns.unsqueeze(1))[:, 0] * torch.cat(masses)
+    uniform = torch.rand(most, device=device)
+    is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
+    accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
+    if _is_free_to_look(device) and is_accepted.any():
+        return accepted
+    residual = p.scatter_add(0, token_ids, p_left[:-1] - p_here).clamp_min(0.0)
+    residual = torch.where(residual.sum() > 0, residual, p)
+    return torch.where(is_accepted.any(), accepted, draw(residual))
+
+
+def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    """fp32 `[c, n + 1]`: the distribution that each child was drawn from, 0 at the children before it and in the last
+    column. All 0 for what is no child, and where nothing was left to draw.
+
+    Args:
+        q: fp32 `[n]`: what the first child was drawn from.
+        columns: int64 `[c]`: the children, in the order in which they were drawn.
+        is_child: bool `[c]`: False past the last of them.
+    """
+    n, c = q.shape[0], columns.shape[0]
+    order = torch.arange(c, device=q.device)
+    place = order.new_full((n,), c).scatter_reduce(0, columns, torch.where(is_child, order, c), "amin")
+    left = torch.where(place >= order.unsqueeze(1), q, 0.0)
+    # Summed up and not taken from 1, of which rounding would leave something where nothing is left.
+    left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+    return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
+
+
+def _is_free_to_look(device: torch.device) -> bool:
+    """Whether a value can be looked at without waiting for a device."""
+    return device.type == "cpu"
 
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:
