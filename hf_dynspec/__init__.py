@@ -20,6 +20,7 @@ _HOMES = {
     "HybridShortlist": ".shortlists",
     "InContextShortlist": ".shortlists",
     "NotBoundError": ".errors",
+    "RouterShortlist": ".shortlists",
     "ShortlistPolicy": ".shortlists",
     "TreeConfig": ".tree_config",
     "UnionShortlist": ".shortlists",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
+    from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import UnionShortlist as UnionShortlist
     from .tree_config import TreeConfig as TreeConfig

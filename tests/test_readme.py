@@ -11,13 +11,14 @@ import pytest
 import torch
 import typer
 from eagle_heads import random_head
+from models import random_router
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dynspec import DynSpecAssistant, hub
 from hf_dynspec.commands import app
 from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.hub import fingerprint_tokenizer, push_artifact, write_artifact
-from hf_dynspec.shortlists import FrequencyShortlist
+from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -66,6 +67,9 @@ def hub_on_disk(monkeypatch, tmp_path) -> Path:
     policy = FrequencyShortlist(torch.arange(len(tokenizer)))
     config = DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=fingerprint_tokenizer(tokenizer))
     write_artifact(tmp_path / "path/to/ranking", config, policy.tensors())
+    router = RouterShortlist(random_router(64, 64, vocabulary=len(tokenizer)))
+    config = DynSpecConfig(PolicyConfig(router.name, router.settings()), tokenizer=fingerprint_tokenizer(tokenizer))
+    write_artifact(tmp_path / "router", config, router.tensors())
     shape = {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}
     random_head("eagle3", len(tokenizer), draft_vocabulary=8192, **shape).write(tmp_path / "path/to/eagle-head")
     return tmp_path
@@ -108,4 +112,4 @@ def test_the_commands_take_what_they_are_given(words):
 
 
 def test_there_are_commands_to_test():
-    assert {words[1] for words in commands()} == {"bench", "build", "convert", "coverage"}
+    assert {words[1] for words in commands()} == {"bench", "build", "convert", "coverage", "push", "train"}
