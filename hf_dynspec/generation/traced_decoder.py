@@ -10,7 +10,7 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -131,30 +131,39 @@ class _Watch:
         self._decoder = model.get_decoder()
         self._modules = list(self._decoder.modules())
         self._hooks = [hooks for module in self._modules for hooks in _hooks_of(module)]
-        settings = [vars(model.config), vars(model.config.get_text_config())]
-        held = [(vars(module), module._modules, module._parameters, module._buffers) for module in self._modules]
-        self._namespaces = [*settings, *chain.from_iterable(held)]
-        self._contents = self._contents_now()
+        configs = (model.config, model.config.get_text_config())
+        self._settings = [vars(one) for one in (*configs, *self._modules)]
+        self._settings_then = [dict(one) for one in self._settings]
+        self._parts = [part for one in self._modules for part in (one._modules, one._parameters, one._buffers)]
+        self._parts_then = self._parts_now()
         self._tensors = [*self._decoder.parameters(), *self._decoder.buffers()]
-        self._addresses = self._addresses_now()
-        self._classes = list({type(module) for module in self._modules})
-        self._types = list(map(type, self._modules))
-        self._methods = self._methods_now()
+        self._addresses_then = self._addresses_now()
+        self._types_then = list(map(type, self._modules))
+        self._classes = list(set(self._types_then))
+        self._methods_then = self._methods_now()
 
     def sees_no_change(self, model: PreTrainedModel) -> bool:
-        """Whether the decoder would run what it ran when it was traced. For a model of a thousand modules in less than
-        a millisecond, as no line of Python is run for each."""
+        """Whether the decoder would run what it ran when it was traced. Takes less than a microsecond for each module,
+        as no line of Python is run for each."""
         return (
             model.get_decoder() is self._decoder
             and not _has_foreign_hooks(self._hooks)
-            and _are_the_same(self._contents_now(), self._contents)
-            and self._addresses_now() == self._addresses
-            and _are_the_same(map(type, self._modules), self._types)
-            and _are_the_same(self._methods_now(), self._methods)
+            and _are_the_same(self._parts_now(), self._parts_then)
+            and _are_the_same(list(map(type, self._modules)), self._types_then)
+            and _are_the_same(self._methods_now(), self._methods_then)
+            and self._addresses_now() == self._addresses_then
+            and self._has_the_same_settings()
         )
 
-    def _contents_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._namespaces)))
+    def _has_the_same_settings(self) -> bool:
+        try:
+            return self._settings == self._settings_then
+        # Two different tensors, which have no truth value together.
+        except (RuntimeError, ValueError):
+            return False
+
+    def _parts_now(self) -> list[nn.Module | torch.Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._parts)))
 
     def _addresses_now(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))
@@ -163,8 +172,7 @@ class _Watch:
         return [one.forward for one in self._classes] + [one.__call__ for one in self._classes]
 
 
-def _are_the_same(now: Iterable[Any], then: list[Any]) -> bool:
-    now = list(now)
+def _are_the_same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
