@@ -134,7 +134,9 @@ class _Watch:
         configs = (model.config, model.config.get_text_config())
         self._settings = [vars(one) for one in (*configs, *self._modules)]
         self._settings_then = [dict(one) for one in self._settings]
-        self._parts = [part for one in self._modules for part in (one._modules, one._parameters, one._buffers)]
+        # A forward that was written for a module without parts uses none that it is given.
+        parts = [part for one in self._modules for part in (one._modules, one._parameters, one._buffers)]
+        self._parts = list(filter(None, parts))
         self._parts_then = self._parts_now()
         self._tensors = [*self._decoder.parameters(), *self._decoder.buffers()]
         self._addresses_then = self._addresses_now()
