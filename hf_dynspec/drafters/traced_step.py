@@ -59,11 +59,11 @@ def trace_step(model: PreTrainedModel) -> torch.jit.ScriptModule | None:
         A function of a token id, int64 `[1, 1]`, its position, int64 `[1, 1]`, and the keys and values of every layer;
         it returns the hidden state `[1, 1, d]` and the longer keys and values.
     """
-    if model.training or not _has_steady_steps(model):
+    if model.training or not has_steady_steps(model):
         return None
     step = _Step(model.get_decoder()).eval()
     try:
-        with torch.no_grad(), _without_warnings():
+        with torch.no_grad(), without_warnings():
             traced = torch.jit.trace(step, _example(model, _TRACED_LENGTH), check_trace=False)
             agrees = all(_agrees(step, traced, _example(model, length)) for length in _COMPARED_LENGTHS)
     # A model may do anything in its forward; whatever keeps it from being traced only costs the speed of the trace.
@@ -73,7 +73,7 @@ def trace_step(model: PreTrainedModel) -> torch.jit.ScriptModule | None:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Tracing warns of every value that it takes for a constant, which the comparison checks, and of every attribute
     that it looks at."""
     verbosity = logging.get_verbosity()
@@ -86,7 +86,7 @@ def _without_warnings() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _has_steady_steps(model: PreTrainedModel) -> bool:
+def has_steady_steps(model: PreTrainedModel) -> bool:
     """Whether a step does the same operations whatever the length of the context is."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

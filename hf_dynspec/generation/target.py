@@ -18,9 +18,8 @@ from ..errors import UnsupportedError
 from ..head import DynamicLMHead
 from ..protocol import Candidates
 from ..tree import attention_mask, attention_windows, descent
+from .traced_decoder import MASKED_ATTENTION, TracedDecoder
 
-# Attention implementations that take any mask.
-_MASKED_ATTENTION = ("sdpa", "eager")
 _MASKED_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -29,7 +28,7 @@ class TargetForward:
 
     On a CPU most of a small verification is the product with the output projection, which torch's matrix product does
     in three times the time that reading the weight takes. Where this package has a faster one, and it agrees with the
-    model, the decoder and the projection are run one after the other.
+    model, the decoder and the projection are run one after the other, the decoder as a trace where one holds.
 
     Args:
         model: the target.
@@ -39,16 +38,20 @@ class TargetForward:
         self._model = weakref.ref(model)
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self._head = _fast_head(model)
+        self._traced_decoder = None if self._head is None else TracedDecoder(model)
 
     @property
     def model(self) -> PreTrainedModel:
         """The target. It is not kept alive from here."""
         return self._model()
 
-    def prepare(self, rows: int) -> None:
-        """Compile what verifications with up to so many rows of logits use. May take seconds the first time."""
+    def prepare(self, rows: int, states: tuple[int, ...]) -> None:
+        """Compile and trace what verifications with up to so many rows of logits use that return these hidden states.
+        May take seconds the first time."""
         if self._head is not None:
             self._head.prepare_all_scores(rows)
+            if _may_be_taken_apart(self.model, self._head):
+                self._traced_decoder.prepare(entries_with(states) if states else False)
 
     def run(
         self,
@@ -94,13 +97,15 @@ class TargetForward:
             inputs |= self._tree_inputs(inputs, candidates, input_ids.shape[1] - 1)
         if states and inputs.get("output_hidden_states") is not True:
             inputs["output_hidden_states"] = entries_with(states)
-        return self._forward(inputs, k + 1, buffer)
+        return self._forward(inputs, k + 1, is_first, buffer)
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
         return hidden_state(outputs, index, self.num_layers)
 
-    def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
+    def _forward(
+        self, inputs: dict[str, Any], rows: int, is_first: bool, buffer: "RowsBuffer | None"
+    ) -> CausalLMOutputWithPast:
         if self._head is None or not _may_be_taken_apart(self.model, self._head):
             if "logits_to_keep" in inputs:
                 inputs["logits_to_keep"] = rows
@@ -108,7 +113,9 @@ class TargetForward:
             outputs.logits = outputs.logits[:, -rows:]
             return outputs
         inputs.pop("logits_to_keep", None)
-        outputs = self.model.get_decoder()(**inputs)
+        outputs = None if is_first else self._traced_decoder.run(inputs)
+        if outputs is None:
+            outputs = self.model.get_decoder()(**inputs)
         into = None if buffer is None else buffer.rows(rows, self._head.weight.shape[0], self._head.weight)
         return CausalLMOutputWithPast(
             logits=self._head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
@@ -154,7 +161,7 @@ class TargetForward:
         """
         name = type(self.model).__name__
         config = self.model.config.get_text_config()
-        if config._attn_implementation not in _MASKED_ATTENTION:
+        if config._attn_implementation not in MASKED_ATTENTION:
             raise UnsupportedError(
                 f"{name} uses the attention implementation {config._attn_implementation!r}, which takes no tree mask. "
                 f"Load it with attn_implementation='sdpa', or draft chains with tree=False."
