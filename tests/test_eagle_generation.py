@@ -311,9 +311,9 @@ def reads_of(monkeypatch) -> list[tuple[int, int]]:
 
     advance, reads = EagleState.advance, []
 
-    def recording(self, prefix, features=None):
+    def recording(self, prefix, features=None, show=None):
         reads.append((prefix.shape[0], features.shape[0]))
-        return advance(self, prefix, features)
+        return advance(self, prefix, features, show)
 
     monkeypatch.setattr(EagleState, "advance", recording)
     return reads
