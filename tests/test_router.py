@@ -6,12 +6,14 @@ import weakref
 import pytest
 import torch
 from eagle_heads import random_head
-from models import VOCABULARY, centroid_router, perturbed, prompt, random_router, tiny
+from models import VOCABULARY, centroid_router, perturbed, prompt, random_router, tiny, word_tokenizer
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.head import DynamicLMHead, PackedRows
+from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
 from hf_dynspec.protocol import VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
@@ -34,7 +36,7 @@ def expected_ids(policy: RouterShortlist, scores: torch.Tensor, depth: int, info
     """By sets and loops."""
     clusters = policy.router.clusters.tolist()
     order = scores.argsort(descending=True).tolist()[: policy.budget(depth)]
-    if policy.mass is not None:
+    if policy.mass < 1:
         probabilities = scores.sigmoid()
         reached, kept = 0.0, []
         for cluster in order:
@@ -67,7 +69,7 @@ def test_the_network_is_the_one_of_the_docstring():
     torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mass", [None, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("mass", [0.3, 0.9, 1.0])
 @pytest.mark.parametrize("pinned", [0, 1, 20, 40])
 @pytest.mark.parametrize("is_trimmed", [False, True])
 def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is_trimmed):
@@ -247,7 +249,7 @@ def test_tensors_that_do_not_fit_are_refused(name):
         ({"max_clusters": 0}, "max_clusters"),
         ({"max_clusters": True}, "max_clusters"),
         ({"position_aware": 1}, "position_aware"),
-        ({"packed": None}, "packed"),
+        ({"packed": 0}, "packed"),
         ({"mass": 0.0}, "mass"),
         ({"mass": 1.5}, "mass"),
         ({"mass": True}, "mass"),
@@ -260,6 +262,23 @@ def test_tensors_that_do_not_fit_are_refused(name):
 def test_settings_out_of_range_are_refused(settings, says):
     with pytest.raises(Exception, match=says):
         RouterShortlist(**{"router": random_router(), **settings})
+
+
+def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):
+    stored = RouterShortlist(random_router(), 5, False, 0.8, RANKING, pinned=9, packed=False)
+    tokenizer = fingerprint_tokenizer(word_tokenizer())
+    config = DynSpecConfig(PolicyConfig(stored.name, stored.settings()), tokenizer=tokenizer)
+    write_artifact(tmp_path / "router", config, stored.tensors())
+    loaded = RouterShortlist(tmp_path / "router")
+    assert loaded.settings() == stored.settings() and torch.equal(loaded.ranking, RANKING)
+    assert loaded.tokenizer_fingerprints == (tokenizer,)
+    changed = RouterShortlist(str(tmp_path / "router"), max_clusters=2, position_aware=True, mass=1.0, pinned=0)
+    assert changed.settings() == {**RouterShortlist(random_router(), 2).settings(), "packed": False}
+    union = UnionShortlist(stored)
+    config = DynSpecConfig(PolicyConfig(union.name, union.settings()), tokenizer=tokenizer)
+    write_artifact(tmp_path / "union", config, union.tensors())
+    with pytest.raises(ArtifactError, match="clusters"):
+        RouterShortlist(tmp_path / "union")
 
 
 def test_clusters_of_a_smaller_vocabulary_are_refused():

@@ -416,7 +416,7 @@ def _choices(
     depths = shard["depths"].long()
     budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
     chosen = budgets[depths]
-    if policy.mass is not None:
+    if policy.mass < 1:
         probabilities = ordered.values.sigmoid()
         before = probabilities.cumsum(-1) - probabilities
         chosen = torch.minimum(chosen, (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1))

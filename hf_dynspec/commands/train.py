@@ -62,8 +62,8 @@ def router(
     ] = 0.05,
     position_aware: Annotated[bool, typer.Option(help="Choose fewer clusters at later draft steps.")] = True,
     mass: Annotated[
-        float | None, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
-    ] = None,
+        float, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
+    ] = 1.0,
     steps: Annotated[int, typer.Option(help="Draft steps to train on.")] = 300_000,
     held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
     window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
@@ -98,7 +98,7 @@ def router(
     from ..shortlists.router import RouterShortlist
 
     for option, value in (("--share", share), ("--mass", mass)):
-        if value is not None and not 0 < value <= 1:
+        if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
     recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
     training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)

@@ -139,15 +139,17 @@ class RouterShortlist(ShortlistPolicy):
 
     Args:
         router: a `Router`, or the artifact (folder or Hub repository) that `hf-dynspec train router` or
-            `hf-dynspec build clusters` wrote; its ranking is taken unless one is given.
-        max_clusters: how many clusters are chosen at the first draft steps.
-        position_aware: choose fewer at later steps, see `position_aware_clusters`.
-        mass: choose no more clusters than reach this share of the router's probability over all clusters (None:
+            `hf-dynspec build clusters` wrote. What is not given below is then as it was stored.
+        max_clusters: how many clusters are chosen at the first draft steps (default 64).
+        position_aware: choose fewer at later steps, see `position_aware_clusters` (default True).
+        mass: choose no more clusters than reach this share of the router's probability over all clusters (default 1:
             always as many as the budget allows). For trained routers.
         ranking: token ids, most frequent first.
-        pinned: how many tokens of the ranking are on every shortlist.
-        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself. It
-            takes as much memory as the head, and up to a tenth more for clusters that do not fill their last block.
+        pinned: how many tokens of the ranking are on every shortlist (default 0). A router is trained to leave out
+            those that were pinned then, so keep them.
+        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself
+            (default True). It takes as much memory as the head, and up to a tenth more for clusters that do not fill
+            their last block.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -159,38 +161,37 @@ class RouterShortlist(ShortlistPolicy):
     def __init__(
         self,
         router: Router | str | os.PathLike,
-        max_clusters: int = 64,
-        position_aware: bool = True,
+        max_clusters: int | None = None,
+        position_aware: bool | None = None,
         mass: float | None = None,
         ranking: Sequence[int] | torch.Tensor | None = None,
-        pinned: int = 0,
-        packed: bool = True,
+        pinned: int | None = None,
+        packed: bool | None = None,
     ):
         self.tokenizer: TokenizerFingerprint | None = None
+        settings = dict(_DEFAULTS)
         if isinstance(router, (str, os.PathLike)):
-            router, stored_ranking, self.tokenizer = _read_router(router)
+            router, stored_ranking, stored_settings, self.tokenizer = _read_router(router)
             ranking = stored_ranking if ranking is None else ranking
+            settings |= stored_settings
         if not isinstance(router, Router):
             raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
-        for name, value, least in (("max_clusters", max_clusters, 1), ("pinned", pinned, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        for name, value in (("position_aware", position_aware), ("packed", packed)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"{name} must be True or False, got {value!r}")
-        if mass is not None and (isinstance(mass, bool) or not isinstance(mass, (int, float)) or not 0 < mass <= 1):
-            raise ConfigurationError(f"mass must be a share above 0 and up to 1, got {mass!r}")
-        if mass is not None and router.centroids is not None:
-            raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
-        if pinned and ranking is None:
-            raise ConfigurationError("pinned tokens need a ranking")
+        given = {
+            "max_clusters": max_clusters,
+            "position_aware": position_aware,
+            "mass": mass,
+            "pinned": pinned,
+            "packed": packed,
+        }
+        settings |= {name: value for name, value in given.items() if value is not None}
+        _require_settings(settings, router, ranking)
         self.router = router
-        self.max_clusters = max_clusters
-        self.position_aware = position_aware
-        self.mass = mass
         self.ranking = None if ranking is None else as_ranking(ranking)
-        self.pinned = pinned
-        self.packed = packed
+        self.max_clusters: int = settings["max_clusters"]
+        self.position_aware: bool = settings["position_aware"]
+        self.mass: float = settings["mass"]
+        self.pinned: int = settings["pinned"]
+        self.packed: bool = settings["packed"]
         self._lock = threading.Lock()
         self._last_layout: tuple[VocabularyInfo, _Layout] | None = None
 
@@ -253,6 +254,27 @@ class RouterShortlist(ShortlistPolicy):
             raise ConfigurationError("the policy 'router' cannot be built without its clusters")
         rest = {name: tensor for name, tensor in tensors.items() if name not in known}
         return super().from_settings({**settings, "router": Router(**own)}, rest)
+
+
+_DEFAULTS = {"max_clusters": 64, "position_aware": True, "mass": 1.0, "pinned": 0, "packed": True}
+
+
+def _require_settings(settings: Mapping[str, Any], router: Router, ranking: Any) -> None:
+    """Refuse settings that are mistyped, out of range, or do not fit the router."""
+    for name, least in (("max_clusters", 1), ("pinned", 0)):
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    for name in ("position_aware", "packed"):
+        if not isinstance(settings[name], bool):
+            raise ConfigurationError(f"{name} must be True or False, got {settings[name]!r}")
+    mass = settings["mass"]
+    if isinstance(mass, bool) or not isinstance(mass, (int, float)) or not 0 < mass <= 1:
+        raise ConfigurationError(f"mass must be a share above 0 and up to 1, got {mass!r}")
+    if mass < 1 and router.centroids is not None:
+        raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
+    if settings["pinned"] and ranking is None:
+        raise ConfigurationError("pinned tokens need a ranking")
 
 
 class RouterState(ShortlistState):
@@ -325,7 +347,7 @@ class RouterState(ShortlistState):
         scores = self._scores
         best = scores.topk(budget)
         is_chosen = torch.ones_like(best.values, dtype=torch.bool)
-        if self._policy.mass is not None:
+        if self._policy.mass < 1:
             # A cluster is chosen where those before it do not reach the share yet.
             probabilities = best.values.sigmoid()
             before = probabilities.cumsum(0) - probabilities
@@ -420,7 +442,8 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _read_router(
     artifact: str | os.PathLike,
-) -> tuple[Router, torch.Tensor | None, "TokenizerFingerprint | None"]:
+) -> tuple[Router, torch.Tensor | None, Mapping[str, Any], "TokenizerFingerprint | None"]:
+    """The router of an artifact, its ranking, the settings it was stored with, and its tokenizer."""
     # Imported here, as only those who name an artifact need the Hub client.
     from ..hub import read_artifact
 
@@ -432,4 +455,8 @@ def _read_router(
         router = Router(**{name: tensor for name, tensor in tensors.items() if name in known})
     except ConfigurationError as error:
         raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
-    return router, tensors.get("ranking"), config.tokenizer
+    unknown = set(config.policy.settings) - set(_DEFAULTS)
+    if config.policy.name != RouterShortlist.name or unknown:
+        problem = f"is {config.policy.name!r}, with the settings {', '.join(config.policy.settings)}"
+        raise ArtifactError("config.json: policy", problem, "Name an artifact of the policy 'router'.")
+    return router, tensors.get("ranking"), config.policy.settings, config.tokenizer
