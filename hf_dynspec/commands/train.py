@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import Out, Overwrite, command_text, describe_inputs, describe_model, require_free_folder
+from .build import Out, command_text, describe_inputs, describe_model, require_free_folder
 from .common import Device, Dtype, Target, Threads, progress_bar
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def router(
     device: Device = "auto",
     dtype: Dtype = None,
     threads: Threads = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the artifact, and drop unfinished work in the folder.")
+    ] = False,
 ) -> None:
     """Train a router for a pair (DynaSpec): which token clusters does a draft step need?
 
@@ -108,6 +110,8 @@ def router(
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
         require_free_folder(out, overwrite)
+        if overwrite:
+            shutil.rmtree(out / _WORK, ignore_errors=True)
     if threads is not None:
         torch.set_num_threads(threads)
     pair = _Pair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
