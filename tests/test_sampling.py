@@ -29,7 +29,7 @@ from hf_dynspec import (
 from hf_dynspec import tree as tree_module
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.generation import decoding, verification
-from hf_dynspec.generation.processing import ProcessorsByValue, draw, draw_several
+from hf_dynspec.generation.processing import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.generation.token_choice import TokenChoice
 from hf_dynspec.generation.verification import verify
 from hf_dynspec.protocol import Candidates, Shortlist
@@ -531,6 +531,25 @@ def test_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, value, dtype=torch.float64))
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
     assert int(draw(logits.softmax(-1))) == (1 if value < 0.5 else 3)
+
+
+def test_few_possible_tokens_are_looked_at_alone():
+    """What a top-k leaves of a large vocabulary has the same probabilities, and is drawn by them, without the rest."""
+    torch.manual_seed(0)
+    scores = torch.full((1, 4000), -torch.inf)
+    possible = torch.tensor([0, 7, 1999, 3998, 3999])
+    scores[0, possible] = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
+    assert few_columns(scores[0] > -torch.inf).tolist() == possible.tolist()
+    probabilities = verification._probabilities(scores)
+    torch.testing.assert_close(probabilities, scores[0].softmax(-1), rtol=1e-6, atol=0)
+    drawn = torch.cat([draw(probabilities) for _ in range(4000)])
+    counts = (drawn.unsqueeze(1) == possible).sum(0)
+    assert int(counts.sum()) == 4000
+    assert chi_square(counts, probabilities[possible] * 4000) > FALSE_ALARM
+    # Where many are possible, none, or a device would be waited for, nothing is looked at.
+    assert few_columns(torch.ones(4000, dtype=torch.bool)) is None
+    assert few_columns(torch.zeros(4000, dtype=torch.bool)) is None
+    assert few_columns(torch.zeros(4000, dtype=torch.bool, device="meta")) is None
 
 
 def test_several_draws_follow_one_another_without_replacement():

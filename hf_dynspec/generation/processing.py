@@ -73,6 +73,20 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
     weight 0 is never drawn, as it adds nothing to the sum.
     """
+    possible = few_columns(weights > 0)
+    return _draw(weights) if possible is None else possible[_draw(weights[possible])]
+
+
+def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
+    """The columns, int64 `[m]`, that are True in `[n]`, where they can be counted without waiting for a device and are
+    so few that it pays to look at them alone, as after a top-k over a large vocabulary; otherwise None."""
+    if is_wanted.device.type != "cpu":
+        return None
+    wanted = is_wanted.nonzero().squeeze(1)
+    return wanted if 0 < wanted.shape[0] <= is_wanted.shape[0] // 8 else None
+
+
+def _draw(weights: torch.Tensor) -> torch.Tensor:
     cumulative = weights.double().cumsum(-1)
     uniform = torch.rand(1, dtype=torch.float64, device=weights.device)
     index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)

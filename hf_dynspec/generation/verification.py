@@ -11,7 +11,7 @@ import torch
 
 from ..kernels import argmax_rows
 from ..protocol import Candidates
-from .processing import draw
+from .processing import draw, few_columns
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
 # fp32 [1, V].
@@ -194,5 +194,9 @@ def _is_free_to_look(device: torch.device) -> bool:
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:
     """The softmax `[V]` of `[1, V]`, divided by its sum, which over a large vocabulary is 1 only to a few digits."""
-    probabilities = scores[0].softmax(-1)
-    return probabilities / probabilities.sum()
+    possible = few_columns(scores[0] > -torch.inf)
+    probabilities = scores[0].softmax(-1) if possible is None else scores[0, possible].softmax(-1)
+    probabilities = probabilities / probabilities.sum()
+    if possible is None:
+        return probabilities
+    return torch.zeros_like(scores[0]).index_copy_(0, possible, probabilities)
