@@ -336,7 +336,9 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     config, _ = read_artifact(tmp_path / "router")
     metrics = config.provenance["metrics"]
     assert 0 < metrics["size"] <= 0.4 * VOCABULARY and 0 < metrics["cluster_recall"] <= 1
-    assert str(tmp_path) not in (tmp_path / "router" / "README.md").read_text()
+    card = (tmp_path / "router" / "README.md").read_text()
+    assert str(tmp_path) not in card and "hf-dynspec train router --target target" in card
+    assert ("EagleDrafter.from_pretrained(" in card) == (drafter == "eagle3")
     head = folder / drafter
     loaded = (
         EagleDrafter.from_pretrained(head, target=target)

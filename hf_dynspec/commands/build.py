@@ -352,7 +352,8 @@ def describe_inputs(files: Any) -> dict[str, Any]:
 
 def command_text(context: typer.Context) -> str:
     """The command as it was given, with files and folders reduced to their names."""
-    words = ["hf-dynspec", "build", context.info_name or ""]
+    group = context.parent.info_name if context.parent else None
+    words = ["hf-dynspec", group or "", context.info_name or ""]
     for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
         source = context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE":

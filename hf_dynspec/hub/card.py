@@ -66,6 +66,7 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
         drafter=_described(config.drafter),
         target_argument=_loadable(config.target) or "path/to/target",
         needs_drafter=_loadable(config.drafter) is None,
+        is_eagle=config.drafter is not None and config.drafter.architecture == "EagleDrafter",
         settings=_table(("Setting", "Value"), _settings(config).items()),
         metrics=_metrics(config),
         command=_one_line(config.provenance.get("command")),
