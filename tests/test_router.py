@@ -87,6 +87,19 @@ def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is
             assert torch.equal(shortlist.layout.token_ids[shortlist.blocks].flatten(), shortlist.slots)
 
 
+def test_a_shortlist_is_never_empty():
+    """Clusters that hold nothing that can be drafted are passed over, however likely the router finds them."""
+    router = random_router()
+    likely = router.output_bias.clone()
+    likely[3] = 1e4
+    policy = RouterShortlist(Router(**{**router.tensors(), "output_bias": likely}), max_clusters=1)
+    draftable = (router.clusters != 3).nonzero().squeeze(1)
+    state = policy.start(vocabulary(eos=(), draftable=draftable))
+    state.foresee(*states())
+    ids = state.select(0, torch.tensor([5]), states()[0]).ids()
+    assert ids.numel() and bool(torch.isin(ids, draftable).all())
+
+
 def test_the_tokens_of_a_tree_share_their_best_clusters():
     policy = RouterShortlist(random_router(), 4, position_aware=False)
     state, inputs = policy.start(vocabulary()), states(rows=6)

@@ -545,7 +545,7 @@ def test_few_possible_tokens_are_looked_at_alone():
     drawn = torch.cat([draw(probabilities) for _ in range(4000)])
     counts = (drawn.unsqueeze(1) == possible).sum(0)
     assert int(counts.sum()) == 4000
-    assert chi_square(counts, probabilities[possible] * 4000) > FALSE_ALARM
+    assert chi_square(counts, probabilities[possible].double() * 4000, at_least=5) > FALSE_ALARM
     # Where many are possible, none, or a device would be waited for, nothing is looked at.
     assert few_columns(torch.ones(4000, dtype=torch.bool)) is None
     assert few_columns(torch.zeros(4000, dtype=torch.bool)) is None

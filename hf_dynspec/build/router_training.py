@@ -412,6 +412,7 @@ def _choices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen."""
     scores = policy.router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
+    scores = scores.masked_fill(_clusters_and_sizes(policy)[1][:-1] == 0, -torch.inf)
     ordered = scores.sort(-1, descending=True)
     depths = shard["depths"].long()
     budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])

@@ -321,8 +321,9 @@ class RouterState(ShortlistState):
         return self._shown[1]
 
     def _take(self, scores: torch.Tensor) -> None:
-        """Take in new scores `[M]`."""
-        self._scores = scores
+        """Take in new scores `[M]`. Clusters without a token of their own would waste the budget, and leave nothing
+        where they are all that is chosen."""
+        self._scores = scores.masked_fill(self._layout.is_empty, -torch.inf)
         self._shown = None
 
     def _shortlist(self, budget: int) -> Shortlist:
@@ -365,11 +366,13 @@ class _Layout:
         blocks: token ids by block.
         cluster_of: int64 `[B]`: the cluster of each block; `M` for those of the pinned tokens.
         most_blocks: entry `k` is the number of blocks of the pinned tokens and the `k` largest clusters.
+        is_empty: bool `[M]`: clusters whose tokens are all pinned, or cannot be drafted.
     """
 
     blocks: BlockLayout
     cluster_of: torch.Tensor
     most_blocks: tuple[int, ...]
+    is_empty: torch.Tensor
 
     def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
         """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
@@ -428,6 +431,7 @@ def _lay_out(policy: RouterShortlist, vocabulary: VocabularyInfo) -> _Layout:
         BlockLayout(rows.to(device), is_token.view(-1, BLOCK_ROWS).to(device)),
         torch.repeat_interleave((torch.arange(count + 1) + count) % (count + 1), block_counts).to(device),
         (pinned_blocks, *(pinned_blocks + int(blocks) for blocks in largest_first)),
+        (sizes[1:] == 0).to(device),
     )
 
 
