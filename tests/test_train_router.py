@@ -1,6 +1,7 @@
 """Routers: draft steps recorded along texts, training on them, and the command that does both."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -328,6 +329,7 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     result = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
     assert result.exit_code == 0, result.output
     assert "1,200 draft steps take about" in result.output and "a router over 12 clusters" in result.output
+    assert re.search(r"cluster recall [\d.]+%, target's mass [\d.]+% on \d+ tokens", " ".join(result.output.split()))
     assert sorted(path.name for path in (tmp_path / "router").iterdir()) == [
         "README.md",
         "config.json",

@@ -161,10 +161,15 @@ class RouterTraining:
         network.begin_at(self._base_rates())
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         self.state = TrainingState()
-        self._best = {name: tensor.detach().clone() for name, tensor in network.named_parameters()}
+        self._best = {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}
         if self._checkpoint.exists():
             self._resume(network, optimizer)
         self._network, self._optimizer = accelerator.prepare(network, optimizer)
+
+    @property
+    def best(self) -> Router:
+        """The router whose held-out loss was the lowest so far, in fp32 on the CPU."""
+        return Router(self._clusters.to(device="cpu", dtype=torch.int32), **self._best)
 
     def run(self, report: Callable[[TrainingState], None] = lambda state: None) -> Router:
         """Train until the held-out loss no longer falls, or `max_steps`.
@@ -173,7 +178,7 @@ class RouterTraining:
             report: called after each look at the held-out steps.
 
         Returns:
-            The router, in fp32 on the CPU, as it was when its held-out loss was lowest.
+            See `best`.
         """
         losses = []
         goes_on = self.state.decays <= _DECAYS and self.state.step < self._settings.max_steps
@@ -192,9 +197,7 @@ class RouterTraining:
             self._save(is_best=held_out_loss < before)
             report(self.state)
         self._accelerator.wait_for_everyone()
-        with safe_open(self._checkpoint, "pt") as saved:
-            best = {name: saved.get_tensor(f"best.{name}") for name in NETWORK_TENSORS}
-        return Router(self._clusters.to(torch.int32), **best)
+        return self.best
 
     # Batches -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..build.corpus import Corpus
     from ..build.draft_steps import Recording, RecordingSettings, Windows
-    from ..build.router_training import TrainingSettings, TrainingState
+    from ..build.router_training import HeldOutFigures, TrainingSettings, TrainingState
     from ..drafters import Drafter
     from ..shortlists.router import Router, RouterShortlist
 
@@ -94,7 +94,7 @@ def router(
 
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
-    from ..build.router_training import TrainingSettings
+    from ..build.router_training import TrainingSettings, held_out_figures, largest_budget
     from ..errors import ConfigurationError
     from ..evaluation.pair import PairSettings, load_models
     from ..shortlists.router import RouterShortlist
@@ -119,11 +119,16 @@ def router(
     windows, recording = job.record(corpus, text_field, recording_settings)
     parts = job.clusters(num_clusters) if stored is None else pair.clusters(stored)
     ranking = pair.rank(windows)
-    trained = job.train(recording, parts, ranking[:pinned], training_settings)
+    # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
+    first_budget = max(1, round(share * (int(parts.max()) + 1)))
+
+    def judge(one: "Router") -> "HeldOutFigures":
+        policy = RouterShortlist(one, first_budget, False, mass, ranking, pinned)
+        return held_out_figures(recording, policy, pair.drafter.embed)
+
+    trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
     if not accelerator.is_main_process:
         return
-    from ..build.router_training import held_out_figures, largest_budget
-
     policy = RouterShortlist(trained, 1, position_aware, mass, ranking, pinned)
     policy = policy.with_budget(largest_budget(recording, policy, pair.drafter.embed, share * pair.vocabulary_size))
     figures = held_out_figures(recording, policy, pair.drafter.embed)
@@ -247,9 +252,14 @@ class _Job:
         return made.clusters.long()
 
     def train(
-        self, recording: "Recording", clusters: "torch.Tensor", pinned: "torch.Tensor", settings: "TrainingSettings"
+        self,
+        recording: "Recording",
+        clusters: "torch.Tensor",
+        pinned: "torch.Tensor",
+        settings: "TrainingSettings",
+        judge: Callable[["Router"], "HeldOutFigures"],
     ) -> "Router":
-        """Train the network."""
+        """Train the network, and show what `judge` says of it at each look at the held-out steps."""
         import torch
 
         from ..build.router_training import RouterTraining
@@ -267,8 +277,14 @@ class _Job:
         with self._progress() as report:
 
             def show(state: "TrainingState") -> None:
+                if not self._accelerator.is_main_process:
+                    return
                 _, loss, held_out_loss = state.history[-1]
-                report(f"training, loss {loss:.3f}, held out {held_out_loss:.3f}", state.step, settings.max_steps)
+                figures = judge(training.best)
+                says = f"cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
+                losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
+                self._say(f"batch {state.step:,}: {losses}, {says} on {figures.size:,.0f} tokens")
+                report("training", state.step, settings.max_steps)
 
             return training.run(show)
 
