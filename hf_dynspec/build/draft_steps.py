@@ -131,7 +131,7 @@ def sample_windows(
     """
     random = np.random.default_rng(settings.seed)
     most = (settings.steps + settings.held_out) // (_SHORTEST_WINDOW - 1) + 2
-    # Few windows are as short as that; what is held is bounded by twice the tokens that are wanted all the same.
+    # Enough even if all windows were as short as can be; this many, and one text, are what is held.
     kept: list[np.ndarray] = []
     counts = np.zeros(vocabulary_size, np.int64)
     seen = 0
@@ -140,7 +140,8 @@ def sample_windows(
         for token_ids in _tokenized(unit, tokenizer, text_field):
             counts += np.bincount(token_ids, minlength=vocabulary_size)
             for start in range(0, len(token_ids), settings.window):
-                window = token_ids[start : start + settings.window]
+                # A copy, which does not keep the whole text.
+                window = token_ids[start : start + settings.window].copy()
                 if len(window) < _SHORTEST_WINDOW:
                     continue
                 place = seen if len(kept) < most else int(random.integers(0, seen + 1))
