@@ -405,7 +405,13 @@ def test_bad_input_is_refused(folder, tmp_path, changes, says):
     assert not (tmp_path / "router").exists()
 
 
-def test_clusters_of_another_vocabulary_are_refused(folder, tmp_path):
+def test_too_many_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):
+    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--num-clusters", "5000"))
+    assert result.exit_code != 0 and "301" in str(result.exception).replace(",", "")
+    assert not (tmp_path / "router").exists()
+
+
+def test_stored_clusters_are_used(folder, tmp_path):
     small = CliRunner().invoke(
         app,
         ["build", "clusters", "--target", str(folder / "target"), "--num-clusters", "9", "--out", str(tmp_path / "c")],

@@ -92,6 +92,7 @@ def router(
     import torch
     from accelerate import Accelerator
 
+    from ..build.clusters import require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
     from ..build.router_training import TrainingSettings, held_out_figures, largest_budget
@@ -106,6 +107,8 @@ def router(
     training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
     corpus = plan_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
+    if stored is None:
+        require_faiss(torch.device("cpu"))
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
@@ -116,8 +119,12 @@ def router(
         torch.set_num_threads(threads)
     pair = _Pair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
     job = _Job(accelerator, pair, out / _WORK, seed)
+    # What would stop the clusters is told before hours of recording.
+    if stored is None:
+        require_cluster_settings(num_clusters, seed, 1, pair.vocabulary_size)
+    parts = None if stored is None else pair.clusters(stored)
     windows, recording = job.record(corpus, text_field, recording_settings)
-    parts = job.clusters(num_clusters) if stored is None else pair.clusters(stored)
+    parts = job.clusters(num_clusters) if parts is None else parts
     ranking = pair.rank(windows)
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
@@ -241,6 +248,8 @@ class _Job:
 
     def clusters(self, count: int) -> "torch.Tensor":
         """int64 `[V]`: clusters of the rows that the drafter scores with."""
+        from accelerate.utils import broadcast
+
         from ..build.clusters import cluster_tokens
 
         head = self._pair.drafter.head
@@ -249,7 +258,8 @@ class _Job:
             made = cluster_tokens(
                 weight, count, vocabulary_size=self._pair.vocabulary_size, seed=self._seed, report=report
             )
-        return made.clusters.long()
+        # All processes learn the same clusters, also where k-means rounds differently in one.
+        return broadcast(made.clusters.long().to(self._accelerator.device)).cpu()
 
     def train(
         self,
