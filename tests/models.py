@@ -232,6 +232,12 @@ def random_router(clusters: int = 12, width: int = 32, seed: int = 7, vocabulary
     )
 
 
+def fitted_budgets(clusters: int = 12) -> torch.Tensor:
+    """Budgets as training fits them: fewer clusters at later draft steps."""
+    first = torch.arange(1, clusters + 1)
+    return torch.stack([first, 1 + first // 2, 1 + first // 3], dim=1)
+
+
 def centroid_router(clusters: int = 12, width: int = 32, seed: int = 8) -> Router:
     """Random centroids for the clusters of `random_router`."""
     centroids = torch.randn(clusters, width, generator=torch.Generator().manual_seed(seed))
@@ -252,9 +258,11 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "in_context, nothing of the target": lambda: InContextShortlist(20, prompt_top_k=0, verify_top_k=0),
     "in_context, end of the prompt": lambda: InContextShortlist(60, prompt_top_k=5, prompt_positions=3),
     "router, pinned, by mass": lambda: RouterShortlist(
-        random_router(), max_clusters=8, position_aware=False, mass=0.5, ranking=torch.arange(VOCABULARY), pinned=20
+        random_router(), max_clusters=8, schedule="fixed", mass=0.5, ranking=torch.arange(VOCABULARY), pinned=20
     ),
-    "router, not packed": lambda: RouterShortlist(random_router(), max_clusters=4, packed=False),
+    "router, fitted, not packed": lambda: RouterShortlist(
+        random_router(), max_clusters=4, packed=False, budgets=fitted_budgets()
+    ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
     "union with a router": lambda: POLICIES["union"](
         InContextShortlist(15, eviction="lru"), RouterShortlist(random_router(), max_clusters=2)

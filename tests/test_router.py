@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from eagle_heads import random_head
-from models import VOCABULARY, centroid_router, perturbed, prompt, random_router, tiny, word_tokenizer
+from models import VOCABULARY, centroid_router, fitted_budgets, perturbed, prompt, random_router, tiny, word_tokenizer
 
 from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, TreeConfig
 from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
@@ -55,7 +55,33 @@ def test_the_budget_is_that_of_the_paper():
     assert [position_aware_clusters(3, depth) for depth in range(4)] == [3, 3, 1, 1]
     policy = RouterShortlist(random_router(), max_clusters=100)
     assert [policy.budget(depth) for depth in range(4)] == [12, 12, 2, 1]
-    assert RouterShortlist(random_router(), max_clusters=5, position_aware=False).budget(9) == 5
+    assert RouterShortlist(random_router(), max_clusters=5, schedule="fixed").budget(9) == 5
+
+
+def test_fitted_budgets_are_those_of_their_row():
+    policy = RouterShortlist(random_router(), max_clusters=9, budgets=fitted_budgets())
+    assert policy.schedule == "fitted"
+    assert [policy.budget(depth) for depth in range(5)] == [9, 5, 4, 4, 4]
+    assert [policy.with_budget(100).budget(depth) for depth in range(3)] == [12, 7, 5]
+    formula = RouterShortlist(random_router(), 12, "dynaspec", budgets=fitted_budgets())
+    assert [formula.budget(depth) for depth in range(3)] == [12, 12, 2]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "says"),
+    [
+        ([[1]], "int32 or int64"),
+        (fitted_budgets().float(), "int32 or int64"),
+        (fitted_budgets(11), "each of 12 clusters"),
+        (fitted_budgets()[:, :0], "each of 12 clusters"),
+        (fitted_budgets() - 1, "run from 1 to 12"),
+        (fitted_budgets().flip(0), "begin with the number of their row"),
+        (torch.cat([fitted_budgets(), torch.full((12, 1), 13)], 1), "run from 1 to 12"),
+    ],
+)
+def test_budgets_that_do_not_fit_are_refused(budgets, says):
+    with pytest.raises(ConfigurationError, match=says):
+        RouterShortlist(random_router(), budgets=budgets)
 
 
 def test_the_network_is_the_one_of_the_docstring():
@@ -73,7 +99,7 @@ def test_the_network_is_the_one_of_the_docstring():
 @pytest.mark.parametrize("pinned", [0, 1, 20, 40])
 @pytest.mark.parametrize("is_trimmed", [False, True])
 def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is_trimmed):
-    policy = RouterShortlist(random_router(), 5, True, mass, RANKING, pinned)
+    policy = RouterShortlist(random_router(), 5, "dynaspec", mass, RANKING, pinned)
     info = vocabulary(draftable=torch.cat([torch.tensor([2, 77]), RANKING[10:150]]).unique() if is_trimmed else None)
     state = policy.start(info)
     for seed in range(4):
@@ -101,7 +127,7 @@ def test_a_shortlist_is_never_empty():
 
 
 def test_the_tokens_of_a_tree_share_their_best_clusters():
-    policy = RouterShortlist(random_router(), 4, position_aware=False)
+    policy = RouterShortlist(random_router(), 4, schedule="fixed")
     state, inputs = policy.start(vocabulary()), states(rows=6)
     state.foresee(*inputs)
     pooled = policy.router.scores(*inputs).amax(0)
@@ -111,7 +137,7 @@ def test_the_tokens_of_a_tree_share_their_best_clusters():
 
 def test_centroids_score_as_if_each_were_a_token():
     router = centroid_router()
-    policy = RouterShortlist(router, 3, position_aware=False)
+    policy = RouterShortlist(router, 3, schedule="fixed")
     assert not policy.needs.draft_inputs
     features = states()[0]
     shortlist = policy.start(vocabulary()).select(0, torch.tensor([5]), features)
@@ -261,7 +287,8 @@ def test_tensors_that_do_not_fit_are_refused(name):
         ({"router": "/nowhere"}, "nowhere"),
         ({"max_clusters": 0}, "max_clusters"),
         ({"max_clusters": True}, "max_clusters"),
-        ({"position_aware": 1}, "position_aware"),
+        ({"schedule": "halving"}, "schedule must be one of fitted, dynaspec, fixed"),
+        ({"schedule": "fitted"}, "needs budgets"),
         ({"packed": 0}, "packed"),
         ({"mass": 0.0}, "mass"),
         ({"mass": 1.5}, "mass"),
@@ -278,14 +305,15 @@ def test_settings_out_of_range_are_refused(settings, says):
 
 
 def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):
-    stored = RouterShortlist(random_router(), 5, False, 0.8, RANKING, pinned=9, packed=False)
+    stored = RouterShortlist(random_router(), 5, None, 0.8, RANKING, pinned=9, packed=False, budgets=fitted_budgets())
     tokenizer = fingerprint_tokenizer(word_tokenizer())
     config = DynSpecConfig(PolicyConfig(stored.name, stored.settings()), tokenizer=tokenizer)
     write_artifact(tmp_path / "router", config, stored.tensors())
     loaded = RouterShortlist(tmp_path / "router")
     assert loaded.settings() == stored.settings() and torch.equal(loaded.ranking, RANKING)
+    assert loaded.schedule == "fitted" and loaded.budget(1) == 3
     assert loaded.tokenizer_fingerprints == (tokenizer,)
-    changed = RouterShortlist(str(tmp_path / "router"), max_clusters=2, position_aware=True, mass=1.0, pinned=0)
+    changed = RouterShortlist(str(tmp_path / "router"), max_clusters=2, schedule="dynaspec", mass=1.0, pinned=0)
     assert changed.settings() == {**RouterShortlist(random_router(), 2).settings(), "packed": False}
     union = UnionShortlist(stored)
     config = DynSpecConfig(PolicyConfig(union.name, union.settings()), tokenizer=tokenizer)

@@ -73,7 +73,7 @@ class RecordingSettings:
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""
         step = 2 * width + 4 + 1 + 4 * self.top_k
-        return (self.steps + self.held_out) * step + self.held_out * 6 * self.target_top_k
+        return (self.steps + self.held_out) * step + self.held_out * (6 * self.target_top_k + 2 * self.top_k)
 
 
 # Windows -----------------------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ class Recording:
 
     A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
     `ShowInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if it is
-    held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`: the target's most probable
-    tokens.
+    held out, `top_probabilities` fp16 `[n, L]` of those tokens, and `target_ids` int32 and `target_probabilities` fp16
+    `[n, target_top_k]`: the target's most probable tokens.
     """
 
     folder: Path
@@ -276,6 +276,7 @@ class StepRecorder:
     ):
         self._target, self._drafter, self._settings = target, drafter, settings
         self._folder = Path(folder)
+        self._vocabulary_size = vocabulary_size
         head = drafter.head
         slots = torch.arange(vocabulary_size, device=head.device) if head.token_ids is None else head.token_ids
         self._everything = Shortlist(slots, version=0, is_prefix=True)
@@ -339,9 +340,9 @@ class StepRecorder:
         steps = {
             "token_ids": token_ids[newest].to(torch.int32),
             "features": torch.cat(before).to(device="cpu", dtype=torch.float16),
-            "top_ids": self._likely_tokens(torch.cat(hidden)),
             "depths": depths.sort(stable=True).values.to(torch.uint8),
         }
+        steps |= self._drafter_says(torch.cat(hidden), is_held_out)
         if is_held_out:
             steps |= self._target_says(target_states[-1][newest.to(target_states[-1].device)])
         return steps
@@ -356,21 +357,26 @@ class StepRecorder:
         )
         return tuple(states[0] for states in outputs.hidden_states)
 
-    def _likely_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """int32 `[n, L]`: the drafter's most probable tokens."""
+    def _drafter_says(self, hidden: torch.Tensor, with_probabilities: bool) -> dict[str, torch.Tensor]:
+        """The drafter's most probable tokens, and their probabilities at temperature 1."""
         most = min(self._settings.top_k, self._everything.width)
-        found = []
+        ids, probabilities = [], []
         for rows in hidden.split(_CHUNK):
             scores = self._drafter.head.scores(rows, self._everything, PackedRows())
-            found.append(self._everything.slots[top_k_ids(scores, most)])
-        return torch.cat(found).to(device="cpu", dtype=torch.int32)
+            best = top_k_ids(scores, most)
+            ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
+            if with_probabilities:
+                log_likely = scores.gather(1, best) - scores.logsumexp(1, keepdim=True)
+                probabilities.append(log_likely.exp().to(device="cpu", dtype=torch.float16))
+        says = {"top_ids": torch.cat(ids)}
+        return says | {"top_probabilities": torch.cat(probabilities)} if with_probabilities else says
 
     def _target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         head = self._target.get_output_embeddings()
         ids, probabilities = [], []
         for rows in states.split(_CHUNK):
             # At temperature 1, and without a soft cap where the family has one after its head.
-            likely = head(rows).float().softmax(-1).topk(self._settings.target_top_k)
+            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(self._settings.target_top_k)
             ids.append(likely.indices.to(device="cpu", dtype=torch.int32))
             probabilities.append(likely.values.to(device="cpu", dtype=torch.float16))
         return {"target_ids": torch.cat(ids), "target_probabilities": torch.cat(probabilities)}

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from ..build.corpus import Corpus
     from ..build.draft_steps import Recording, RecordingSettings, Windows
-    from ..build.router_training import HeldOutFigures, TrainingSettings, TrainingState
+    from ..build.router_judging import HeldOutFigures
+    from ..build.router_training import TrainingSettings, TrainingState
     from ..drafters import Drafter
     from ..shortlists.router import Router, RouterShortlist
 
@@ -60,7 +61,9 @@ def router(
     share: Annotated[
         float, typer.Option(help="Share of the vocabulary that the mean shortlist holds; decides max_clusters.")
     ] = 0.05,
-    position_aware: Annotated[bool, typer.Option(help="Choose fewer clusters at later draft steps.")] = True,
+    schedule: Annotated[
+        str, typer.Option(help="Clusters at later draft steps: fitted here, by dynaspec's formula, or fixed.")
+    ] = "fitted",
     mass: Annotated[
         float, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
     ] = 1.0,
@@ -95,11 +98,14 @@ def router(
     from ..build.clusters import require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
-    from ..build.router_training import TrainingSettings, held_out_figures, largest_budget
+    from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
+    from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
     from ..evaluation.pair import PairSettings, load_models
-    from ..shortlists.router import RouterShortlist
+    from ..shortlists.router import SCHEDULES, RouterShortlist
 
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     for option, value in (("--share", share), ("--mass", mass)):
         if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
@@ -130,13 +136,15 @@ def router(
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
 
     def judge(one: "Router") -> "HeldOutFigures":
-        policy = RouterShortlist(one, first_budget, False, mass, ranking, pinned)
+        policy = RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
         return held_out_figures(recording, policy, pair.drafter.embed)
 
     trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
     if not accelerator.is_main_process:
         return
-    policy = RouterShortlist(trained, 1, position_aware, mass, ranking, pinned)
+    policy = RouterShortlist(trained, 1, "fixed", mass, ranking, pinned)
+    budgets = fit_budgets(recording, policy, pair.drafter.embed)
+    policy = RouterShortlist(trained, 1, schedule, mass, ranking, pinned, budgets=budgets)
     policy = policy.with_budget(largest_budget(recording, policy, pair.drafter.embed, share * pair.vocabulary_size))
     figures = held_out_figures(recording, policy, pair.drafter.embed)
     metrics = {"held_out_steps": recording.count(recording.held_out), **vars(figures)}

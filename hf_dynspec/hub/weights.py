@@ -46,6 +46,7 @@ _WEIGHTS_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safeten
 MOST_CLUSTERS = 2**16
 MOST_ROUTER_UNITS = 2**14
 MOST_FEATURES = 2**16
+MOST_DEPTHS = 2**8
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ _weight = partial(TensorRule, ("F32", "F16", "BF16"))
 TENSOR_RULES = {
     "ranking": TensorRule(("I32", "I64"), _vocabulary, check_token_ranking),
     "clusters": TensorRule(("I32", "I64"), _vocabulary, check_token_clusters),
+    "budgets": TensorRule(("I32", "I64"), _at_most(MOST_CLUSTERS, MOST_DEPTHS)),
     "centroids": _weight(_at_most(MOST_CLUSTERS, MOST_FEATURES)),
     "input_weight": _weight(_at_most(MOST_ROUTER_UNITS, 2 * MOST_FEATURES)),
     "input_bias": _weight(_at_most(MOST_ROUTER_UNITS)),

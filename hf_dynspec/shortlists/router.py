@@ -20,6 +20,8 @@ from .frequency import as_ranking
 if TYPE_CHECKING:
     from ..configuration import TokenizerFingerprint
 
+# How many clusters are chosen at later draft steps, see `RouterShortlist`.
+SCHEDULES = ("fitted", "dynaspec", "fixed")
 # Rows of a block: enough for the matrix units of GPUs, and few enough that the last blocks of clusters waste little.
 BLOCK_ROWS = 16
 
@@ -140,8 +142,9 @@ class RouterShortlist(ShortlistPolicy):
     Args:
         router: a `Router`, or the artifact (folder or Hub repository) that `hf-dynspec train router` or
             `hf-dynspec build clusters` wrote. What is not given below is then as it was stored.
-        max_clusters: how many clusters are chosen at the first draft steps (default 64).
-        position_aware: choose fewer at later steps, see `position_aware_clusters` (default True).
+        max_clusters: how many clusters are chosen at the first draft step (default 64).
+        schedule: how many at later ones: `"fitted"`, as `budgets` says (default, where there are any), `"dynaspec"`,
+            by `position_aware_clusters` (default otherwise), or `"fixed"`, always as many.
         mass: choose no more clusters than reach this share of the router's probability over all clusters (default 1:
             always as many as the budget allows). For trained routers.
         ranking: token ids, most frequent first.
@@ -150,6 +153,9 @@ class RouterShortlist(ShortlistPolicy):
         packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself
             (default True). It takes as much memory as the head, and up to a tenth more for clusters that do not fill
             their last block.
+        budgets: int32 or int64 `[M, D]`: row `k - 1` says how many clusters to choose at each draft step where `k` are
+            chosen at the first; the last column holds for all later steps. `hf-dynspec train router` fits them, see
+            `build.router_budgets.fit_budgets`.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -162,36 +168,41 @@ class RouterShortlist(ShortlistPolicy):
         self,
         router: Router | str | os.PathLike,
         max_clusters: int | None = None,
-        position_aware: bool | None = None,
+        schedule: str | None = None,
         mass: float | None = None,
         ranking: Sequence[int] | torch.Tensor | None = None,
         pinned: int | None = None,
         packed: bool | None = None,
+        budgets: torch.Tensor | None = None,
     ):
         self.tokenizer: TokenizerFingerprint | None = None
-        settings = dict(_DEFAULTS)
+        settings = {**_DEFAULTS, "schedule": "dynaspec" if budgets is None else "fitted"}
         if isinstance(router, (str, os.PathLike)):
-            router, stored_ranking, stored_settings, self.tokenizer = _read_router(router)
-            ranking = stored_ranking if ranking is None else ranking
+            router, stored, stored_settings, self.tokenizer = _read_router(router)
+            ranking = stored.get("ranking") if ranking is None else ranking
+            budgets = stored.get("budgets") if budgets is None else budgets
             settings |= stored_settings
         if not isinstance(router, Router):
             raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
         given = {
             "max_clusters": max_clusters,
-            "position_aware": position_aware,
+            "schedule": schedule,
             "mass": mass,
             "pinned": pinned,
             "packed": packed,
         }
         settings |= {name: value for name, value in given.items() if value is not None}
         _require_settings(settings, router, ranking)
+        _require_budgets(settings["schedule"], router, budgets)
         self.router = router
         self.ranking = None if ranking is None else as_ranking(ranking)
         self.max_clusters: int = settings["max_clusters"]
-        self.position_aware: bool = settings["position_aware"]
+        self.schedule: str = settings["schedule"]
         self.mass: float = settings["mass"]
         self.pinned: int = settings["pinned"]
         self.packed: bool = settings["packed"]
+        self.budgets = budgets
+        self._budgets = self._budgets_by_depth()
         self._lock = threading.Lock()
         self._last_layout: tuple[VocabularyInfo, _Layout] | None = None
 
@@ -205,13 +216,19 @@ class RouterShortlist(ShortlistPolicy):
 
     def budget(self, depth: int) -> int:
         """The most clusters that are chosen at draft step `depth`."""
+        if self.schedule == "dynaspec":
+            return position_aware_clusters(self._budgets[0], depth)
+        return self._budgets[min(depth, len(self._budgets) - 1)]
+
+    def _budgets_by_depth(self) -> list[int]:
+        """The budgets of the first draft steps."""
         largest = min(self.max_clusters, self.router.num_clusters)
-        return position_aware_clusters(largest, depth) if self.position_aware else largest
+        return self.budgets[largest - 1].tolist() if self.schedule == "fitted" else [largest]
 
     def with_budget(self, max_clusters: int) -> "RouterShortlist":
         """The same policy with another `max_clusters`."""
         settings = {**self.settings(), "max_clusters": max_clusters}
-        return RouterShortlist(self.router, ranking=self.ranking, **settings)
+        return RouterShortlist(self.router, ranking=self.ranking, budgets=self.budgets, **settings)
 
     def start(self, vocabulary: VocabularyInfo) -> "RouterState":
         """Begin a session over `vocabulary`.
@@ -236,15 +253,15 @@ class RouterShortlist(ShortlistPolicy):
     def settings(self) -> dict[str, Any]:
         return {
             "max_clusters": self.max_clusters,
-            "position_aware": self.position_aware,
+            "schedule": self.schedule,
             "mass": self.mass,
             "pinned": self.pinned,
             "packed": self.packed,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        ranking = {} if self.ranking is None else {"ranking": self.ranking}
-        return {**self.router.tensors(), **ranking}
+        own = {"ranking": self.ranking, "budgets": self.budgets}
+        return self.router.tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "RouterShortlist":
@@ -256,7 +273,7 @@ class RouterShortlist(ShortlistPolicy):
         return super().from_settings({**settings, "router": Router(**own)}, rest)
 
 
-_DEFAULTS = {"max_clusters": 64, "position_aware": True, "mass": 1.0, "pinned": 0, "packed": True}
+_DEFAULTS = {"max_clusters": 64, "schedule": "dynaspec", "mass": 1.0, "pinned": 0, "packed": True}
 
 
 def _require_settings(settings: Mapping[str, Any], router: Router, ranking: Any) -> None:
@@ -265,9 +282,10 @@ def _require_settings(settings: Mapping[str, Any], router: Router, ranking: Any)
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    for name in ("position_aware", "packed"):
-        if not isinstance(settings[name], bool):
-            raise ConfigurationError(f"{name} must be True or False, got {settings[name]!r}")
+    if not isinstance(settings["packed"], bool):
+        raise ConfigurationError(f"packed must be True or False, got {settings['packed']!r}")
+    if settings["schedule"] not in SCHEDULES:
+        raise ConfigurationError(f"schedule must be one of {', '.join(SCHEDULES)}, got {settings['schedule']!r}")
     mass = settings["mass"]
     if isinstance(mass, bool) or not isinstance(mass, (int, float)) or not 0 < mass <= 1:
         raise ConfigurationError(f"mass must be a share above 0 and up to 1, got {mass!r}")
@@ -275,6 +293,25 @@ def _require_settings(settings: Mapping[str, Any], router: Router, ranking: Any)
         raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
     if settings["pinned"] and ranking is None:
         raise ConfigurationError("pinned tokens need a ranking")
+
+
+def _require_budgets(schedule: str, router: Router, budgets: Any) -> None:
+    """Refuse budgets that are missing, or are none for the router's clusters."""
+    if budgets is None:
+        if schedule == "fitted":
+            raise ConfigurationError(
+                "the schedule 'fitted' needs budgets; `hf-dynspec train router` fits and stores them"
+            )
+        return
+    if not isinstance(budgets, torch.Tensor) or budgets.dtype not in (torch.int32, torch.int64) or budgets.dim() != 2:
+        shown = _described(budgets) if isinstance(budgets, torch.Tensor) else repr(budgets)
+        raise ConfigurationError(f"budgets must be int32 or int64, a row for each number of clusters, got {shown}")
+    count = router.num_clusters
+    if budgets.shape[0] != count or not budgets.shape[1]:
+        raise ConfigurationError(f"budgets must have a row for each of {count} clusters, got {_described(budgets)}")
+    firsts = torch.arange(1, count + 1, dtype=budgets.dtype)
+    if int(budgets.min()) < 1 or int(budgets.max()) > count or not torch.equal(budgets[:, 0].cpu(), firsts):
+        raise ConfigurationError(f"budgets must run from 1 to {count}, and begin with the number of their row")
 
 
 class RouterState(ShortlistState):
@@ -446,8 +483,8 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _read_router(
     artifact: str | os.PathLike,
-) -> tuple[Router, torch.Tensor | None, Mapping[str, Any], "TokenizerFingerprint | None"]:
-    """The router of an artifact, its ranking, the settings it was stored with, and its tokenizer."""
+) -> tuple[Router, Mapping[str, torch.Tensor], Mapping[str, Any], "TokenizerFingerprint | None"]:
+    """The router of an artifact, all of its tensors, the settings it was stored with, and its tokenizer."""
     # Imported here, as only those who name an artifact need the Hub client.
     from ..hub import read_artifact
 
@@ -463,4 +500,4 @@ def _read_router(
     if config.policy.name != RouterShortlist.name or unknown:
         problem = f"is {config.policy.name!r}, with the settings {', '.join(config.policy.settings)}"
         raise ArtifactError("config.json: policy", problem, "Name an artifact of the policy 'router'.")
-    return router, tensors.get("ranking"), config.policy.settings, config.tokenizer
+    return router, tensors, config.policy.settings, config.tokenizer

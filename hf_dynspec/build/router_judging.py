@@ -1,0 +1,207 @@
+"""How a trained router does at held-out draft steps, and how many clusters it should choose at each depth."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..shortlists.router import RouterShortlist
+from .draft_steps import Recording
+from .router_training import Embed
+
+
+@dataclass(frozen=True)
+class HeldOutFigures:
+    """How a router does at the held-out draft steps; every depth weighs the same.
+
+    Args:
+        size: mean tokens of a shortlist.
+        cluster_recall: share of the clusters with likely tokens of the drafter, its `L` most probable ones but for
+            pinned ones, that are chosen.
+        likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
+        target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
+    """
+
+    size: float
+    cluster_recall: float
+    likeliest_recall: float
+    target_mass: float
+
+
+@torch.no_grad()
+def held_out_figures(recording: Recording, policy: RouterShortlist, embed: Embed) -> HeldOutFigures:
+    """Judge a policy at the held-out draft steps of chains.
+
+    Args:
+        recording: draft steps of the pair.
+        policy: a policy with a trained router, whose clusters the steps' tokens are in.
+        embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
+    """
+    cluster_of, sizes = _clusters_and_sizes(policy)
+    count = policy.router.num_clusters
+    totals = torch.zeros(2, 4, dtype=torch.float64)
+    for number in recording.held_out:
+        shard = recording.shard(number)
+        order, chosen = _choices(policy, shard, embed)
+        # Pinned tokens rank before every cluster.
+        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
+        ranks = torch.cat([ranks, ranks.new_full((ranks.shape[0], 1), -1)], 1)
+        likely = cluster_of[shard["top_ids"].long()]
+        is_label = _is_first(likely) & (likely < count)
+        is_hit = ranks.gather(1, likely) < chosen.unsqueeze(1)
+        of_target = cluster_of[shard["target_ids"].long()]
+        mass = shard["target_probabilities"].double()
+        covered = torch.where(ranks.gather(1, of_target) < chosen.unsqueeze(1), mass, 0.0)
+        size = sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum() + sizes[-1] * len(chosen)
+        rows = torch.tensor(len(chosen))
+        totals[0] += torch.stack([size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()])
+        totals[1] += torch.stack([rows, is_label.sum(), rows, mass.sum()])
+    return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
+
+
+def largest_budget(recording: Recording, policy: RouterShortlist, embed: Embed, size: float) -> int:
+    """The largest `max_clusters` with which the policy's mean shortlist holds no more than so many tokens, or 1.
+
+    Args:
+        recording, policy, embed: as for `held_out_figures`; the policy's own `max_clusters` does not matter.
+        size: tokens.
+    """
+    sizes = _clusters_and_sizes(policy)[1]
+    least, most = 1, policy.router.num_clusters
+    while least < most:
+        middle = (least + most + 1) // 2
+        tried = policy.with_budget(middle)
+        total = rows = 0
+        for number in recording.held_out:
+            order, chosen = _choices(tried, recording.shard(number), embed)
+            total += int(sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum())
+            rows += len(chosen)
+        if total / rows + int(sizes[-1]) <= size:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def fit_budgets(recording: Recording, policy: RouterShortlist, embed: Embed) -> torch.Tensor:
+    """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
+
+    A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's schedule
+    (section 4.2) answers that with a formula. Here it is measured: a token of the vocabulary on the shortlist of step
+    `t` gains the target's probability of it (lemma 1), times how many tokens more a round accepts if step `t` is
+    accepted. Budgets are such that the last cluster at each step gains as much for its size as at every other.
+
+    Args:
+        recording: draft steps of the pair.
+        policy: a policy with a trained router; its `max_clusters`, `schedule` and `mass` do not matter.
+        embed: as for `held_out_figures`.
+
+    Returns:
+        int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
+    """
+    sizes, missed, acceptance = _curves(recording, policy, embed)
+    worth = _worth(acceptance)
+    hulls = [_lower_hull(size, loss * one) for size, loss, one in zip(sizes, missed, worth, strict=True)]
+    firsts, gains = hulls[0]
+    count = sizes.shape[1]
+    # The vertices of the first step, and at each the clusters of the other steps that gain as much or more.
+    knots = [ends[np.searchsorted(-slopes, -gains, side="right") - 1] for ends, slopes in hulls]
+    columns = [np.interp(np.arange(count), firsts, one) for one in knots]
+    return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
+
+
+def _clusters_and_sizes(policy: RouterShortlist) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 `[V]`: the cluster of each id, `M` for pinned ones; int64 `[M + 1]`: how many tokens each has."""
+    count = policy.router.num_clusters
+    cluster_of = policy.router.clusters.long().clone()
+    if policy.pinned:
+        cluster_of[policy.ranking[: policy.pinned]] = count
+    return cluster_of, torch.bincount(cluster_of, minlength=count + 1)
+
+
+@torch.no_grad()
+def _choices(
+    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen."""
+    ordered = _ranked(policy, shard, embed)
+    depths = shard["depths"].long()
+    budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
+    chosen = budgets[depths]
+    if policy.mass < 1:
+        probabilities = ordered.values.sigmoid()
+        before = probabilities.cumsum(-1) - probabilities
+        chosen = torch.minimum(chosen, (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1))
+    return ordered.indices, chosen
+
+
+def _is_first(values: torch.Tensor) -> torch.Tensor:
+    """bool `[n, k]`: whether a value occurs for the first time in its row."""
+    earlier = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool).tril(-1)
+    return ~((values.unsqueeze(2) == values.unsqueeze(1)) & earlier).any(-1)
+
+
+@torch.no_grad()
+def _ranked(policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed) -> torch.return_types.sort:
+    """The scores of the clusters `[n, M]`, best first, and which clusters these are."""
+    scores = policy.router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
+    return scores.masked_fill(_clusters_and_sizes(policy)[1][:-1] == 0, -torch.inf).sort(-1, descending=True)
+
+
+def _worth(acceptance: np.ndarray) -> np.ndarray:
+    """`[D]`: how many tokens more a round of `D` draft steps accepts where the draft of each is accepted, if they are
+    accepted with these probabilities."""
+    worth = np.zeros_like(acceptance)
+    before = 1.0
+    for depth, probability in enumerate(acceptance):
+        worth[depth] = before * (1 + acceptance[depth + 1 :].cumprod().sum())
+        before *= probability
+    return worth
+
+
+def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The vertices of the lower convex hull of falling losses over rising sizes, both `[M]`: their indices, and what
+    each gains for its size over the one before it, infinite for the first; both `[n]`."""
+    hull = [0]
+    gains = [np.inf]
+    for index in range(1, len(sizes)):
+        while True:
+            gain = (losses[hull[-1]] - losses[index]) / max(sizes[index] - sizes[hull[-1]], 1e-9)
+            if gain < gains[-1]:
+                break
+            hull.pop()
+            gains.pop()
+        hull.append(index)
+        gains.append(gain)
+    return np.array(hull), np.array(gains)
+
+
+@torch.no_grad()
+def _curves(recording: Recording, policy: RouterShortlist, embed: Embed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By depth, as means over the held-out steps: the tokens on a shortlist of 1 to `M` clusters, and the target's
+    probability that is not on it, fp64 `[D, M]`; and the probability that a draft is accepted, fp64 `[D]`."""
+    cluster_of, sizes = _clusters_and_sizes(policy)
+    count = policy.router.num_clusters
+    depths = 1 + max(int(recording.shard(number)["depths"].max()) for number in recording.held_out)
+    size = torch.zeros(depths, count, dtype=torch.float64)
+    # A column more, the first one, is for pinned tokens.
+    mass_by_rank = torch.zeros(depths * (count + 1), dtype=torch.float64)
+    acceptance, steps = torch.zeros(2, depths, dtype=torch.float64)
+    for number in recording.held_out:
+        shard = recording.shard(number)
+        depth, mass = shard["depths"].long(), shard["target_probabilities"].double()
+        order = _ranked(policy, shard, embed).indices
+        size.index_add_(0, depth, sizes[order].cumsum(1).double())
+        rank = torch.zeros(order.shape[0], count + 1, dtype=torch.int64)
+        rank.scatter_(1, order, torch.arange(1, count + 1).expand_as(order))
+        place = rank.gather(1, cluster_of[shard["target_ids"].long()]) + depth.unsqueeze(1) * (count + 1)
+        mass_by_rank.index_add_(0, place.flatten(), mass.flatten())
+        is_same = shard["target_ids"].unsqueeze(2) == shard["top_ids"].unsqueeze(1)
+        common = torch.minimum(mass.unsqueeze(2), shard["top_probabilities"].double().unsqueeze(1))
+        acceptance.index_add_(0, depth, (common * is_same).sum((1, 2)))
+        steps += torch.bincount(depth, minlength=depths)
+    mass_by_rank = mass_by_rank.view(depths, count + 1)
+    missed = mass_by_rank.sum(1, keepdim=True) - mass_by_rank.cumsum(1)[:, 1:]
+    per_step = 1 / steps.clamp_min(1)
+    means = size * per_step.unsqueeze(1) + sizes[-1], missed * per_step.unsqueeze(1), acceptance * per_step
+    return tuple(one.numpy() for one in means)
