@@ -1,10 +1,10 @@
 """Draft steps of a pair along texts: what each starts from, and what the drafter would say with all of its vocabulary.
 
-Routers are trained on these (DynaSpec, appendix A.2). The paper records them while it generates; here they are
-teacher-forced: texts are cut into windows, both models read a window once, and a draft is unrolled after every prefix
-of it, fed with the window's own tokens. These are the draft steps of rounds whose drafts were accepted, which are all
-that acceptance depends on, at a fraction of the cost: no step waits for the one before, and no row of the target's
-head is computed. Of the steps after a prefix one is recorded, at a depth that is drawn.
+Routers are trained on these (DynaSpec, appendix A.2). The paper records them while it generates, as `draft_rounds`
+does; here they are teacher-forced: texts are cut into windows, both models read a window once, and a draft is unrolled
+after every prefix of it, fed with the window's own tokens. These are the draft steps of rounds whose drafts were
+accepted, which are all that acceptance depends on, at a fraction of the cost: no step waits for the one before, and no
+row of the target's head is computed. Of the steps after a prefix one is recorded, at a depth that is drawn.
 
 Everything is streamed: windows are sampled while texts are read, and steps are written in shards of bounded size.
 """
@@ -31,7 +31,6 @@ from .corpus import CorpusError, FilePart, read_unit
 
 # Rows whose logits over the whole vocabulary are held at a time.
 _CHUNK = 128
-_SHARD_STEPS = 1 << 14
 _SHORTEST_WINDOW = 16
 _BATCH_CHARACTERS = 1 << 20
 _WINDOWS_FILE = "windows.npz"
@@ -44,8 +43,8 @@ class RecordingSettings:
     Args:
         steps: how many draft steps to record for training, at most.
         held_out: how many besides, from other windows, to judge by.
-        window: tokens of a window, at most.
-        depth: draft steps after each prefix; a depth below this is drawn for each.
+        window: tokens of a window, at most. One of `n` tokens gives `n - 1` steps.
+        depth: draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
         top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
         target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
         seed: of the windows and the depths.
@@ -225,7 +224,8 @@ class Recording:
     A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
     `ShowInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if it is
     held out, `top_probabilities` fp16 `[n, L]` of those tokens, and `target_ids` int32 and `target_probabilities` fp16
-    `[n, target_top_k]`: the target's most probable tokens.
+    `[n, target_top_k]`: the target's most probable tokens, with probability 0 where the target rejected the draft
+    before the step, so that nothing depends on it.
     """
 
     folder: Path
@@ -264,7 +264,12 @@ class StepRecorder:
         vocabulary_size: ids below it are tokens that both models score.
         settings: what to record.
         folder: made if needed.
+
+    Attributes:
+        shard_steps: about how many steps a shard has, which is the most that a stopped run does again.
     """
+
+    shard_steps = 1 << 14
 
     def __init__(
         self,
@@ -274,7 +279,7 @@ class StepRecorder:
         settings: RecordingSettings,
         folder: str | Path,
     ):
-        self._target, self._drafter, self._settings = target, drafter, settings
+        self.target, self.drafter, self.settings = target, drafter, settings
         self._folder = Path(folder)
         self._vocabulary_size = vocabulary_size
         head = drafter.head
@@ -295,33 +300,48 @@ class StepRecorder:
             windows: the texts. The first ones are held out, a fifth of them at most.
             process: which of the processes this is.
             processes: how many share the work.
-            report: called before each shard with how many are done and how many there are.
+            report: called before each window with how many come before it and how many there are.
         """
-        held_out_end = min(windows.covering(self._settings.held_out), max(1, len(windows) // 5))
-        held_out = _cut(windows, 0, held_out_end)
-        shards = [*held_out, *_cut(windows, held_out_end, windows.covering(self._settings.steps, held_out_end))]
+        held_out_end = min(windows.covering(self.settings.held_out), max(1, len(windows) // 5))
+        end = windows.covering(self.settings.steps, held_out_end)
+        held_out = self._cut(windows, 0, held_out_end)
+        shards = [*held_out, *self._cut(windows, held_out_end, end)]
         recording = Recording(self._folder, range(len(held_out), len(shards)), range(len(held_out)))
         self._folder.mkdir(parents=True, exist_ok=True)
         for number, shard in enumerate(shards):
-            report(number, len(shards))
             if number % processes == process and not recording.path(number).exists():
-                self._write(recording.path(number), windows, shard, number in recording.held_out)
-        report(len(shards), len(shards))
+                parts = []
+                for index in shard:
+                    report(index, end)
+                    parts.append(self.steps(windows[index], index, number in recording.held_out))
+                _write(recording.path(number), parts)
+        report(end, end)
         return recording
 
-    @torch.no_grad()
-    def _write(self, path: Path, windows: Windows, shard: range, is_held_out: bool) -> None:
-        parts = [self._steps(windows[index], index, is_held_out) for index in shard]
-        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        scratch = path.with_suffix(".writing")
-        save_file(tensors, scratch)
-        os.replace(scratch, path)
+    def _cut(self, windows: Windows, start: int, end: int) -> list[range]:
+        """Cut a range of windows into shards of about `shard_steps` steps."""
+        shards = []
+        while start < end:
+            stop = min(end, windows.covering(self.shard_steps, start))
+            shards.append(range(start, stop))
+            start = stop
+        return shards
 
-    def _steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
-        """One draft step after each prefix of a window."""
-        drafter, settings = self._drafter, self._settings
+    @torch.no_grad()
+    def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
+        """Record one draft step after each prefix of a window.
+
+        Args:
+            token_ids: int64 `[n]`: the window.
+            index: its number, which the random numbers that are drawn for it depend on.
+            is_held_out: whether the target's tokens are wanted.
+
+        Returns:
+            The window's part of the tensors of a shard, see `Recording`.
+        """
+        drafter, settings = self.drafter, self.settings
         device = drafter.head.device
-        target_states = self._target_states(token_ids, is_held_out)
+        target_states = self.target_states(token_ids, is_held_out)
         features = None
         if drafter.reads:
             features = torch.cat([target_states[layer] for layer in drafter.reads], dim=-1).to(device)
@@ -342,27 +362,27 @@ class StepRecorder:
             "features": torch.cat(before).to(device="cpu", dtype=torch.float16),
             "depths": depths.sort(stable=True).values.to(torch.uint8),
         }
-        steps |= self._drafter_says(torch.cat(hidden), is_held_out)
+        steps |= self.drafter_says(torch.cat(hidden), is_held_out)
         if is_held_out:
-            steps |= self._target_says(target_states[-1][newest.to(target_states[-1].device)])
+            steps |= self.target_says(target_states[-1][newest.to(target_states[-1].device)])
         return steps
 
-    def _target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
+    def target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
         """The target's hidden states, each `[n, d]`: its embedding, and those after its layers."""
-        if not self._drafter.reads and not is_held_out:
+        if not self.drafter.reads and not is_held_out:
             return ()
-        decoder = self._target.get_decoder()
+        decoder = self.target.get_decoder()
         outputs = decoder(
-            input_ids=token_ids.unsqueeze(0).to(self._target.device), output_hidden_states=True, use_cache=False
+            input_ids=token_ids.unsqueeze(0).to(self.target.device), output_hidden_states=True, use_cache=False
         )
         return tuple(states[0] for states in outputs.hidden_states)
 
-    def _drafter_says(self, hidden: torch.Tensor, with_probabilities: bool) -> dict[str, torch.Tensor]:
-        """The drafter's most probable tokens, and their probabilities at temperature 1."""
-        most = min(self._settings.top_k, self._everything.width)
-        ids, probabilities = [], []
-        for rows in hidden.split(_CHUNK):
-            scores = self._drafter.head.scores(rows, self._everything, PackedRows())
+    def drafter_says(self, hidden: torch.Tensor, with_probabilities: bool) -> dict[str, torch.Tensor]:
+        """`top_ids` of a shard, after the drafter's hidden states `[n, d]`, and on request `top_probabilities`."""
+        most = min(self.settings.top_k, self._everything.width)
+        ids, probabilities = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]
+        for start in range(0, hidden.shape[0], _CHUNK):
+            scores = self.drafter.head.scores(hidden[start : start + _CHUNK], self._everything, PackedRows())
             best = top_k_ids(scores, most)
             ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
             if with_probabilities:
@@ -371,22 +391,21 @@ class StepRecorder:
         says = {"top_ids": torch.cat(ids)}
         return says | {"top_probabilities": torch.cat(probabilities)} if with_probabilities else says
 
-    def _target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        head = self._target.get_output_embeddings()
+    def target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`target_ids` and `target_probabilities` of a shard, after the target's last hidden states `[n, d]`."""
+        head = self.target.get_output_embeddings()
         ids, probabilities = [], []
         for rows in states.split(_CHUNK):
             # At temperature 1, and without a soft cap where the family has one after its head.
-            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(self._settings.target_top_k)
+            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(self.settings.target_top_k)
             ids.append(likely.indices.to(device="cpu", dtype=torch.int32))
             probabilities.append(likely.values.to(device="cpu", dtype=torch.float16))
         return {"target_ids": torch.cat(ids), "target_probabilities": torch.cat(probabilities)}
 
 
-def _cut(windows: Windows, start: int, end: int) -> list[range]:
-    """Cut a range of windows into shards of about `_SHARD_STEPS` steps."""
-    shards = []
-    while start < end:
-        stop = min(end, windows.covering(_SHARD_STEPS, start))
-        shards.append(range(start, stop))
-        start = stop
-    return shards
+def _write(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
+    """Write a shard, so that a kill leaves all of it or nothing."""
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    scratch = path.with_suffix(".writing")
+    save_file(tensors, scratch)
+    os.replace(scratch, path)

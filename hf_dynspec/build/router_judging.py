@@ -186,7 +186,7 @@ def _curves(recording: Recording, policy: RouterShortlist, embed: Embed) -> tupl
     size = torch.zeros(depths, count, dtype=torch.float64)
     # A column more, the first one, is for pinned tokens.
     mass_by_rank = torch.zeros(depths * (count + 1), dtype=torch.float64)
-    acceptance, steps = torch.zeros(2, depths, dtype=torch.float64)
+    acceptance, steps, reached = torch.zeros(3, depths, dtype=torch.float64)
     for number in recording.held_out:
         shard = recording.shard(number)
         depth, mass = shard["depths"].long(), shard["target_probabilities"].double()
@@ -200,8 +200,10 @@ def _curves(recording: Recording, policy: RouterShortlist, embed: Embed) -> tupl
         common = torch.minimum(mass.unsqueeze(2), shard["top_probabilities"].double().unsqueeze(1))
         acceptance.index_add_(0, depth, (common * is_same).sum((1, 2)))
         steps += torch.bincount(depth, minlength=depths)
+        # Of rounds, only the steps that the target reached tell what it accepts.
+        reached += torch.bincount(depth[mass[:, 0] > 0], minlength=depths)
     mass_by_rank = mass_by_rank.view(depths, count + 1)
     missed = mass_by_rank.sum(1, keepdim=True) - mass_by_rank.cumsum(1)[:, 1:]
-    per_step = 1 / steps.clamp_min(1)
-    means = size * per_step.unsqueeze(1) + sizes[-1], missed * per_step.unsqueeze(1), acceptance * per_step
+    steps, reached = steps.clamp_min(1), reached.clamp_min(1)
+    means = size / steps.unsqueeze(1) + sizes[-1], missed / reached.unsqueeze(1), acceptance / reached
     return tuple(one.numpy() for one in means)

@@ -362,9 +362,9 @@ def command_text(context: typer.Context) -> str:
         if isinstance(value, bool):
             words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
             continue
-        if parameter.param_type_name == "option":
-            words.append(parameter.opts[0])
-        words.extend(shorten_name(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        for item in value if isinstance(value, list | tuple) else [value]:
+            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            words.append(shorten_name(item))
     return shlex.join(words)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import Out, command_text, describe_inputs, describe_model, require_free_folder
+from .build import Out, command_text, describe_inputs, describe_model, require_free_folder, shorten_name
 from .common import Device, Dtype, Target, Threads, progress_bar
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from ..build.corpus import Corpus
-    from ..build.draft_steps import Recording, RecordingSettings, Windows
+    from ..build.draft_steps import Recording, RecordingSettings, StepRecorder, Windows
     from ..build.router_judging import HeldOutFigures
     from ..build.router_training import TrainingSettings, TrainingState
     from ..drafters import Drafter
@@ -26,6 +26,8 @@ train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True)
 
 # Where unfinished work is kept, in the folder of the artifact.
 _WORK = "partial"
+# Of --rounds. Greedily, small models soon repeat themselves.
+_TEMPERATURE = 0.8
 
 
 @train_app.callback()
@@ -72,11 +74,22 @@ def router(
     window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
     depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
     top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
+    rounds: Annotated[
+        bool,
+        typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="At which --rounds samples; 0 decodes greedily. Default: 0.8.")
+    ] = None,
     hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at first.")] = 2e-3,
     max_batches: Annotated[int, typer.Option(help="Batches to train on, at most.")] = 20_000,
     evaluate_every: Annotated[int, typer.Option(help="Batches between two looks at the held-out steps.")] = 200,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROUTER", help="Repeatable. Judge this trained router too, at the same held-out steps."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of clusters, samples, first weights and order.")] = 0,
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the recorded steps when done.")] = False,
     device: Device = "auto",
@@ -89,8 +102,9 @@ def router(
     """Train a router for a pair (DynaSpec): which token clusters does a draft step need?
 
     The draft steps of the pair along the data are recorded with the drafter's whole vocabulary, and the router learns
-    which clusters hold the likely tokens. The same command run again continues what was stopped. `accelerate launch`
-    runs it on several processes, with the same result.
+    which clusters hold the likely tokens. With --rounds the target continues the beginnings of the data's texts, and
+    every draft step of that is recorded, as in the paper; it takes many times as long. The same command run again
+    continues what was stopped. `accelerate launch` runs it on several processes, with the same result.
     """
     import torch
     from accelerate import Accelerator
@@ -101,7 +115,7 @@ def router(
     from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
     from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
-    from ..evaluation.pair import PairSettings, load_models
+    from ..evaluation.pair import PairSettings, is_temperature, load_models
     from ..shortlists.router import SCHEDULES, RouterShortlist
 
     if schedule not in SCHEDULES:
@@ -109,10 +123,16 @@ def router(
     for option, value in (("--share", share), ("--mass", mass)):
         if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+    if temperature is not None and not (rounds and is_temperature(temperature)):
+        problem = f"must be at least 0, got {temperature}" if rounds else "is for --rounds. Give both, or neither"
+        raise ConfigurationError(f"--temperature {problem}")
+    if rounds:
+        temperature = _TEMPERATURE if temperature is None else temperature
     recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
     training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
     corpus = plan_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
+    others = {name: RouterShortlist(name) for name in compare or ()}
     if stored is None:
         require_faiss(torch.device("cpu"))
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
@@ -129,7 +149,15 @@ def router(
     if stored is None:
         require_cluster_settings(num_clusters, seed, 1, pair.vocabulary_size)
     parts = None if stored is None else pair.clusters(stored)
-    windows, recording = job.record(corpus, text_field, recording_settings)
+    for name, other in others.items():
+        pair.require_trained_for(name, other)
+    windows, recording = job.record(corpus, text_field, recording_settings, temperature)
+    recorded = recording.count(recording.train)
+    if recorded < batch_size:
+        raise ConfigurationError(
+            f"--batch-size {batch_size:,} is more than the {recorded:,} draft steps that were recorded: the texts are "
+            "few, or end early. Give more data, or smaller batches."
+        )
     parts = job.clusters(num_clusters) if parts is None else parts
     ranking = pair.rank(windows)
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
@@ -142,22 +170,29 @@ def router(
     trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
     if not accelerator.is_main_process:
         return
+
+    def judged(one: RouterShortlist) -> tuple[RouterShortlist, dict[str, Any]]:
+        """The policy with as many clusters as the share allows, and what it then does."""
+        one = one.with_budget(largest_budget(recording, one, pair.drafter.embed, share * pair.vocabulary_size))
+        return one, vars(held_out_figures(recording, one, pair.drafter.embed))
+
     policy = RouterShortlist(trained, 1, "fixed", mass, ranking, pinned)
     budgets = fit_budgets(recording, policy, pair.drafter.embed)
-    policy = RouterShortlist(trained, 1, schedule, mass, ranking, pinned, budgets=budgets)
-    policy = policy.with_budget(largest_budget(recording, policy, pair.drafter.embed, share * pair.vocabulary_size))
-    figures = held_out_figures(recording, policy, pair.drafter.embed)
-    metrics = {"held_out_steps": recording.count(recording.held_out), **vars(figures)}
+    policy, figures = judged(RouterShortlist(trained, 1, schedule, mass, ranking, pinned, budgets=budgets))
+    compared = {name: judged(other)[1] for name, other in others.items()}
+    metrics = {"held_out_steps": recording.count(recording.held_out), **figures}
+    if compared:
+        metrics["compared"] = [{"router": shorten_name(name), **row} for name, row in compared.items()]
     provenance = {
         "command": command_text(context),
         **describe_inputs(corpus.files),
-        "draft_steps": recording.count(recording.train),
+        "draft_steps": recorded,
         "metrics": metrics,
     }
     pair.save(policy, out, provenance)
     if not keep_steps:
         shutil.rmtree(out / _WORK)
-    _print_figures(metrics, policy, pair.vocabulary_size)
+    _print_figures({str(out): figures, **compared}, metrics["held_out_steps"], pair.vocabulary_size)
     typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
 
 
@@ -190,6 +225,24 @@ class _Pair:
         # A cluster of tokens that only one of the models scores is left out.
         return clusters.unique(return_inverse=True)[1]
 
+    def require_trained_for(self, name: str, policy: "RouterShortlist") -> None:
+        """Refuse a router that cannot be judged at this pair's draft steps."""
+        from ..errors import ConfigurationError
+        from ..hub import fingerprint_tokenizer, require_same_tokenizer
+
+        router, width = policy.router, self.drafter.head.weight.shape[1]
+        if router.centroids is not None:
+            raise ConfigurationError(f"--compare {name}: holds clusters and no trained router.")
+        for made_with in policy.tokenizer_fingerprints:
+            require_same_tokenizer(made_with, fingerprint_tokenizer(self.tokenizer), f"--compare {name}: tokenizer")
+        for what, theirs, ours in (
+            ("reads hidden states of {:,} numbers, and the drafter's have {:,}", router.reads, width),
+            ("has clusters of {:,} tokens, and the pair {:,}", router.clusters.shape[0], self.vocabulary_size),
+        ):
+            if theirs != ours:
+                problem = what.format(theirs, ours)
+                raise ConfigurationError(f"--compare {name}: {problem}. Name a router that was trained for this pair.")
+
     def rank(self, windows: "Windows") -> "torch.Tensor":
         """int64 `[n]`: the tokens, those most frequent in the data first."""
         import torch
@@ -216,9 +269,12 @@ class _Job:
     def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
         return progress_bar() if self._accelerator.is_main_process else nullcontext(lambda *_: None)
 
-    def record(self, corpus: "Corpus", text_field: str, settings: "RecordingSettings") -> "tuple[Windows, Recording]":
-        """Sample the texts and record the draft steps along them."""
-        from ..build.draft_steps import StepRecorder, sample_windows, windows_of
+    def record(
+        self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", temperature: float | None
+    ) -> "tuple[Windows, Recording]":
+        """Sample the texts and record the draft steps along them, or of rounds at a temperature after their
+        beginnings."""
+        from ..build.draft_steps import sample_windows, windows_of
         from ..build.frequency import describe_files, describe_tokenizer
 
         pair = self._pair
@@ -231,6 +287,8 @@ class _Job:
             "tokenizer": describe_tokenizer(pair.tokenizer),
             "settings": vars(settings),
         }
+        if temperature is not None:
+            job["temperature of rounds"] = temperature
         with self._progress() as report:
 
             def sample() -> "Windows":
@@ -245,7 +303,7 @@ class _Job:
 
             with self._accelerator.main_process_first():
                 windows = windows_of(self._work, job, sample)
-            recording = StepRecorder(pair.target, pair.drafter, pair.vocabulary_size, settings, self._work).record(
+            recording = self._recorder(settings, temperature).record(
                 windows,
                 process=self._accelerator.process_index,
                 processes=self._accelerator.num_processes,
@@ -253,6 +311,19 @@ class _Job:
             )
         self._accelerator.wait_for_everyone()
         return windows, recording
+
+    def _recorder(self, settings: "RecordingSettings", temperature: float | None) -> "StepRecorder":
+        from ..build.draft_rounds import RoundRecorder
+        from ..build.draft_steps import StepRecorder
+        from ..evaluation.pair import generation_config
+
+        pair = self._pair
+        if temperature is None:
+            return StepRecorder(pair.target, pair.drafter, pair.vocabulary_size, settings, self._work)
+        config = generation_config(pair.target, settings.window, temperature)
+        return RoundRecorder(
+            pair.target, pair.drafter, pair.vocabulary_size, settings, self._work, pair.tokenizer, config
+        )
 
     def clusters(self, count: int) -> "torch.Tensor":
         """int64 `[V]`: clusters of the rows that the drafter scores with."""
@@ -311,20 +382,19 @@ class _Job:
             typer.echo(text, err=True)
 
 
-def _print_figures(metrics: dict[str, Any], policy: "RouterShortlist", vocabulary_size: int) -> None:
+def _print_figures(rows: dict[str, dict[str, float]], steps: int, vocabulary_size: int) -> None:
     from rich.table import Table
 
     from .common import wide_console
 
-    table = Table(title="The router at held-out draft steps")
-    row = [
-        f"{metrics['held_out_steps']:,}",
-        f"{metrics['size']:,.0f} ({metrics['size'] / vocabulary_size:.1%})",
-        f"{metrics['cluster_recall']:.2%}",
-        f"{metrics['likeliest_recall']:.2%}",
-        f"{metrics['target_mass']:.2%}",
-    ]
-    for heading in ("steps", "mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass"):
+    table = Table(title=f"At {steps:,} held-out draft steps")
+    table.add_column("router")
+    for heading in ("mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass"):
         table.add_column(heading, justify="right")
-    table.add_row(*row)
+    for name, figures in rows.items():
+        table.add_row(
+            name,
+            f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
+            *(f"{figures[share]:.2%}" for share in ("cluster_recall", "likeliest_recall", "target_mass")),
+        )
     wide_console().print(table)

@@ -1,0 +1,247 @@
+"""Draft steps of a pair recorded in rounds of generation, as DynaSpec does (appendix A.2).
+
+The beginning of a window is a prompt, which the target continues with the drafter's whole vocabulary. Every step of
+every round is recorded as it happened: its token is one that the drafter drew, and an EAGLE head's feature its own,
+also where the target then rejected a draft before it. That takes as long as generating does; `draft_steps` reads
+texts instead, and gives the steps of rounds whose drafts were accepted.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+
+from ..assistant import DynSpecAssistant
+from ..drafters import Drafter
+from ..protocol import Needs, Shortlist, VocabularyInfo
+from ..shortlists import FullShortlist, ShortlistState
+from .draft_steps import Recording, RecordingSettings, StepRecorder, Windows
+
+# The prompt is a window's first quarter: where two tokens of three come from drafts, the steps that a window is to
+# give are there before its text is as long as the window.
+_PROMPT_SHARE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class DraftedRounds:
+    """The draft steps of some rounds, one after another, and the text that came of them.
+
+    Args:
+        text: int64 `[n]` on the CPU: the prompt, and what the target said after it.
+        token_ids: int64 `[m]` on the CPU: the newest token before each step.
+        places: int64 `[m]` on the CPU: where in the text that token stands, or would stand had it been accepted.
+        depths: int64 `[m]` on the CPU.
+        is_accepted: bool `[m]` on the CPU: the text has all tokens that were drafted before the step in its round.
+        features: fp16 `[m, d]` on the drafter's device: see `ShortlistState.foresee`.
+        hidden: `[m, d]` on the drafter's device: what the step's logits are computed from.
+    """
+
+    text: torch.Tensor
+    token_ids: torch.Tensor
+    places: torch.Tensor
+    depths: torch.Tensor
+    is_accepted: torch.Tensor
+    features: torch.Tensor
+    hidden: torch.Tensor
+
+
+class RoundRecorder(StepRecorder):
+    """Records the steps of rounds in which the target continues the beginnings of windows.
+
+    A window of `n` tokens gives `n - 1` steps; fewer where the target ends its text before, or where so many drafts
+    are accepted that the text reaches the length of the window.
+
+    Args:
+        target, drafter, vocabulary_size, settings, folder: as for `StepRecorder`; `depth` tokens are drafted in each
+            round.
+        tokenizer: of both models.
+        generation_config: how the target generates. Drafts are sampled as it says too.
+    """
+
+    # Minutes of generation on a CPU.
+    shard_steps = 1 << 12
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter,
+        vocabulary_size: int,
+        settings: RecordingSettings,
+        folder: str | Path,
+        tokenizer: Any,
+        generation_config: GenerationConfig,
+    ):
+        super().__init__(target, drafter, vocabulary_size, settings, folder)
+        self._generation_config = generation_config
+        self._log = _Log()
+        policy = _RecordingShortlist(self._log)
+        self._assistant = DynSpecAssistant(
+            drafter,
+            policy,
+            tokenizer=tokenizer,
+            num_assistant_tokens=settings.depth,
+            assistant_confidence_threshold=0.0,
+        )
+
+    def record(self, windows: Windows, **arguments: Any) -> Recording:
+        """See `StepRecorder.record`. The target is bound to an assistant meanwhile."""
+        with self._bound():
+            return super().record(windows, **arguments)
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        """The assistant is bound to the target, if it was not yet, and only meanwhile."""
+        if self._assistant.target is not None:
+            yield
+            return
+        self._assistant.bind(self.target)
+        try:
+            yield
+        finally:
+            self._assistant.unbind()
+
+    @torch.no_grad()
+    def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
+        """Record the steps of rounds after the beginning of a window, see `StepRecorder.steps`."""
+        rounds = self.rounds(token_ids, index)
+        steps = {
+            "token_ids": rounds.token_ids.to(torch.int32),
+            "features": rounds.features.cpu(),
+            "depths": rounds.depths.to(torch.uint8),
+            **self.drafter_says(rounds.hidden, is_held_out),
+        }
+        return {**steps, **self._target_after(rounds)} if is_held_out else steps
+
+    def rounds(self, token_ids: torch.Tensor, index: int) -> DraftedRounds:
+        """Generate after the beginning of a window.
+
+        Args:
+            token_ids: int64 `[n]`: the window.
+            index: its number, which with the settings' seed is the seed of this text.
+        """
+        n, device = token_ids.shape[0], self.target.device
+        prompt = token_ids[: n // _PROMPT_SHARE].unsqueeze(0).to(device)
+        config = copy.deepcopy(self._generation_config)
+        config.max_new_tokens = n - prompt.shape[1]
+        self._log.clear()
+        with self._bound(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.settings.seed * 1_000_003 + index)
+            text = self.target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=config,
+                assistant_model=self._assistant,
+                streamer=self._log,
+                stopping_criteria=StoppingCriteriaList([_EnoughSteps(self._log, n - 1)]),
+            )
+        return self._log.rounds(text[0].cpu(), n - 1, self.drafter.head.weight)
+
+    def _target_after(self, rounds: DraftedRounds) -> dict[str, torch.Tensor]:
+        """What the target says at each step, in one pass over the text; 0 after a draft that is not in it."""
+        rows = rounds.is_accepted.nonzero().squeeze(1)
+        states = self.target_states(rounds.text, True)[-1]
+        says = self.target_says(states[rounds.places[rows].to(states.device)])
+        count = rounds.token_ids.shape[0]
+        return {
+            name: tensor.new_zeros(count, tensor.shape[1]).index_copy_(0, rows, tensor)
+            for name, tensor in says.items()
+        }
+
+
+class _Log(BaseStreamer):
+    """Notes draft steps, and as a streamer how long the text is when they happen."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with another text."""
+        # Tokens of the text before this round, and steps before it.
+        self.length = self.steps_before = 0
+        self.depths: list[int] = []
+        self._places: list[int] = []
+        self._token_ids: list[torch.Tensor] = []
+        self._features: list[torch.Tensor] = []
+        self._hidden: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take in the prompt, or the new tokens of a round."""
+        self.length += value.numel()
+        self.steps_before = len(self.depths)
+
+    def end(self) -> None:
+        """There is nothing to tidy up."""
+
+    def foresee(self, features: torch.Tensor) -> None:
+        """Note what a step starts from. Copied, as a drafter may use the memory again; likewise below."""
+        self._features.append(features.to(torch.float16, copy=True))
+
+    def select(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Note the rest of the step."""
+        self.depths.append(depth)
+        self._places.append(self.length - 1 + depth)
+        self._token_ids.append(token_ids.clone())
+        self._hidden.append(hidden.clone())
+
+    def rounds(self, text: torch.Tensor, most: int, weight: torch.Tensor) -> DraftedRounds:
+        """The first `most` steps, of which there may be none; `weight` `[V, d]` is the drafter's."""
+        nothing = weight.new_zeros(0, weight.shape[1])
+        places, depths = torch.tensor(self._places[:most]).long(), torch.tensor(self.depths[:most]).long()
+        token_ids = torch.cat([nothing.new_zeros(0, dtype=torch.int64), *self._token_ids[:most]]).cpu()
+        is_in_text = (places < text.shape[0]) & (text[places.clamp_max(text.shape[0] - 1)] == token_ids)
+        is_accepted: list[bool] = []
+        for depth, matches in zip(depths.tolist(), is_in_text.tolist(), strict=True):
+            is_accepted.append(matches and (depth == 0 or is_accepted[-1]))
+        return DraftedRounds(
+            text,
+            token_ids,
+            places,
+            depths,
+            torch.tensor(is_accepted, dtype=torch.bool),
+            torch.cat([nothing.half(), *self._features[:most]]),
+            torch.cat([nothing, *self._hidden[:most]]),
+        )
+
+
+class _EnoughSteps(StoppingCriteria):
+    """Ends the text after the first token of the round after the one that gave the last step wanted. Earlier, the end
+    would fall into that round, and its accepted drafts would not come out."""
+
+    def __init__(self, log: _Log, count: int):
+        self._log, self._count = log, count
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        is_enough = self._log.steps_before >= self._count
+        return torch.full((input_ids.shape[0],), is_enough, device=input_ids.device)
+
+
+class _RecordingShortlist(FullShortlist):
+    """The whole vocabulary; what happens at draft steps is noted."""
+
+    def __init__(self, log: _Log):
+        self._log = log
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(draft_inputs=True)
+
+    def start(self, vocabulary: VocabularyInfo) -> "_RecordingState":
+        return _RecordingState(super().start(vocabulary), self._log)
+
+
+class _RecordingState(ShortlistState):
+    def __init__(self, everything: ShortlistState, log: _Log):
+        self._everything, self._log = everything, log
+
+    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._log.foresee(features)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        self._log.select(depth, token_ids, features)
+        return self._everything.select(depth, token_ids, features)
