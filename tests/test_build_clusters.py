@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.build.clusters import cluster_tokens, neighbour_spread
+from hf_dynspec.build.clusters import cluster_tokens, kept_clusters, neighbour_spread
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.hub import read_artifact, rebuild_policy
@@ -145,6 +145,23 @@ def test_the_seed_decides(balanced):
     first, again, other = (cluster_tokens(rows, 20, seed=seed, balanced=balanced).clusters for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_clusters_are_kept_for_the_same_settings_alone(tmp_path):
+    rows, file = random_rows(), tmp_path / "clusters.safetensors"
+    told: list[str] = []
+
+    def made(count: int, seed: int) -> torch.Tensor:
+        told.clear()
+        return kept_clusters(file, rows, count, 190, seed, lambda activity, done, total: told.append(activity))
+
+    first = made(7, 1)
+    assert torch.equal(first, cluster_tokens(rows, 7, vocabulary_size=190, seed=1).clusters.long())
+    assert told and torch.equal(made(7, 1), first) and not told
+    for count, seed in ((8, 1), (7, 2)):
+        expected = cluster_tokens(rows, count, vocabulary_size=190, seed=seed).clusters.long()
+        assert torch.equal(made(count, seed), expected) and told
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @BOTH

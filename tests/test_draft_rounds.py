@@ -16,7 +16,7 @@ from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.draft_rounds import RoundRecorder
 from hf_dynspec.build.draft_steps import Recording, RecordingSettings, Windows, sample_windows
-from hf_dynspec.build.router_training import held_out_figures, largest_budget
+from hf_dynspec.build.router_judging import held_out_figures, largest_budget
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 from hf_dynspec.evaluation.pair import generation_config
@@ -74,7 +74,7 @@ def test_accepted_steps_are_those_along_the_text(target, drafter, temperature):
             assert int(rounds.token_ids[row]) == int(rounds.text[place])
             step, after = along[depth], place - 1 - depth
             torch.testing.assert_close(rounds.features[row].float(), step.features[after].float(), **CLOSE)
-            likely = recorder.likely_tokens(torch.stack([rounds.hidden[row], step.hidden[after]]))
+            likely = recorder.drafter_says(torch.stack([rounds.hidden[row], step.hidden[after]]), False)["top_ids"]
             assert torch.equal(likely[0], likely[1])
             depths.append(depth)
         rejected += int((~rounds.is_accepted).sum())
@@ -129,12 +129,14 @@ def test_what_the_target_says_is_recorded_where_it_matters(recorder, target):
     window = prompt(40)[0]
     rounds = recorder.rounds(window, 7)
     steps, held_out = recorder.steps(window, 7, False), recorder.steps(window, 7, True)
-    assert set(held_out) - set(steps) == {"target_ids", "target_probabilities"}
+    assert set(held_out) - set(steps) == {"target_ids", "target_probabilities", "top_probabilities"}
     assert torch.equal(steps["token_ids"], rounds.token_ids.int()) and torch.equal(
         steps["depths"], rounds.depths.byte()
     )
     assert torch.equal(steps["features"], rounds.features)
     assert all(torch.equal(held_out[name], tensor) for name, tensor in steps.items())
+    likely = held_out["top_probabilities"].float()
+    assert (likely.diff(dim=1) <= 0).all() and likely.min() > 0 and likely.sum(1).max() <= 1 + 1e-3
     with torch.no_grad():
         says = target(rounds.text[None]).logits[0].softmax(-1)[rounds.places.clamp_max(len(rounds.text) - 1)]
     says = says.topk(SETTINGS.target_top_k)

@@ -4,11 +4,15 @@ Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": sphe
 LM-head weights, balance not enforced.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from ..errors import ConfigurationError, DynSpecError
@@ -107,6 +111,24 @@ def cluster_tokens(
         found = _spherical_kmeans(rows[has_direction], num_clusters, seed, iterations, device, report)
         clusters[has_direction] = found
     return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
+
+
+def kept_clusters(
+    file: Path, weight: torch.Tensor, num_clusters: int, vocabulary_size: int, seed: int, report: Report
+) -> torch.Tensor:
+    """int64 `[V]`: the clusters of `cluster_tokens`, from a file that an earlier call wrote for as many of the same
+    tokens with the same seed, or made now and written there."""
+    made_with = {"num_clusters": str(num_clusters), "tokens": str(vocabulary_size), "seed": str(seed)}
+    if file.exists():
+        with safe_open(file, "pt") as kept:
+            if kept.metadata() == made_with:
+                return kept.get_tensor("clusters")
+    made = cluster_tokens(weight, num_clusters, vocabulary_size=vocabulary_size, seed=seed, report=report)
+    clusters = made.clusters.long()
+    scratch = file.with_suffix(".writing")
+    save_file({"clusters": clusters}, scratch, metadata=made_with)
+    os.replace(scratch, file)
+    return clusters
 
 
 def require_cluster_settings(num_clusters: int, seed: int, iterations: int, tokens: int) -> None:

@@ -326,19 +326,22 @@ class _Job:
         )
 
     def clusters(self, count: int) -> "torch.Tensor":
-        """int64 `[V]`: clusters of the rows that the drafter scores with."""
+        """int64 `[V]`: clusters of the rows that the drafter scores with. Kept, as training goes on only with the ones
+        that it began with, and k-means rounds differently with another number of threads."""
+        import torch
         from accelerate.utils import broadcast
 
-        from ..build.clusters import cluster_tokens
+        from ..build.clusters import kept_clusters
 
-        head = self._pair.drafter.head
-        weight = head.weight if head.token_ids is None else self._pair.target.get_output_embeddings().weight
-        with self._progress() as report:
-            made = cluster_tokens(
-                weight, count, vocabulary_size=self._pair.vocabulary_size, seed=self._seed, report=report
-            )
-        # All processes learn the same clusters, also where k-means rounds differently in one.
-        return broadcast(made.clusters.long().to(self._accelerator.device)).cpu()
+        pair = self._pair
+        head = pair.drafter.head
+        weight = head.weight if head.token_ids is None else pair.target.get_output_embeddings().weight
+        clusters = torch.zeros(pair.vocabulary_size, dtype=torch.int64)
+        if self._accelerator.is_main_process:
+            with self._progress() as report:
+                file = self._work / "clusters.safetensors"
+                clusters = kept_clusters(file, weight, count, pair.vocabulary_size, self._seed, report)
+        return broadcast(clusters.to(self._accelerator.device)).cpu()
 
     def train(
         self,
