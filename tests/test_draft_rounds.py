@@ -288,7 +288,7 @@ def test_routers_are_compared_at_the_same_steps(folder, target, tmp_path):
     assert "--compare texts --compare twin" in config.provenance["command"]
     assert "| texts |" in (tmp_path / "other" / "README.md").read_text()
     rows = " ".join(result.output.split())
-    assert all(f"{tmp_path / name}" in rows for name in ("other", "texts", "twin"))
+    assert all(f"│ {name} │" in rows for name in (tmp_path / "other", "texts", "twin"))
     assert rows.count(f"{first['target_mass']:.2%}") >= 2
     # By hand: its own clusters and pinned tokens, as many clusters as fit into this share.
     recording = Recording(tmp_path / "other" / "partial", range(1, 2), range(1))

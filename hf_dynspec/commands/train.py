@@ -112,20 +112,13 @@ def router(
     from ..build.clusters import require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
-    from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
+    from ..build.router_judging import held_out_figures
     from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
-    from ..evaluation.pair import PairSettings, is_temperature, load_models
-    from ..shortlists.router import SCHEDULES, RouterShortlist
+    from ..evaluation.pair import PairSettings, load_models
+    from ..shortlists.router import RouterShortlist
 
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    for option, value in (("--share", share), ("--mass", mass)):
-        if not 0 < value <= 1:
-            raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
-    if temperature is not None and not (rounds and is_temperature(temperature)):
-        problem = f"must be at least 0, got {temperature}" if rounds else "is for --rounds. Give both, or neither"
-        raise ConfigurationError(f"--temperature {problem}")
+    _require_options(schedule, share, mass, rounds, temperature)
     if rounds:
         temperature = _TEMPERATURE if temperature is None else temperature
     recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
@@ -170,19 +163,8 @@ def router(
     trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
     if not accelerator.is_main_process:
         return
-
-    def judged(one: RouterShortlist) -> tuple[RouterShortlist, dict[str, Any]]:
-        """The policy with as many clusters as the share allows, and what it then does."""
-        one = one.with_budget(largest_budget(recording, one, pair.drafter.embed, share * pair.vocabulary_size))
-        return one, vars(held_out_figures(recording, one, pair.drafter.embed))
-
     policy = RouterShortlist(trained, 1, "fixed", mass, ranking, pinned)
-    budgets = fit_budgets(recording, policy, pair.drafter.embed)
-    policy, figures = judged(RouterShortlist(trained, 1, schedule, mass, ranking, pinned, budgets=budgets))
-    compared = {name: judged(other)[1] for name, other in others.items()}
-    metrics = {"held_out_steps": recording.count(recording.held_out), **figures}
-    if compared:
-        metrics["compared"] = [{"router": shorten_name(name), **row} for name, row in compared.items()]
+    policy, metrics = _settle(recording, policy, schedule, share * pair.vocabulary_size, others, pair.drafter)
     provenance = {
         "command": command_text(context),
         **describe_inputs(corpus.files),
@@ -192,8 +174,51 @@ def router(
     pair.save(policy, out, provenance)
     if not keep_steps:
         shutil.rmtree(out / _WORK)
-    _print_figures({str(out): figures, **compared}, metrics["held_out_steps"], pair.vocabulary_size)
+    _print_figures(str(out), metrics, pair.vocabulary_size)
     typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
+
+
+def _require_options(schedule: str, share: float, mass: float, rounds: bool, temperature: float | None) -> None:
+    """Refuse options that are out of range or do not go together."""
+    from ..errors import ConfigurationError
+    from ..evaluation.pair import is_temperature
+    from ..shortlists.router import SCHEDULES
+
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    for option, value in (("--share", share), ("--mass", mass)):
+        if not 0 < value <= 1:
+            raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+    if temperature is not None and not (rounds and is_temperature(temperature)):
+        problem = f"must be at least 0, got {temperature}" if rounds else "is for --rounds. Give both, or neither"
+        raise ConfigurationError(f"--temperature {problem}")
+
+
+def _settle(
+    recording: "Recording",
+    policy: "RouterShortlist",
+    schedule: str,
+    size: float,
+    others: "dict[str, RouterShortlist]",
+    drafter: "Drafter",
+) -> "tuple[RouterShortlist, dict[str, Any]]":
+    """The policy with budgets, and as many clusters as shortlists of a mean size allow; and what it then does at the
+    held-out steps, beside other routers with as large shortlists."""
+    from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
+    from ..shortlists.router import RouterShortlist
+
+    def fill(one: RouterShortlist) -> RouterShortlist:
+        return one.with_budget(largest_budget(recording, one, drafter.embed, size))
+
+    settings = {**policy.settings(), "schedule": schedule}
+    budgets = fit_budgets(recording, policy, drafter.embed)
+    policy = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
+    metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
+    metrics |= vars(held_out_figures(recording, policy, drafter.embed))
+    rows = [(name, held_out_figures(recording, fill(other), drafter.embed)) for name, other in others.items()]
+    if rows:
+        metrics["compared"] = [{"router": shorten_name(name), **vars(figures)} for name, figures in rows]
+    return policy, metrics
 
 
 class _Pair:
@@ -385,18 +410,18 @@ class _Job:
             typer.echo(text, err=True)
 
 
-def _print_figures(rows: dict[str, dict[str, float]], steps: int, vocabulary_size: int) -> None:
+def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> None:
     from rich.table import Table
 
     from .common import wide_console
 
-    table = Table(title=f"At {steps:,} held-out draft steps")
+    table = Table(title=f"At {metrics['held_out_steps']:,} held-out draft steps")
     table.add_column("router")
     for heading in ("mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass"):
         table.add_column(heading, justify="right")
-    for name, figures in rows.items():
+    for figures in ({"router": name, **metrics}, *metrics.get("compared", ())):
         table.add_row(
-            name,
+            figures["router"],
             f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
             *(f"{figures[share]:.2%}" for share in ("cluster_recall", "likeliest_recall", "target_mass")),
         )
