@@ -170,20 +170,22 @@ def block_scores(
     score a thousand rows. Gradients do not flow through it.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit together, or the weight or bias is not contiguous.
+        ValueError: shapes or dtypes do not fit together, something is not on the CPU, or the weight or bias is not
+            contiguous.
         IndexError: a block is not below `B`.
     """
     if weight.dtype not in _BLOCK_KERNEL_DTYPES or not _has_compiler():
         return reference.block_scores(hidden, weight, blocks, bias)
     (m, d), n, (count, block_rows, columns) = hidden.shape, blocks.shape[0], weight.shape
     # The kernel reads memory by these numbers, unchecked.
-    if d != columns or blocks.dtype != torch.int64 or not weight.is_contiguous():
+    is_in_memory = hidden.is_cpu and weight.is_cpu and blocks.is_cpu and (bias is None or bias.is_cpu)
+    if d != columns or blocks.dtype != torch.int64 or not weight.is_contiguous() or not is_in_memory:
         raise ValueError(
-            f"hidden states {_kind(hidden)} and {_kind(blocks)} blocks do not fit a weight {_kind(weight)}: the last "
-            "dimensions must be equal, the blocks int64 and the weight contiguous."
+            f"hidden states {_kind(hidden)} and blocks {_kind(blocks)} do not fit a weight {_kind(weight)}: the last "
+            "dimensions must be equal, the blocks int64, the weight contiguous and everything on the CPU."
         )
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != weight.dtype or not bias.is_contiguous()):
-        raise ValueError(f"the bias {_kind(bias)} must be contiguous, {_kind(weight[..., 0])}.")
+        raise ValueError(f"the bias {_kind(bias)} must be contiguous and {_kind(weight[..., 0])}.")
     hidden, blocks = hidden.float().contiguous(), blocks.contiguous()
     scores = hidden.new_empty(m, n * block_rows)
     # All threads or one: the pool that torch shares dismisses those that a call leaves out.
@@ -207,5 +209,5 @@ def block_scores(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """`float32 [3, 4]`, for messages."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    """`float32 [3, 4] on cpu`, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
