@@ -9,6 +9,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // Numbers in a register. Compilers split these vectors where registers are smaller.
@@ -17,7 +21,7 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-// Queries in a tile at most. Twelve sums, their queries and a row fit the sixteen registers that the smallest have.
+// Queries in a tile at most: twelve sums, their two rows and a query fit sixteen registers.
 constexpr int MOST_QUERIES = 6;
 constexpr int rows_for(int queries) { return queries == 1 ? 8 : queries <= 3 ? 4 : 2; }
 
@@ -42,6 +46,15 @@ inline Bits load_bits(const void* numbers) {
 
 inline Floats load(const BFloat16* numbers) { return (Floats)(load_bits(numbers) << 16); }
 
+#ifdef __AVX512F__
+inline Floats load(const Float16* numbers) {
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers)));
+}
+#elif defined(__F16C__)
+inline Floats load(const Float16* numbers) {
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
+#else
 inline Floats load(const Float16* numbers) {
     const Bits bits = load_bits(numbers);
     const Bits magnitude = (bits & 0x7fffu) << 13;
@@ -51,6 +64,7 @@ inline Floats load(const Float16* numbers) {
     const Bits not_finite = (Bits)(magnitude >= 0x0f800000u) & 0x7f800000u;
     return (Floats)(value | not_finite | (bits & 0x8000u) << 16);
 }
+#endif
 
 template <typename Number>
 inline float as_float(Number number) {
@@ -87,14 +101,14 @@ inline __attribute__((always_inline)) void score_tile(
     const float* queries, const Number* rows, const Number* bias, int64_t d, float* scores, int64_t stride) {
     Floats sums[ROWS][QUERIES] = {};
     const auto add_products = [&](auto load_query, auto load_row) __attribute__((always_inline)) {
-        Floats loaded[QUERIES];
+        Floats loaded[ROWS];
 #pragma GCC unroll 16
-        for (int q = 0; q < QUERIES; q++) loaded[q] = load_query(queries + q * d);
+        for (int r = 0; r < ROWS; r++) loaded[r] = load_row(rows + r * d);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const Floats row = load_row(rows + r * d);
+        for (int q = 0; q < QUERIES; q++) {
+            const Floats query = load_query(queries + q * d);
 #pragma GCC unroll 16
-            for (int q = 0; q < QUERIES; q++) sums[r][q] += row * loaded[q];
+            for (int r = 0; r < ROWS; r++) sums[r][q] += loaded[r] * query;
         }
     };
     int64_t k = 0;
