@@ -364,7 +364,7 @@ class DynSpecAssistant(Bindable):
         width = head.weight.shape[1]
         vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, head.device, head.token_ids, width)
         session = DraftSession(self.drafter, self.policy, vocabulary)
-        session.prepare(1 if self.tree is None else self.tree.top_k)
+        session.prepare()
         return session
 
     def return_session(self, session: DraftSession) -> None:

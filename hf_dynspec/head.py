@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -153,12 +152,12 @@ class DynamicLMHead:
         occupied = shortlist.scored_occupied
         return logits if occupied is None else logits.masked_fill(~occupied, -torch.inf)
 
-    def prepare_blocks(self, layout: BlockLayout, sizes: Sequence[int]) -> None:
-        """Copy the rows in the order of a layout and compile what scores its blocks for these numbers of hidden
-        states, which takes seconds the first time, if at all."""
-        held = self._held_blocks(layout)
-        for size in sizes:
-            prepare_block_scores(held.weight, size, held.bias)
+    def prepare_blocks(self, layout: BlockLayout) -> None:
+        """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
+        the first time on a machine."""
+        self._held_blocks(layout)
+        if self.device.type == "cpu":
+            prepare_block_scores()
 
     def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
         """The rows in the order of a layout, copied when the layout is first seen."""

@@ -46,10 +46,10 @@ class DraftSession:
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
 
-    def prepare(self, width: int) -> None:
-        """Copy and compile what the head needs for steps of one token, and of `width` tokens in trees."""
+    def prepare(self) -> None:
+        """Copy and compile what the head needs to score the policy's shortlists."""
         if self._state.layout is not None:
-            self._head.prepare_blocks(self._state.layout, (1, width))
+            self._head.prepare_blocks(self._state.layout)
 
     def begin(self, prompt: torch.Tensor, continues: bool) -> int:
         """Start on a text.

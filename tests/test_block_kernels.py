@@ -86,76 +86,117 @@ def test_the_plain_kernel(dtype, with_bias, poisoned_memory):
 # On the CPU ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def small_weights_are_compiled(monkeypatch):
-    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 0)
-
-
 @pytest.fixture
-def nothing_is_compiled(monkeypatch):
+def natively(monkeypatch):
+    """Only the compiled kernel may run, and what other tests compiled in this process does not count."""
+    if DEVICE.type != "cpu" or INTERPRETED:
+        pytest.skip("tests the CPU's kernel, natively")
     assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
-    # What other tests compiled in this process must not be counted.
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    cpu._compiled_block_scores.cache_clear()
-    monkeypatch.setattr(cpu, "_BLOCK_KERNELS", {})
+    cpu._block_kernels.cache_clear()
+    monkeypatch.setattr(reference, "block_scores", must_not_run)
 
 
-def compilations() -> int:
-    assert not torch._dynamo.utils.counters["graph_break"]
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+# Columns that fill whole vectors, that do not, and that do not fill one; rows that fill whole tiles, and that do not.
+@pytest.mark.parametrize("shape", [(5, 16, 200), (5, 17, 37), (5, 48, 96), (5, 1, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(
+    dtype, shape, threads, natively, poisoned_memory, monkeypatch
+):
+    monkeypatch.setattr(cpu, "_FEWEST_SHARED_PRODUCTS", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        # Each number of queries that has code of its own, and groups of equal and of different sizes.
+        for m in (1, 2, 3, 4, 5, 6, 7, 12, 16):
+            for asked in ASKED:
+                for with_bias in (False, True):
+                    arguments = problem(m, shape, asked, dtype, with_bias)
+                    check(block_scores_for(DEVICE)(*arguments), *arguments)
+    finally:
+        torch.set_num_threads(before)
 
 
-# The odd number of rows has no parts of equal size to be summed side by side.
+def test_rows_and_blocks_may_be_cut_from_longer_ones(natively):
+    hidden, weight, _, bias = problem(3, (5, 16, 40), [1, 2, 3], torch.float32, True)
+    blocks = torch.tensor([[1, 0], [3, 0], [2, 0]])[:, 0]
+    last = torch.stack([torch.full_like(hidden, torch.nan), hidden], dim=1)[:, -1]
+    assert not blocks.is_contiguous() and not last.is_contiguous()
+    check(cpu.block_scores(last, weight, blocks, bias), hidden, weight, blocks, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_is_read_as_what_it_is(dtype, natively):
+    """With subnormals, both infinities and NaN, as a row, as a bias, and where it does not fill a vector."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 1, 1)
+    blocks, nothing = torch.arange(2**16), torch.zeros(1, 1, dtype=dtype)
+    alone = cpu.block_scores(nothing + 1, numbers, blocks, None)
+    as_bias = cpu.block_scores(nothing, torch.zeros_like(numbers), blocks, numbers[..., 0])
+    one_of_many = torch.zeros(1, 16, dtype=dtype).index_fill_(1, torch.tensor([5]), 1)
+    in_a_vector = cpu.block_scores(one_of_many, numbers.expand(-1, -1, 16).contiguous(), blocks, None)
+    expected = numbers.flatten().float()
+    finite = expected.isfinite()
+    for scores in (alone[0], as_bias[0]):
+        torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(in_a_vector[0, finite], expected[finite], rtol=0, atol=0)
+    assert not in_a_vector[0, ~finite].isfinite().any()
+
+
+def test_it_is_compiled_once_and_shares_out_only_what_is_large(natively, monkeypatch):
+    prepare_block_scores()
+    compilations = cpu._block_kernels.cache_info
+    assert compilations().misses == 1
+    kernels = cpu._block_kernels()
+    threads_used = []
+
+    def recorded(*arguments):
+        threads_used.append(arguments[-1])
+        return kernels[torch.float32](*arguments)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with torch.no_grad():
+        arguments = problem(2, (5, 16, 64), [2, 1, 2], torch.float32, False)
+        check(cpu.block_scores(*arguments), *arguments)
+        assert compilations().misses == 1 and compilations().hits == 2
+        monkeypatch.setattr(cpu, "_block_kernels", lambda: {torch.float32: recorded})
+        products = 2 * 3 * 16 * 64
+        for fewest in (products + 1, products):
+            monkeypatch.setattr(cpu, "_FEWEST_SHARED_PRODUCTS", fewest)
+            check(cpu.block_scores(*arguments), *arguments)
+    assert threads_used == [1, 3]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "with_bias", "shape"),
+    ("change", "error", "message"),
     [
-        (torch.float32, False, (5, 16, 200)),
-        (torch.float32, True, (5, 17, 37)),
-        (torch.bfloat16, True, (5, 16, 96)),
-        (torch.float16, True, (5, 48, 33)),
+        ({"hidden": torch.zeros(2, 9)}, ValueError, r"float32 \[2, 9\] on cpu.*weight float32 \[5, 16, 8\]"),
+        ({"hidden": torch.zeros(2, 8, device="meta")}, ValueError, "on meta .*everything on the CPU"),
+        ({"bias": torch.zeros(5, 16, device="meta")}, ValueError, "everything on the CPU"),
+        ({"blocks": torch.zeros(3, dtype=torch.int32)}, ValueError, "must be .*int64"),
+        ({"weight": torch.zeros(5, 8, 16).transpose(1, 2)}, ValueError, "contiguous"),
+        ({"bias": torch.zeros(5, 15)}, ValueError, r"bias float32 \[5, 15\] on cpu must be .*float32 \[5, 16\]"),
+        ({"bias": torch.zeros(5, 16, dtype=torch.float16)}, ValueError, "bias float16"),
+        ({"bias": torch.zeros(16, 5).T}, ValueError, "contiguous"),
+        ({"blocks": torch.tensor([4, 5])}, IndexError, "block 5 is out of range.* 5 blocks"),
     ],
 )
-@pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
-def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(
-    dtype, with_bias, shape, nothing_is_compiled, poisoned_memory, monkeypatch
-):
-    _, weight, _, bias = problem(1, shape, [1], dtype, with_bias)
-    for m in (1, 10):
-        prepare_block_scores(weight, m, bias)
-    assert compilations() == 2
-    monkeypatch.setattr(reference, "block_scores", must_not_run)
-    for m in (1, 3, 10, 16):
-        for asked in ASKED:
-            arguments = problem(m, shape, asked, dtype, with_bias)
-            check(block_scores_for(DEVICE)(*arguments), *arguments)
-    # Not once for each number of blocks or query rows, nor for each length that a single row was cut from.
-    hidden, *others = problem(1, shape, [3, 4], dtype, with_bias)
-    for length in range(2, 12):
-        last = hidden.expand(1, length, -1).contiguous()[:, -1]
-        check(cpu.block_scores(last, *others), hidden, *others)
-    assert compilations() == 2
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
-def test_what_was_not_prepared_is_compiled_in_the_first_call_alone(nothing_is_compiled, monkeypatch):
-    monkeypatch.setattr(reference, "block_scores", must_not_run)
-    for _ in range(2):
-        for m in (2, 1):  # one row is padded to two
-            arguments = problem(m, (5, 16, 8), [2, 1, 2], torch.float32, False)
-            check(cpu.block_scores(*arguments), *arguments)
-    with torch.no_grad():  # as in generate
-        cpu.block_scores(*arguments)
-    assert compilations() == 1
+def test_what_the_kernel_would_misread_is_refused(change, error, message, natively):
+    names = ("hidden", "weight", "blocks", "bias")
+    arguments = dict(zip(names, problem(2, (5, 16, 8), [1, 2], torch.float32, True), strict=True))
+    cpu.block_scores(*arguments.values())
+    with pytest.raises(error, match=message):
+        cpu.block_scores(*(arguments | change).values())
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
-def test_without_a_compiler_the_plain_twin_runs(monkeypatch):
-    monkeypatch.setattr(cpu, "_has_compiler", lambda: False)
-    monkeypatch.setattr(cpu, "_BLOCK_KERNELS", {})
-    arguments = problem(3, (5, 16, 40), [2, -1], torch.float32, True)
-    prepare_block_scores(arguments[1], 3, arguments[3])
-    assert torch.equal(cpu.block_scores(*arguments), plain(*arguments)) and not cpu._BLOCK_KERNELS
+@pytest.mark.parametrize(("dtype", "has_compiler"), [(torch.float32, False), (torch.float64, True)])
+def test_without_a_compiler_or_code_for_a_dtype_the_plain_twin_runs(dtype, has_compiler, monkeypatch):
+    monkeypatch.setattr(cpu, "_has_compiler", lambda: has_compiler)
+    monkeypatch.setattr(cpu, "_block_kernels", must_not_run)
+    arguments = problem(3, (5, 16, 40), [2, -1], dtype, True)
+    if not has_compiler:
+        prepare_block_scores()
+    assert torch.equal(cpu.block_scores(*arguments), plain(*arguments))
 
 
 # The resolver --------------------------------------------------------------------------------------------------------

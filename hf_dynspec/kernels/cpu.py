@@ -1,10 +1,12 @@
-"""CPU kernels compiled by torch's inductor, which needs a C++ compiler."""
+"""CPU kernels, compiled where there is a C++ compiler: by torch's inductor from torch code, or from blocks.cpp."""
 
+import ctypes
 import functools
 import os
 import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -129,93 +131,83 @@ def scattered_scores(
     return scores if bias is None else scores + bias.index_select(0, ids).float()
 
 
+# A product of fewer numbers than this takes one thread less time than others need to wake.
+_FEWEST_SHARED_PRODUCTS = 2**17
+# What blocks.cpp has a function for.
+_BLOCK_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @functools.cache
-def _compiled_block_scores(m: int, shape: torch.Size, dtype: torch.dtype, has_bias: bool):
-    """One pass over chosen blocks of a weight `[B, T, d]` that takes all `m` sums of a row while the row is in the
-    cache; for any number of blocks from two on."""
-    count, block_rows, columns = shape
-    # One sum waits for its last addition; several at once fill the wait. A block's rows are therefore summed in up to
-    # four parts side by side, as long as all sums stay in registers.
-    parts = max(parts for parts in (1, 2, 4) if parts == 1 or (parts * m <= _LARGEST_PASS and block_rows % parts == 0))
+def _block_kernels() -> dict[torch.dtype, Callable[..., bool]]:
+    """The functions of blocks.cpp by the weight's dtype, compiled for this machine; torch keeps them on disk."""
+    # Takes over a second, which importing this file must not.
+    from torch._inductor.codecache import CppCodeCache
 
-    def scores(
-        hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        chosen = blocks.clamp(min=0)
-        absent = (blocks < 0).unsqueeze(-1)
-        rows = weight.view(count, parts, block_rows // parts, columns)[chosen].float()
-        row_bias = bias.view(count, parts, block_rows // parts)[chosen].float() if has_bias else None
-
-        def part_scores(one: torch.Tensor, part: int) -> torch.Tensor:
-            sums = (rows[:, part] * one).sum(-1)
-            # Inside the loop over the rows, where it costs nothing, unlike another pass over the scores.
-            return torch.where(absent, -torch.inf, sums + row_bias[:, part] if has_bias else sums)
-
-        queries = hidden.view(m, columns).float().unbind(0)
-        blocks_of = [torch.stack([part_scores(one, part) for part in range(parts)], dim=1) for one in queries]
-        return torch.stack(blocks_of).flatten(1)
-
-    # As for the dense kernels, each size has its own piece of code.
-    name = "_".join(map(str, ("scores", m, *shape, dtype, has_bias)))
-    scores.__code__ = scores.__code__.replace(co_name=name)
-    # Without `dynamic`, whose setting and resetting would take a tenth of a small shortlist's time in every call.
-    return torch.compile(scores)
+    source = Path(__file__).with_name("blocks.cpp").read_text(encoding="utf-8")
+    # Where torch compiles, a product and a sum are two instructions, unless told otherwise.
+    library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
+    kernels = {}
+    for dtype in _BLOCK_KERNEL_DTYPES:
+        kernel = library[f"block_scores_{str(dtype).removeprefix('torch.')}"]
+        kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6
+        kernel.restype = ctypes.c_bool
+        kernels[dtype] = kernel
+    return kernels
 
 
-# The kernels for blocks by the numbers of query rows that they take, ascending, for each shape and dtype of the weight
-# with or without bias.
-_BLOCK_KERNELS: dict[tuple[torch.Size, torch.dtype, bool], dict[int, Callable[..., torch.Tensor]]] = {}
+def prepare_block_scores() -> None:
+    """Compile what `block_scores` uses, which takes seconds, unless a process on this machine did so before."""
+    if _has_compiler():
+        _block_kernels()
 
 
-@torch.no_grad()
-def prepare_block_scores(weight: torch.Tensor, m: int, bias: torch.Tensor | None = None) -> None:
-    """Compile what `block_scores` uses for `m` query rows, which takes seconds, unless it is there.
-
-    Fewer query rows are padded to the next number that was prepared, so prepare each that occurs often, such as 1 for
-    the steps of a chain. Does nothing for small weights, off the CPU, and where no compiler is at hand.
-
-    Args:
-        weight: `[B, T, d]`, contiguous.
-        m: the number of query rows; more than 12 are taken in equal passes.
-        bias: `[B, T]` or None.
-    """
-    key = (weight.shape, weight.dtype, bias is not None)
-    size = _rows_in_a_pass(m)
-    kernels = _BLOCK_KERNELS.get(key, {})
-    is_small = weight.numel() < FEWEST_COMPILED_ELEMENTS
-    if size in kernels or is_small or weight.device.type != "cpu" or not _has_compiler():
-        return
-    blocks = torch.zeros(2, dtype=torch.int64)
-    torch._dynamo.mark_dynamic(blocks, 0)
-    kernel = _compiled_block_scores(size, *key)
-    kernel(weight.new_zeros(size * weight.shape[2]), weight, blocks, bias)
-    _BLOCK_KERNELS[key] = dict(sorted([*kernels.items(), (size, kernel)]))
-
-
-@torch.no_grad()
 def block_scores(
     hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`reference.block_scores`, compiled for large weights where a compiler is at hand; in the first call, unless
-    prepared."""
-    if weight.numel() < FEWEST_COMPILED_ELEMENTS:
+    """`reference.block_scores`, compiled where a compiler is at hand; in the first call, unless prepared.
+
+    A call costs microseconds, unlike one of a function that torch compiled, whose checks alone take longer than to
+    score a thousand rows. Gradients do not flow through it.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, something is not on the CPU, or the weight or bias is not
+            contiguous.
+        IndexError: a block is not below `B`.
+    """
+    if weight.dtype not in _BLOCK_KERNEL_DTYPES or not _has_compiler():
         return reference.block_scores(hidden, weight, blocks, bias)
-    m, n = hidden.shape[0], blocks.shape[0]
-    if n < 2:
-        # torch compiles sizes of 0 and 1 apart from all others.
-        two = torch.nn.functional.pad(blocks, (0, 2 - n), value=-1)
-        return block_scores(hidden, weight, two, bias)[:, : n * weight.shape[1]]
-    size = _rows_in_a_pass(m)
-    key = (weight.shape, weight.dtype, bias is not None)
-    if size > max(_BLOCK_KERNELS.get(key, ()), default=0):
-        if not _has_compiler():
-            return reference.block_scores(hidden, weight, blocks, bias)
-        prepare_block_scores(weight, m, bias)
-    size, kernel = next((least, kernel) for least, kernel in _BLOCK_KERNELS[key].items() if least >= size)
-    blocks = blocks.contiguous()
-    # Flat, as the stride of a single row is whatever it was cut from, and torch compiles anew for each.
-    if size == m:
-        return kernel(hidden.reshape(-1), weight, blocks, bias)
-    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -m % size))
-    parts = [kernel(part.reshape(-1), weight, blocks, bias) for part in padded.split(size)]
-    return parts[0][:m] if m < size else _join(parts, parts[0].new_empty(m, parts[0].shape[1]))
+    (m, d), n, (count, block_rows, columns) = hidden.shape, blocks.shape[0], weight.shape
+    # The kernel reads memory by these numbers, unchecked.
+    is_in_memory = hidden.is_cpu and weight.is_cpu and blocks.is_cpu and (bias is None or bias.is_cpu)
+    if d != columns or blocks.dtype != torch.int64 or not weight.is_contiguous() or not is_in_memory:
+        raise ValueError(
+            f"hidden states {_kind(hidden)} and blocks {_kind(blocks)} do not fit a weight {_kind(weight)}: the last "
+            "dimensions must be equal, the blocks int64, the weight contiguous and everything on the CPU."
+        )
+    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != weight.dtype or not bias.is_contiguous()):
+        raise ValueError(f"the bias {_kind(bias)} must be contiguous and {_kind(weight[..., 0])}.")
+    hidden, blocks = hidden.float().contiguous(), blocks.contiguous()
+    scores = hidden.new_empty(m, n * block_rows)
+    # All threads or one: the pool that torch shares dismisses those that a call leaves out.
+    threads = torch.get_num_threads() if scores.numel() * d >= _FEWEST_SHARED_PRODUCTS else 1
+    is_in_range = _block_kernels()[weight.dtype](
+        hidden.data_ptr(),
+        weight.data_ptr(),
+        blocks.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        scores.data_ptr(),
+        m,
+        d,
+        n,
+        count,
+        block_rows,
+        threads,
+    )
+    if not is_in_range:
+        raise IndexError(f"block {int(blocks.max())} is out of range: the weight has {count} blocks.")
+    return scores
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """`float32 [3, 4] on cpu`, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
