@@ -82,7 +82,7 @@ class DraftingStatistics:
         for shortlist in candidates.shortlists:
             if shortlist is not counted:
                 counted = shortlist
-                active = shortlist.width if shortlist.occupied is None else shortlist.scored_occupied.sum()
+                active = shortlist.count
                 self._active_max = _maximum(self._active_max, active)
             self._active_sum = self._active_sum + active
         self._draft_steps += len(candidates.shortlists)

@@ -14,7 +14,7 @@ from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.head import DynamicLMHead, PackedRows
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
-from hf_dynspec.protocol import VocabularyInfo
+from hf_dynspec.protocol import BlockShortlist, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
@@ -85,6 +85,11 @@ def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is
             assert len(set(ids)) == len(ids)
             assert set(ids) == expected_ids(policy, policy.router.scores(*inputs)[0], depth, info)
             assert torch.equal(shortlist.layout.token_ids[shortlist.blocks].flatten(), shortlist.slots)
+            assert int(shortlist.count) == len(ids) and shortlist.width == shortlist.slots.shape[0]
+            columns = torch.randint(0, shortlist.width, (2, 9))
+            assert torch.equal(shortlist.ids_at(columns), shortlist.slots[columns])
+            asked = torch.arange(VOCABULARY + 5)
+            assert set(asked[shortlist.contains(asked)].tolist()) == set(ids)
 
 
 def test_a_shortlist_is_never_empty():
@@ -137,6 +142,13 @@ def test_off_the_cpu_the_number_of_blocks_is_fixed_beforehand():
         assert fixed.shape[0] == layout.most_blocks[4] >= exact.shape[0]
         assert fixed[fixed >= 0].tolist() == exact.tolist()
         assert (fixed >= 0).sum() == exact.shape[0]
+        one, other = (BlockShortlist(blocks, layout.blocks, 1) for blocks in (fixed, exact))
+        assert one.ids().tolist() == other.ids().tolist() and int(one.count) == int(other.count)
+        asked = torch.arange(VOCABULARY + 5)
+        assert torch.equal(one.contains(asked), other.contains(asked))
+        # What is not there stands in the last columns, and has some id of the vocabulary.
+        ids = one.ids_at(torch.arange(one.width))
+        assert torch.equal(ids[: other.width], other.slots) and int(ids.max()) < VOCABULARY
 
 
 # The head -----------------------------------------------------------------------------------------------------------
@@ -144,14 +156,15 @@ def test_off_the_cpu_the_number_of_blocks_is_fixed_beforehand():
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("is_trimmed", [False, True])
-def test_blocks_score_as_the_head_does(with_bias, is_trimmed, monkeypatch):
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_blocks_score_as_the_head_does(with_bias, is_trimmed, soft_cap, monkeypatch):
     token_ids = torch.randperm(VOCABULARY)[:200] if is_trimmed else None
     if is_trimmed:
         token_ids = torch.cat([torch.tensor([2, 77]), token_ids[(token_ids != 2) & (token_ids != 77)]])
     rows = VOCABULARY if token_ids is None else token_ids.shape[0]
     weight, bias = torch.randn(rows, WIDTH), torch.randn(rows) if with_bias else None
-    head = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
-    plain = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
+    head = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=soft_cap, token_ids=token_ids)
+    plain = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=soft_cap, token_ids=token_ids)
     info = vocabulary(draftable=token_ids)
     packed = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20).start(info)
     loose = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20, packed=False).start(info)
@@ -162,7 +175,7 @@ def test_blocks_score_as_the_head_does(with_bias, is_trimmed, monkeypatch):
         for state in (packed, loose):
             state.foresee(*inputs)
         one, other = (state.select(seed, torch.tensor([5, 6]), inputs[0]) for state in (packed, loose))
-        assert one.blocks is not None and other.blocks is None
+        assert isinstance(one, BlockShortlist) and not isinstance(other, BlockShortlist)
         torch.testing.assert_close(
             head.scores(hidden, one, PackedRows()), plain.scores(hidden, other, PackedRows()), rtol=1e-5, atol=1e-5
         )
