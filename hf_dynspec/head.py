@@ -19,7 +19,7 @@ from .kernels import (
     replace_rows,
     scattered_scores_for,
 )
-from .protocol import BlockLayout, BlockShortlist, Shortlist
+from .protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
 
 # Where configurations of transformers' model families write what happens to the logits after the projection.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -137,6 +137,8 @@ class DynamicLMHead:
         Returns:
             fp32 `[m, width]`: a logit for each scored slot, −inf for those that are not occupied.
         """
+        if isinstance(shortlist, JoinedShortlist):
+            return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.blocks, shortlist.rest)], dim=1)
         width = shortlist.width
         if shortlist.is_prefix:
             bias = None if self.bias is None else self.bias[:width]

@@ -201,7 +201,52 @@ class BlockShortlist(Shortlist):
         return self.layout.token_ids.take(columns.add(self.blocks.take(places) - places, alpha=block_rows))
 
     def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return (self.layout.block_of(token_ids).unsqueeze(-1) == self.blocks).any(-1)
+        # Two entries more than there are blocks: −1, for no block, finds the last one, and −2, of ids that are in no
+        # block, the one before it.
+        is_chosen = torch.zeros(self.layout.token_ids.shape[0] + 2, dtype=torch.bool, device=self.blocks.device)
+        is_chosen[self.blocks] = True
+        return is_chosen[self.layout.block_of(token_ids)]
+
+
+class JoinedShortlist(Shortlist):
+    """Whole blocks, and after them the slots of another shortlist, so that the head scores each as it does alone.
+
+    Args:
+        blocks: the blocks.
+        rest: no token of the blocks is in one of its occupied slots.
+    """
+
+    is_transient = True
+
+    def __init__(self, blocks: BlockShortlist, rest: Shortlist):
+        vars(self).update(blocks=blocks, rest=rest, version=blocks.version + rest.version)
+
+    @functools.cached_property
+    def slots(self) -> torch.Tensor:
+        return torch.cat([self.blocks.slots, self.rest.scored_slots])
+
+    @functools.cached_property
+    def occupied(self) -> torch.Tensor:
+        of_rest = self.rest.scored_occupied
+        if of_rest is None:
+            of_rest = torch.ones_like(self.rest.scored_slots, dtype=torch.bool)
+        return torch.cat([self.blocks.occupied, of_rest])
+
+    @property
+    def width(self) -> int:
+        return self.blocks.width + self.rest.width
+
+    @property
+    def count(self) -> torch.Tensor:
+        return self.blocks.count + self.rest.count
+
+    def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
+        past_blocks = columns - self.blocks.width
+        in_blocks = self.blocks.ids_at(columns.clamp_max(self.blocks.width - 1))
+        return torch.where(past_blocks < 0, in_blocks, self.rest.ids_at(past_blocks.clamp_min(0)))
+
+    def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.blocks.contains(token_ids) | self.rest.contains(token_ids)
 
 
 @dataclass(frozen=True, eq=False)

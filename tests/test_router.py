@@ -14,7 +14,7 @@ from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.head import DynamicLMHead, PackedRows
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
-from hf_dynspec.protocol import BlockShortlist, VocabularyInfo
+from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
@@ -179,6 +179,23 @@ def test_blocks_score_as_the_head_does(with_bias, is_trimmed, soft_cap, monkeypa
         torch.testing.assert_close(
             head.scores(hidden, one, PackedRows()), plain.scores(hidden, other, PackedRows()), rtol=1e-5, atol=1e-5
         )
+
+
+def test_a_union_scores_blocks_as_blocks_and_its_window_from_packed_rows(monkeypatch):
+    head = DynamicLMHead(torch.randn(VOCABULARY, WIDTH))
+    # What is gathered row by row would fail.
+    monkeypatch.setattr(head, "_scattered_scores", None)
+    state = UnionShortlist(InContextShortlist(20), RouterShortlist(random_router(), 3)).start(vocabulary())
+    rows = PackedRows()
+    for seed in range(5):
+        state.observe_prompt(Prompt(torch.randperm(VOCABULARY)[:9]))
+        for depth in range(3):
+            inputs, hidden = states(rows=2, seed=3 * seed + depth), torch.randn(2, WIDTH)
+            state.foresee(*inputs)
+            shortlist = state.select(depth, torch.tensor([5, 6]), inputs[0])
+            expected = (hidden @ head.weight.T)[:, shortlist.scored_slots]
+            expected = expected.masked_fill(~shortlist.scored_occupied, -torch.inf)
+            torch.testing.assert_close(head.scores(hidden, shortlist, rows), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_are_copied_once_and_not_held_longer_than_the_policy():
