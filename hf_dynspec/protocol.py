@@ -196,6 +196,10 @@ class BlockShortlist(Shortlist):
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
         block_rows = self.layout.token_ids.shape[1]
+        if columns.numel() == 1 and columns.device.type == "cpu":
+            # A chain's only token: reading numbers takes less time than computing with tensors of one.
+            place, row = divmod(columns.item(), block_rows)
+            return self.layout.token_ids[self.blocks[place].item(), row].view(columns.shape)
         places = columns // block_rows
         # From where the block lies in the shortlist to where it lies in the layout; the block −1 finds the last one.
         return self.layout.token_ids.take(columns.add(self.blocks.take(places) - places, alpha=block_rows))

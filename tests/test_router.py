@@ -86,8 +86,9 @@ def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is
             assert set(ids) == expected_ids(policy, policy.router.scores(*inputs)[0], depth, info)
             assert torch.equal(shortlist.layout.token_ids[shortlist.blocks].flatten(), shortlist.slots)
             assert int(shortlist.count) == len(ids) and shortlist.width == shortlist.slots.shape[0]
-            columns = torch.randint(0, shortlist.width, (2, 9))
-            assert torch.equal(shortlist.ids_at(columns), shortlist.slots[columns])
+            for shape in ((2, 9), (1,)):
+                columns = torch.randint(0, shortlist.width, shape)
+                assert torch.equal(shortlist.ids_at(columns), shortlist.slots[columns])
             asked = torch.arange(VOCABULARY + 5)
             assert set(asked[shortlist.contains(asked)].tolist()) == set(ids)
 
