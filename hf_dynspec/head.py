@@ -18,7 +18,7 @@ from .kernels import (
     replace_rows,
     scattered_scores_for,
 )
-from .protocol import BlockLayout, Shortlist
+from .protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
 
 # Where configurations of transformers' model families write what happens to the logits after the projection.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -136,13 +136,18 @@ class DynamicLMHead:
         Returns:
             fp32 `[m, width]`: a logit for each scored slot, −inf for those that are not occupied.
         """
+        if isinstance(shortlist, JoinedShortlist):
+            return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.blocks, shortlist.rest)], dim=1)
         width = shortlist.width
         if shortlist.is_prefix:
             bias = None if self.bias is None else self.bias[:width]
             logits = packed_scores(hidden, self.weight[:width], bias)
-        elif shortlist.blocks is not None:
+        elif isinstance(shortlist, BlockShortlist):
             held = self._held_blocks(shortlist.layout)
             logits = self._block_scores(hidden, held.weight, shortlist.blocks, held.bias)
+            if self.soft_cap is None:
+                # What is not occupied is −inf already, and that a scale leaves.
+                return self._finish(logits)
         elif shortlist.is_transient:
             logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
         else:
@@ -150,7 +155,7 @@ class DynamicLMHead:
             logits = rows.scores(hidden, width)
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
-        return logits if occupied is None else logits.masked_fill(~occupied, -torch.inf)
+        return logits if occupied is None else torch.where(occupied, logits, -torch.inf)
 
     def prepare_blocks(self, layout: BlockLayout) -> None:
         """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
@@ -165,7 +170,8 @@ class DynamicLMHead:
             held = self._blocks.get(layout)
             if held is None:
                 rows = self.rows_of(layout.token_ids)
-                bias = None if self.bias is None else self.bias[rows]
+                bias = self.weight.new_zeros(rows.shape) if self.bias is None else self.bias[rows]
+                bias = torch.where(layout.is_token, bias, -torch.inf)
                 held = self._blocks[layout] = _Blocks(self.weight[rows], bias)
             return held
 
@@ -212,10 +218,10 @@ class DynamicLMHead:
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """A head's rows in the order of a layout: weight `[B, T, d]` and bias `[B, T]` or None."""
+    """A head's rows in the order of a layout: weight `[B, T, d]` and bias `[B, T]`, −inf where there is no token."""
 
     weight: torch.Tensor
-    bias: torch.Tensor | None
+    bias: torch.Tensor
 
 
 def _inverse(token_ids: torch.Tensor) -> torch.Tensor:

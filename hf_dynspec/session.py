@@ -156,7 +156,7 @@ class DraftSession:
                 if draw is None:
                     best = top_k_ids(logits, min(config.top_k, shortlist.width))
                     log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
-                    fresh, parents = growth.add_level(shortlist.scored_slots[best], log_probabilities)
+                    fresh, parents = growth.add_level(shortlist.ids_at(best), log_probabilities)
                 else:
                     fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
                     paths = torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)

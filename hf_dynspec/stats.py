@@ -82,7 +82,7 @@ class DraftingStatistics:
         for shortlist in candidates.shortlists:
             if shortlist is not counted:
                 counted = shortlist
-                active = shortlist.width if shortlist.occupied is None else shortlist.scored_occupied.sum()
+                active = _read_if_free(shortlist.count)
                 self._active_max = _maximum(self._active_max, active)
             self._active_sum = self._active_sum + active
         self._draft_steps += len(candidates.shortlists)
@@ -231,6 +231,11 @@ def _maximum(first: int | torch.Tensor, second: int | torch.Tensor) -> int | tor
         return max(first, second)
     device = first.device if isinstance(first, torch.Tensor) else second.device
     return torch.maximum(torch.as_tensor(first, device=device), torch.as_tensor(second, device=device))
+
+
+def _read_if_free(count: int | torch.Tensor) -> int | torch.Tensor:
+    """The number itself where nothing has to be waited for, as adding numbers is faster than adding tensors."""
+    return count.item() if isinstance(count, torch.Tensor) and count.device.type == "cpu" else count
 
 
 def _number(count: float | torch.Tensor) -> float:

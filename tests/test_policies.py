@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models import POLICY_CASES, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+from models import POLICY_CASES, VOCABULARY, RandomShortlist, perturbed, prompt, random_router, tiny
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
@@ -16,6 +16,7 @@ from hf_dynspec.shortlists import (
     FullShortlist,
     HybridShortlist,
     InContextShortlist,
+    RouterShortlist,
     ShortlistPolicy,
     ShortlistState,
     UnionShortlist,
@@ -411,6 +412,18 @@ UNIONS = {
     "all": lambda: [FullShortlist(), InContextShortlist(10, 1, 1)],
     "one": lambda: [InContextShortlist(10, 1, 1)],
     "a union within": lambda: [UnionShortlist(FrequencyShortlist(size=9)), InContextShortlist(10, 1, 1)],
+    "a router": lambda: [
+        InContextShortlist(10, 1, 1),
+        RouterShortlist(random_router(), 3),
+        FrequencyShortlist(size=9),
+    ],
+    "a router alone": lambda: [RouterShortlist(random_router(), 3)],
+    "a router of slots": lambda: [RouterShortlist(random_router(), 3, packed=False), InContextShortlist(10, 1, 1)],
+    "two routers": lambda: [RouterShortlist(random_router(seed=seed), 3) for seed in (1, 2)],
+    "a router within": lambda: [
+        UnionShortlist(RouterShortlist(random_router(), 3), FrequencyShortlist(size=30)),
+        InContextShortlist(10, 1, 1),
+    ],
 }
 
 
@@ -427,7 +440,12 @@ def test_a_union_holds_what_any_of_its_parts_holds(name):
             for each in (state, *alone):
                 show(each, event)
             for depth in range(4):
-                assert ids_of(select(state, depth)) == set().union(*(ids_of(select(each, depth)) for each in alone))
+                shortlist = select(state, depth)
+                ids = ids_of(shortlist)
+                assert ids == set().union(*(ids_of(select(each, depth)) for each in alone))
+                assert int(shortlist.count) == len(ids)
+                columns = torch.arange(shortlist.width)
+                assert torch.equal(shortlist.ids_at(columns), shortlist.scored_slots)
         for each in (state, *alone):
             each.restart()
 

@@ -14,7 +14,7 @@ from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.head import DynamicLMHead, PackedRows
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
-from hf_dynspec.protocol import VocabularyInfo
+from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
@@ -111,6 +111,12 @@ def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is
             assert len(set(ids)) == len(ids)
             assert set(ids) == expected_ids(policy, policy.router.scores(*inputs)[0], depth, info)
             assert torch.equal(shortlist.layout.token_ids[shortlist.blocks].flatten(), shortlist.slots)
+            assert int(shortlist.count) == len(ids) and shortlist.width == shortlist.slots.shape[0]
+            for shape in ((2, 9), (1,)):
+                columns = torch.randint(0, shortlist.width, shape)
+                assert torch.equal(shortlist.ids_at(columns), shortlist.slots[columns])
+            asked = torch.arange(VOCABULARY + 5)
+            assert set(asked[shortlist.contains(asked)].tolist()) == set(ids)
 
 
 def test_a_shortlist_is_never_empty():
@@ -163,6 +169,13 @@ def test_off_the_cpu_the_number_of_blocks_is_fixed_beforehand():
         assert fixed.shape[0] == layout.most_blocks[4] >= exact.shape[0]
         assert fixed[fixed >= 0].tolist() == exact.tolist()
         assert (fixed >= 0).sum() == exact.shape[0]
+        one, other = (BlockShortlist(blocks, layout.blocks, 1) for blocks in (fixed, exact))
+        assert one.ids().tolist() == other.ids().tolist() and int(one.count) == int(other.count)
+        asked = torch.arange(VOCABULARY + 5)
+        assert torch.equal(one.contains(asked), other.contains(asked))
+        # What is not there stands in the last columns, and has some id of the vocabulary.
+        ids = one.ids_at(torch.arange(one.width))
+        assert torch.equal(ids[: other.width], other.slots) and int(ids.max()) < VOCABULARY
 
 
 # The head -----------------------------------------------------------------------------------------------------------
@@ -170,14 +183,15 @@ def test_off_the_cpu_the_number_of_blocks_is_fixed_beforehand():
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("is_trimmed", [False, True])
-def test_blocks_score_as_the_head_does(with_bias, is_trimmed, monkeypatch):
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_blocks_score_as_the_head_does(with_bias, is_trimmed, soft_cap, monkeypatch):
     token_ids = torch.randperm(VOCABULARY)[:200] if is_trimmed else None
     if is_trimmed:
         token_ids = torch.cat([torch.tensor([2, 77]), token_ids[(token_ids != 2) & (token_ids != 77)]])
     rows = VOCABULARY if token_ids is None else token_ids.shape[0]
     weight, bias = torch.randn(rows, WIDTH), torch.randn(rows) if with_bias else None
-    head = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
-    plain = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=20.0, token_ids=token_ids)
+    head = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=soft_cap, token_ids=token_ids)
+    plain = DynamicLMHead(weight, bias, logit_scale=0.5, soft_cap=soft_cap, token_ids=token_ids)
     info = vocabulary(draftable=token_ids)
     packed = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20).start(info)
     loose = RouterShortlist(random_router(), 3, ranking=RANKING, pinned=20, packed=False).start(info)
@@ -188,10 +202,27 @@ def test_blocks_score_as_the_head_does(with_bias, is_trimmed, monkeypatch):
         for state in (packed, loose):
             state.foresee(*inputs)
         one, other = (state.select(seed, torch.tensor([5, 6]), inputs[0]) for state in (packed, loose))
-        assert one.blocks is not None and other.blocks is None
+        assert isinstance(one, BlockShortlist) and not isinstance(other, BlockShortlist)
         torch.testing.assert_close(
             head.scores(hidden, one, PackedRows()), plain.scores(hidden, other, PackedRows()), rtol=1e-5, atol=1e-5
         )
+
+
+def test_a_union_scores_blocks_as_blocks_and_its_window_from_packed_rows(monkeypatch):
+    head = DynamicLMHead(torch.randn(VOCABULARY, WIDTH))
+    # What is gathered row by row would fail.
+    monkeypatch.setattr(head, "_scattered_scores", None)
+    state = UnionShortlist(InContextShortlist(20), RouterShortlist(random_router(), 3)).start(vocabulary())
+    rows = PackedRows()
+    for seed in range(5):
+        state.observe_prompt(Prompt(torch.randperm(VOCABULARY)[:9]))
+        for depth in range(3):
+            inputs, hidden = states(rows=2, seed=3 * seed + depth), torch.randn(2, WIDTH)
+            state.foresee(*inputs)
+            shortlist = state.select(depth, torch.tensor([5, 6]), inputs[0])
+            expected = (hidden @ head.weight.T)[:, shortlist.scored_slots]
+            expected = expected.masked_fill(~shortlist.scored_occupied, -torch.inf)
+            torch.testing.assert_close(head.scores(hidden, shortlist, rows), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_are_copied_once_and_not_held_longer_than_the_policy():

@@ -56,8 +56,10 @@ class ProcessorsByValue:
 
 def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
     """What a `TopKLogitsWarper` does: values below the k-th largest of their row are replaced, ties are kept."""
-    kept = top_k_ids(scores, min(warper.top_k, scores.shape[-1]))
-    return scores.masked_fill(scores < scores.gather(1, kept[:, -1:]), warper.filter_value)
+    if warper.top_k >= scores.shape[-1]:
+        return scores
+    kept = top_k_ids(scores, warper.top_k)
+    return torch.where(scores < scores.gather(1, kept[:, -1:]), warper.filter_value, scores)
 
 
 def divide(processors: list) -> tuple[LogitsProcessorList, ProcessorsByValue]:
@@ -77,10 +79,14 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     return _draw(weights) if possible is None else possible[_draw(weights[possible])]
 
 
+# Among fewer columns than this, to look for those that count takes longer than to look at all.
+_FEWEST_WIDE_COLUMNS = 1024
+
+
 def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
     """The columns, int64 `[m]`, that are True in `[n]`, where they can be counted without waiting for a device and are
     so few that it pays to look at them alone, as after a top-k over a large vocabulary; otherwise None."""
-    if is_wanted.device.type != "cpu":
+    if is_wanted.device.type != "cpu" or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
         return None
     wanted = is_wanted.nonzero().squeeze(1)
     return wanted if 0 < wanted.shape[0] <= is_wanted.shape[0] // 8 else None

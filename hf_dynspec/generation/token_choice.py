@@ -41,10 +41,16 @@ class TokenChoice:
         """See `session.ChooseToken`."""
         if self._by_id:
             logits = self._process_by_id(logits, shortlist, drafted)
-        if self._by_value:
-            logits = self._by_value(self._prefix[None, -1:], logits.unsqueeze(0))[0]
-        slot = draw(logits.softmax(-1)) if self.do_sample else logits.argmax(-1, keepdim=True)
-        return shortlist.scored_slots[slot], logits
+        if not self.do_sample:
+            if self._by_value:
+                logits = self._by_value(self._prefix[None, -1:], logits.unsqueeze(0))[0]
+            return shortlist.ids_at(logits.argmax(-1, keepdim=True)), logits
+        columns, likely = self._process_by_value(logits.unsqueeze(0))
+        column = draw(likely[0].softmax(-1))
+        if columns is None:
+            return shortlist.ids_at(column), likely[0]
+        column = columns[0].index_select(0, column)
+        return shortlist.ids_at(column), torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
 
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
@@ -56,16 +62,22 @@ class TokenChoice:
         if self._by_id:
             nodes = zip(logits.unbind(0), paths.unbind(0), strict=True)
             logits = torch.stack([self._process_by_id(row, shortlist, [path]) for row, path in nodes])
-        token_ids = shortlist.scored_slots.expand(logits.shape[0], -1)
-        most_kept = self._by_value.most_kept
-        if most_kept is not None and most_kept < shortlist.width:
-            # What a top-k leaves is all that the rest has to look at, here and in verification.
-            best = top_k_ids(logits, most_kept)
-            logits, token_ids = logits.gather(1, best), token_ids.gather(1, best)
-        if self._by_value:
-            logits = self._by_value(self._prefix[None, -1:], logits)
+        columns, logits = self._process_by_value(logits)
         probabilities = logits.softmax(-1)
+        if columns is None:
+            token_ids = shortlist.scored_slots.expand(logits.shape[0], -1)
+        else:
+            token_ids = shortlist.ids_at(columns)
         return token_ids, probabilities, draw_several(probabilities, min(count, logits.shape[1]))
+
+    def _process_by_value(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Process logits, fp32 `[m, width]`, of what is to be drawn. What a top-k leaves is all that the rest has to
+        look at: then the columns that are left, int64 `[m, k]`, and their logits; otherwise None and all logits."""
+        most_kept, columns = self._by_value.most_kept, None
+        if most_kept is not None and most_kept < logits.shape[1]:
+            columns = top_k_ids(logits, most_kept)
+            logits = logits.gather(1, columns)
+        return columns, self._by_value(self._prefix[None, -1:], logits) if self._by_value else logits
 
     def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
         """Apply processors that need to know which token a logit belongs to."""

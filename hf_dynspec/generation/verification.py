@@ -107,16 +107,20 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
 
 def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tensor:
     """Speculative sampling at one depth of a chain: a token, int64 `[1]`, distributed as `p`, fp32 `[V]`, says."""
-    shortlist = candidates.shortlists[depth]
-    q = candidates.logits[depth].softmax(-1)
+    shortlist, logits = candidates.shortlists[depth], candidates.logits[depth]
+    possible = few_columns(logits > -torch.inf)
+    if possible is None:
+        token_ids, q = shortlist.scored_slots, logits.softmax(-1)
+    else:
+        token_ids, q = shortlist.ids_at(possible), logits[possible].softmax(-1)
     drafted = candidates.token_ids[depth : depth + 1]
     # A token holds one occupied slot; unoccupied ones have probability 0.
-    of_drafter = torch.where(shortlist.scored_slots == drafted, q, 0.0).amax(keepdim=True).to(p.device)
+    of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(p.device)
     drafted = drafted.to(p.device)
     is_accepted = torch.rand(1, device=p.device) * of_drafter < p.index_select(0, drafted)
     if _is_free_to_look(p.device) and is_accepted:
         return drafted
-    residual = p.scatter_add(0, shortlist.scored_slots.to(p.device), -q.to(p.device)).clamp_min(0.0)
+    residual = p.scatter_add(0, token_ids.to(p.device), -q.to(p.device)).clamp_min(0.0)
     # Where both distributions are equal to rounding, nothing is left over and the target's own takes its place.
     residual = torch.where(residual.sum() > 0, residual, p)
     return torch.where(is_accepted, drafted, draw(residual))

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import ArtifactError, ConfigurationError
-from ..protocol import BlockLayout, Needs, Shortlist, VocabularyInfo
+from ..protocol import BlockLayout, BlockShortlist, Needs, Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import as_ranking
 
@@ -131,8 +131,9 @@ def network_scores(
 ) -> torch.Tensor:
     """fp32 `[m, M]`: the logits of a router's network, see `Router`."""
     # Divided by their root mean square, embeddings and features weigh the same.
-    read = [functional.rms_norm(one.float(), one.shape[-1:]) for one in (embeddings, features)]
-    hidden = functional.silu(functional.linear(torch.cat(read, dim=-1), input_weight, input_bias))
+    read = torch.stack([embeddings, features], dim=-2).float()
+    read = functional.rms_norm(read, read.shape[-1:]).flatten(-2)
+    hidden = functional.silu(functional.linear(read, input_weight, input_bias))
     return functional.linear(hidden, output_weight, output_bias)
 
 
@@ -321,6 +322,13 @@ class RouterState(ShortlistState):
         self._policy = policy
         self._router = policy.router.to(device)
         self._layout = layout
+        # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
+        # chosen.
+        self._barred = torch.zeros(layout.is_empty.shape, device=device).masked_fill(layout.is_empty, -torch.inf)
+        if self._router.centroids is None:
+            self._router = replace(self._router, output_bias=self._router.output_bias + self._barred)
+        # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
+        self._none_chosen = functional.pad(torch.zeros_like(layout.is_empty), (0, 1), value=True)
         self.layout = layout.blocks if policy.packed else None
         self._scores: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
@@ -334,18 +342,18 @@ class RouterState(ShortlistState):
         if self._router.centroids is not None:
             return
         if self._stream is None:
-            self._take(self._router.scores(embeddings, features).amax(0))
+            self._take(self._router.scores(embeddings, features))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._take(self._router.scores(embeddings, features).amax(0))
+            self._take(self._router.scores(embeddings, features))
         for tensor in (embeddings, features):
             tensor.record_stream(self._stream)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         if self._router.centroids is not None and features is not self._features:
             self._features = features
-            self._take((features.float() @ self._router.centroids.T).amax(0))
+            self._take(functional.linear(features.float(), self._router.centroids, self._barred))
         if self._scores is None:
             raise RuntimeError("foresee() tells the router what a draft step starts from before select() is called")
         if self._stream is not None:
@@ -358,41 +366,28 @@ class RouterState(ShortlistState):
         return self._shown[1]
 
     def _take(self, scores: torch.Tensor) -> None:
-        """Take in new scores `[M]`. Clusters without a token of their own would waste the budget, and leave nothing
-        where they are all that is chosen."""
-        self._scores = scores.masked_fill(self._layout.is_empty, -torch.inf)
+        """Take in new scores `[m, M]`."""
+        self._scores = scores.amax(0)
         self._shown = None
 
     def _shortlist(self, budget: int) -> Shortlist:
-        layout = self._layout
-        blocks = layout.blocks_of(self._chosen(budget), budget)
-        slots = layout.blocks.token_ids.index_select(0, blocks.clamp_min(0)).flatten()
-        occupied = layout.blocks.is_token.index_select(0, blocks.clamp_min(0))
-        if layout.blocks.token_ids.device.type != "cpu":
-            occupied = occupied & (blocks >= 0).unsqueeze(1)
         self._version += 1
-        return Shortlist(
-            slots,
-            version=self._version,
-            occupied=occupied.flatten(),
-            is_transient=True,
-            layout=self.layout,
-            blocks=None if self.layout is None else blocks,
-        )
+        blocks = self._layout.blocks_of(self._chosen(budget), budget)
+        shortlist = BlockShortlist(blocks, self._layout.blocks, self._version)
+        if self.layout is not None:
+            return shortlist
+        return Shortlist(shortlist.slots, self._version, occupied=shortlist.occupied, is_transient=True)
 
     def _chosen(self, budget: int) -> torch.Tensor:
-        """bool `[M + 1]`: the clusters on the shortlist, and the pinned tokens, which count as one more."""
-        scores = self._scores
-        best = scores.topk(budget)
-        is_chosen = torch.ones_like(best.values, dtype=torch.bool)
-        if self._policy.mass < 1:
-            # A cluster is chosen where those before it do not reach the share yet.
-            probabilities = best.values.sigmoid()
-            before = probabilities.cumsum(0) - probabilities
-            is_chosen = before < self._policy.mass * scores.sigmoid().sum()
-        chosen = torch.zeros(scores.shape[0] + 1, dtype=torch.bool, device=scores.device)
-        chosen[-1] = True
-        return chosen.index_copy_(0, best.indices, is_chosen)
+        """bool `[M + 1]`: the clusters on the shortlist, and the pinned tokens."""
+        best = self._scores.topk(budget)
+        if self._policy.mass == 1:
+            return self._none_chosen.index_fill(0, best.indices, True)
+        # A cluster is chosen where those before it do not reach the share yet.
+        probabilities = best.values.sigmoid()
+        before = probabilities.cumsum(0) - probabilities
+        is_chosen = before < self._policy.mass * self._scores.sigmoid().sum()
+        return self._none_chosen.index_copy(0, best.indices, is_chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,7 +460,7 @@ def _lay_out(policy: RouterShortlist, vocabulary: VocabularyInfo) -> _Layout:
     pinned_blocks = int(block_counts[0])
     device = vocabulary.device
     return _Layout(
-        BlockLayout(rows.to(device), is_token.view(-1, BLOCK_ROWS).to(device)),
+        BlockLayout(rows.to(device), is_token.view(-1, BLOCK_ROWS).to(device), vocabulary.size),
         torch.repeat_interleave((torch.arange(count + 1) + count) % (count + 1), block_counts).to(device),
         (pinned_blocks, *(pinned_blocks + int(blocks) for blocks in largest_first)),
         (sizes[1:] == 0).to(device),

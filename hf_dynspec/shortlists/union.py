@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import ConfigurationError
-from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
@@ -75,15 +76,26 @@ class UnionShortlist(ShortlistPolicy):
 
 
 class UnionState(ShortlistState):
-    """The parts' slots side by side. A slot whose id an earlier part holds too is not occupied."""
+    """The parts' slots side by side. A slot whose id an earlier part holds too is not occupied.
+
+    A part that chooses whole blocks anew for each draft step counts as the first, and stays a part of what is shown:
+    its blocks are scored as blocks, and the slots of the others, which do not change within a round, as they are.
+    """
 
     def __init__(self, parts: list[ShortlistState], vocabulary: VocabularyInfo):
         self._parts = parts
+        # Of two such parts, and of a union within, everything is taken as slots.
+        of_blocks = [part for part in parts if part.layout is not None and not isinstance(part, UnionState)]
+        self._of_blocks = of_blocks[0] if len(of_blocks) == 1 else None
+        self.layout = None if self._of_blocks is None else self._of_blocks.layout
+        self._of_slots = [part for part in parts if part is not self._of_blocks]
         self._vocabulary = vocabulary
-        self._shown: list[Shortlist | None] = [None] * len(parts)
+        self._shown: list[Shortlist | None] = [None] * len(self._of_slots)
         # taken[i]: bool [vocabulary], the ids that parts 0 … i hold. The last part's is never needed.
-        self._taken: list[torch.Tensor | None] = [None] * len(parts)
+        self._taken: list[torch.Tensor | None] = [None] * len(self._of_slots)
         self._shortlist: Shortlist | None = None
+        # What was shown last, and what its blocks and slots are.
+        self._joined: tuple[BlockShortlist, Shortlist, JoinedShortlist] | None = None
 
     def restart(self) -> None:
         for part in self._parts:
@@ -102,11 +114,20 @@ class UnionState(ShortlistState):
             part.foresee(embeddings, features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        shown = [part.select(depth, token_ids, features) for part in self._parts]
+        blocks = None if self._of_blocks is None else self._of_blocks.select(depth, token_ids, features)
+        if not self._of_slots:
+            return blocks
+        shown = [part.select(depth, token_ids, features) for part in self._of_slots]
         if self._shortlist is None or any(new is not old for new, old in zip(shown, self._shown, strict=True)):
             self._shortlist = self._unite(shown)
             self._shown = shown
-        return self._shortlist
+        return self._shortlist if blocks is None else self._join(blocks, self._shortlist)
+
+    def _join(self, blocks: BlockShortlist, slots: Shortlist) -> JoinedShortlist:
+        if self._joined is None or self._joined[0] is not blocks or self._joined[1] is not slots:
+            rest = replace(slots, occupied=_occupied(slots) & ~blocks.contains(slots.slots))
+            self._joined = blocks, slots, JoinedShortlist(blocks, rest)
+        return self._joined[2]
 
     def _unite(self, shown: list[Shortlist]) -> Shortlist:
         occupied = []
