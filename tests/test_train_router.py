@@ -446,22 +446,23 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
 
 
-def test_several_processes_train_the_same_router(folder, tmp_path):
-    alone = CliRunner().invoke(app, words(folder, tmp_path / "one"))
+# accelerate's launcher starts a single process on a CPU, so torch's starts these, and they see that they are two.
+TWO_PROCESSES = """
+from accelerate import Accelerator
+from hf_dynspec.commands import main
+assert Accelerator(cpu=True).num_processes == 2
+main()
+"""
+
+
+@pytest.mark.parametrize("mode", [[], ["--rounds"]])
+def test_several_processes_train_the_same_router(folder, tmp_path, mode):
+    alone = CliRunner().invoke(app, words(folder, tmp_path / "one", *mode))
     assert alone.exit_code == 0, alone.output
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    (tmp_path / "command.py").write_text(TWO_PROCESSES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run = subprocess.run(
-        [*launch, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "two")],
+        [*launch, str(tmp_path / "command.py"), *words(folder, tmp_path / "two", *mode)],
         capture_output=True,
         text=True,
         timeout=300,

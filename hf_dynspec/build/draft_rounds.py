@@ -1,9 +1,9 @@
 """Draft steps of a pair recorded in rounds of generation, as DynaSpec does (appendix A.2).
 
-The beginning of a window is a prompt, which the target continues with the drafter's whole vocabulary. Every step of
-every round is recorded as it happened: its token is one that the drafter drew, and an EAGLE head's feature its own,
-also where the target then rejected a draft before it. That takes as long as generating does; `draft_steps` reads
-texts instead, and gives the steps of rounds whose drafts were accepted.
+The beginning of a window is a prompt, which the target continues; chains are drafted from the drafter's whole
+vocabulary. Every step of every round is recorded as it happened: its token is one that the drafter drew, and an EAGLE
+head's feature its own, also where the target then rejected a draft before it. That takes as long as generating does;
+`draft_steps` reads texts instead, and gives the steps of rounds whose drafts were accepted.
 """
 
 import copy
