@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hf_dynspec.kernels import block_scores_for, prepare_block_scores
+from hf_dynspec.kernels import block_scores_for, prepare_kernels
 
 BLOCK_ROWS = 16
 # Clusters of tokens fill a few blocks that lie side by side.
@@ -64,7 +64,7 @@ def main(
     console = Console()
     generator = torch.Generator().manual_seed(seed)
     block_scores = block_scores_for(torch.device("cpu"))
-    prepare_block_scores()
+    prepare_kernels()
     table = Table("threads", "d", "m", "n", "product, µs", "blocks, µs", "ratio", title=f"torch {torch.__version__}")
     ratios = []
     shape = (vocabulary // BLOCK_ROWS, BLOCK_ROWS)

@@ -131,10 +131,8 @@ class DynSpecAssistant(Bindable):
         return self
 
     def prepare(self) -> None:
-        """Compile and trace what a verification of the usual size uses, which takes seconds the first time, if at
-        all."""
-        drafted = self.generation_config.num_assistant_tokens if self.tree is None else self.tree.total_tokens - 1
-        forward_of(self.target).prepare(drafted + 1, self.drafter.reads)
+        """Trace what a verification uses, which takes seconds the first time, if at all."""
+        forward_of(self.target).prepare(self.drafter.reads)
 
     def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
         if tokenizer is None or not self.policy.tokenizer_fingerprints:

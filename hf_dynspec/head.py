@@ -10,11 +10,10 @@ from torch import nn
 from .errors import UnsupportedError
 from .kernels import (
     block_scores_for,
-    can_compile_dense_scores,
     dense_scores,
+    has_dense_kernel,
     packed_scores,
-    prepare_block_scores,
-    prepare_dense_scores,
+    prepare_kernels,
     replace_rows,
     scattered_scores_for,
 )
@@ -162,7 +161,7 @@ class DynamicLMHead:
         the first time on a machine."""
         self._held_blocks(layout)
         if self.device.type == "cpu":
-            prepare_block_scores()
+            prepare_kernels()
 
     def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
         """The rows in the order of a layout, copied when the layout is first seen."""
@@ -177,12 +176,9 @@ class DynamicLMHead:
 
     @property
     def can_speed_up_all_scores(self) -> bool:
-        """Whether `all_scores`, once prepared, is faster than the module that the head was made from."""
-        return can_compile_dense_scores(self.weight)
-
-    def prepare_all_scores(self, m: int) -> None:
-        """Compile what `all_scores` uses for up to `m` rows. Takes seconds the first time."""
-        prepare_dense_scores(self.weight, m)
+        """Whether `all_scores` is faster than the module that the head was made from. The first time on a machine
+        takes seconds, as it compiles it."""
+        return has_dense_kernel(self.weight)
 
     def all_scores(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Score every row: `[m, d]` → fp32 `[m, V]`. For the target's head, on the CPU. See `kernels.dense_scores`."""

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from hf_dynspec.kernels import block_scores_for, cpu, prepare_block_scores, reference
+from hf_dynspec.kernels import block_scores_for, cpu, prepare_kernels, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -92,7 +92,7 @@ def natively(monkeypatch):
     if DEVICE.type != "cpu" or INTERPRETED:
         pytest.skip("tests the CPU's kernel, natively")
     assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
-    cpu._block_kernels.cache_clear()
+    cpu._kernels.cache_clear()
     monkeypatch.setattr(reference, "block_scores", must_not_run)
 
 
@@ -143,10 +143,11 @@ def test_every_16_bit_number_is_read_as_what_it_is(dtype, natively):
 
 
 def test_it_is_compiled_once_and_shares_out_only_what_is_large(natively, monkeypatch):
-    prepare_block_scores()
-    compilations = cpu._block_kernels.cache_info
+    prepare_kernels()
+    compilations = cpu._kernels.cache_info
     assert compilations().misses == 1
-    kernels = cpu._block_kernels()
+    hits = compilations().hits
+    kernels = cpu._kernels()
     threads_used = []
 
     def recorded(*arguments):
@@ -157,8 +158,8 @@ def test_it_is_compiled_once_and_shares_out_only_what_is_large(natively, monkeyp
     with torch.no_grad():
         arguments = problem(2, (5, 16, 64), [2, 1, 2], torch.float32, False)
         check(cpu.block_scores(*arguments), *arguments)
-        assert compilations().misses == 1 and compilations().hits == 2
-        monkeypatch.setattr(cpu, "_block_kernels", lambda: {torch.float32: recorded})
+        assert compilations().misses == 1 and compilations().hits > hits
+        monkeypatch.setattr(cpu, "_kernels", lambda: {torch.float32: recorded})
         products = 2 * 3 * 16 * 64
         for fewest in (products + 1, products):
             monkeypatch.setattr(cpu, "_FEWEST_SHARED_PRODUCTS", fewest)
@@ -192,11 +193,46 @@ def test_what_the_kernel_would_misread_is_refused(change, error, message, native
 @pytest.mark.parametrize(("dtype", "has_compiler"), [(torch.float32, False), (torch.float64, True)])
 def test_without_a_compiler_or_code_for_a_dtype_the_plain_twin_runs(dtype, has_compiler, monkeypatch):
     monkeypatch.setattr(cpu, "_has_compiler", lambda: has_compiler)
-    monkeypatch.setattr(cpu, "_block_kernels", must_not_run)
-    arguments = problem(3, (5, 16, 40), [2, -1], dtype, True)
-    if not has_compiler:
-        prepare_block_scores()
-    assert torch.equal(cpu.block_scores(*arguments), plain(*arguments))
+    monkeypatch.setattr(cpu, "_run", must_not_run)
+    cpu._kernels.cache_clear()
+    try:
+        arguments = problem(3, (5, 16, 40), [2, -1], dtype, True)
+        prepare_kernels()
+        assert torch.equal(cpu.block_scores(*arguments), plain(*arguments))
+    finally:
+        cpu._kernels.cache_clear()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
+@pytest.mark.parametrize("change", ["no module", "no class", "other arguments"])
+def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_warning_says_so(change, monkeypatch):
+    from torch._inductor import codecache
+
+    def load(source):
+        raise AssertionError("takes other arguments")
+
+    if change == "no module":
+        monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
+    elif change == "no class":
+        monkeypatch.delattr(codecache, "CppCodeCache")
+    else:
+        monkeypatch.setattr(codecache.CppCodeCache, "load", load)
+    monkeypatch.setattr(cpu, "_run", must_not_run)
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
+    cpu._kernels.cache_clear()
+    try:
+        hidden, weight, blocks, bias = problem(3, (5, 16, 40), [2, -1], torch.float32, True)
+        rows, row_bias, ids = weight.flatten(0, 1), bias.flatten(), torch.tensor([40, 33])
+        with pytest.warns(UserWarning, match="does not compile C\\+\\+ as the releases that are known do") as caught:
+            assert torch.equal(cpu.block_scores(hidden, weight, blocks, bias), plain(hidden, weight, blocks, bias))
+            scattered = reference.scattered_scores(hidden, rows, ids, row_bias)
+            assert torch.equal(cpu.scattered_scores(hidden, rows, ids, row_bias), scattered)
+            assert not cpu.has_dense_kernel(rows)
+            dense = reference.packed_scores(hidden, rows[32:48], None)
+            assert torch.equal(cpu.dense_scores(hidden, rows[32:48]), dense)
+        assert len(caught) == 1
+    finally:
+        cpu._kernels.cache_clear()
 
 
 # The resolver --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from hf_dynspec.protocol import Shortlist
 # results carry 8 significant bits, of which several roundings touch the last two.
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-6, "atol": 2**-5}}
 DTYPES = [torch.float32, torch.bfloat16]
+KERNEL_DTYPES = [*DTYPES, torch.float16]
 V, D = 211, 37
 
 
@@ -210,56 +211,66 @@ def test_reference_kernels(dtype, sizes, with_bias, poisoned_memory):
     torch.testing.assert_close(packed.float(), expected, **TOLERANCE[dtype])
 
 
-class Spy:
-    """Calls through and counts."""
-
-    def __init__(self, function):
-        self.function = function
-        self.calls = 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        return self.function(*args)
-
-
 def must_not_run(*args):
     raise AssertionError("the plain twin ran in place of the compiled kernel")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(dtype, poisoned_memory, monkeypatch):
+@pytest.fixture
+def kernel_calls(monkeypatch) -> list[tuple]:
+    """The arguments of each call of a compiled kernel."""
+    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
+    calls = []
+
+    def recording(kernel):
+        return lambda *arguments: (calls.append(arguments), kernel(*arguments))[1]
+
+    kernels = {dtype: recording(kernel) for dtype, kernel in cpu._kernels().items()}
+    monkeypatch.setattr(cpu, "_kernels", lambda: kernels)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(dtype, kernel_calls, poisoned_memory, monkeypatch):
     assert scattered_scores_for(torch.device("cpu")) is cpu.scattered_scores
     assert scattered_scores_for(torch.device("meta")) is reference.scattered_scores
-    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
     plain = reference.scattered_scores
-    spy = Spy(cpu._compiled_scores())
-    monkeypatch.setattr(cpu, "_compiled_scores", lambda: spy)
     monkeypatch.setattr(reference, "scattered_scores", must_not_run)
-    # What other tests compiled in this process must not be counted, nor use up the limit on recompilations.
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     expected_calls = 0
     for m, rows, d, n in ODD_SIZES:
         for with_bias in (False, True):
             hidden, weight = random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype)
             bias = random(rows, seed=2, dtype=dtype) if with_bias else None
             ids = some_ids(n, limit=rows)
+            unasked = torch.ones(rows, dtype=torch.bool).index_fill_(0, ids, False)
+            weight[unasked] = torch.nan
             actual = cpu.scattered_scores(hidden, weight, ids, bias)
             expected_calls += 1
             assert actual.dtype == torch.float32 and actual.shape == (m, n)
-            # Sums and results in fp32 are closer to the truth than the plain twin, which rounds bf16 results.
+            # Sums and results in fp32 are closer to the truth than the plain twin, which rounds 16-bit results.
             torch.testing.assert_close(actual, truth(hidden, weight, bias, ids), **TOLERANCE[torch.float32])
-            torch.testing.assert_close(actual, plain(hidden, weight, ids, bias).float(), **TOLERANCE[dtype])
-    assert spy.calls == expected_calls
-    # Compiled for sizes in general: one row, many rows, and a few sizes of 1, but not once for each size.
-    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
-    assert not torch._dynamo.utils.counters["graph_break"]
+            own = plain(hidden, weight, ids, bias).float()
+            torch.testing.assert_close(actual, own, **TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+    assert len(kernel_calls) == expected_calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scattered_rows_that_no_kernel_reads_go_to_the_plain_twin(dtype, kernel_calls):
+    hidden, weight, ids = random(2, D, dtype=dtype), random(D, V, seed=1, dtype=dtype).T, some_ids(40)
+    weight = weight.contiguous() if dtype == torch.float64 else weight
+    actual = cpu.scattered_scores(hidden, weight, ids, None)
+    assert torch.equal(actual, reference.scattered_scores(hidden, weight, ids, None).float()) and not kernel_calls
+
+
+def test_scattered_rows_beyond_the_weight_are_refused():
+    with pytest.raises(IndexError, match=f"block {V} is out of range"):
+        cpu.scattered_scores(random(2, D), random(V, D), torch.tensor([0, V]), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_compiler_the_plain_twin_runs_and_one_warning_says_so(dtype, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     cpu._has_compiler.cache_clear()
+    cpu._kernels.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -272,6 +283,7 @@ def test_without_a_compiler_the_plain_twin_runs_and_one_warning_says_so(dtype, m
         assert torch.equal(actual, reference.scattered_scores(hidden, weight, ids, bias).float())
     finally:
         cpu._has_compiler.cache_clear()
+        cpu._kernels.cache_clear()
 
 
 def test_replace_rows(poisoned_memory):
@@ -315,77 +327,67 @@ def small_weights_are_compiled(monkeypatch):
 
 @pytest.mark.parametrize("sizes", DENSE_SIZES)
 def test_the_compiled_dense_kernel_equals_its_plain_twin_and_is_what_ran(
-    sizes, small_weights_are_compiled, poisoned_memory, monkeypatch
+    sizes, small_weights_are_compiled, kernel_calls, poisoned_memory, monkeypatch
 ):
-    """For every number of rows up to the most, though it was compiled for two: the others are padded."""
+    """For each number of queries that has code of its own, for several groups of them, and for a tree's."""
     weight = random(*sizes, seed=1)
-    assert cpu.can_compile_dense_scores(weight)
-    for m in (5, 12):
-        cpu.prepare_dense_scores(weight, m)
+    assert cpu.has_dense_kernel(weight)
     plain = reference.packed_scores
     monkeypatch.setattr(reference, "packed_scores", must_not_run)
-    for m in range(1, 13):
+    numbers = (*range(1, 18), 61)
+    for m in numbers:
         hidden = random(m, sizes[1], seed=m)
         before = hidden.clone()
+        out = torch.full((m, sizes[0]), torch.nan)
         actual = cpu.dense_scores(hidden, weight)
         assert actual.shape == (m, sizes[0]) and actual.dtype == torch.float32
         torch.testing.assert_close(
             actual, truth(hidden, weight, None, torch.arange(sizes[0])), **TOLERANCE[torch.float32]
         )
         torch.testing.assert_close(actual, plain(hidden, weight, None), **TOLERANCE[torch.float32])
+        assert cpu.dense_scores(hidden, weight, out) is out and torch.equal(out, actual)
         assert torch.equal(hidden, before)
     # A slice of a larger tensor, as the last rows of a forward are.
     wide = random(4, 2 * sizes[1], seed=3)
     torch.testing.assert_close(
         cpu.dense_scores(wide[1:, ::2], weight), plain(wide[1:, ::2], weight, None), **TOLERANCE[torch.float32]
     )
+    assert len(kernel_calls) == 2 * len(numbers) + 1
 
 
-def test_more_rows_than_one_pass_takes_are_scored_in_several(small_weights_are_compiled, monkeypatch):
-    weight = random(263, 31, seed=1)
-    spy = Spy(reference.packed_scores)
-    monkeypatch.setattr(reference, "packed_scores", spy)
-    cpu.prepare_dense_scores(weight, 25)
-    assert cpu._COMPILED_PASSES[tuple(weight.shape)] == [9]  # three passes over the weight
-    for m in (1, 9, 10, 25, 40):
-        hidden = random(m, 31, seed=m)
-        for out in (None, torch.full((m, 263), torch.nan)):
-            actual = cpu.dense_scores(hidden, weight, out)
-            torch.testing.assert_close(actual, spy.function(hidden, weight, None), **TOLERANCE[torch.float32])
-    assert spy.calls == 0
+def test_rows_are_fetched_ahead_where_they_are_many(kernel_calls):
+    """Over 4 MiB of rows: more than are often in the cache, with rows that do and do not fill whole cache lines."""
+    for d in (33, 64, 272, 1040):
+        weight = random(2**20 // d + 70, d, seed=1)
+        for m in (1, 2, 4, 7, 19):
+            hidden = random(m, d, seed=m)
+            actual = cpu.scattered_scores(hidden, weight, torch.arange(weight.shape[0]), None)
+            expected = (hidden.double() @ weight.double().T).float()
+            torch.testing.assert_close(actual, expected, rtol=0, atol=2**-22 * d)
+    assert len(kernel_calls) == 20
 
 
-def test_what_was_not_prepared_goes_to_the_plain_twin(small_weights_are_compiled, monkeypatch):
-    spy = Spy(reference.packed_scores)
-    monkeypatch.setattr(reference, "packed_scores", spy)
+@pytest.mark.parametrize(
+    "out", [torch.empty(2, 211), torch.empty(3, 211, dtype=torch.float64), torch.empty(211, 3).T, torch.empty(3, 210)]
+)
+def test_a_result_that_does_not_fit_is_refused(out, small_weights_are_compiled):
+    with pytest.raises(ValueError, match=r"out .* must be contiguous and float32 \[3, 211\] on cpu"):
+        cpu.dense_scores(random(3, 37), random(211, 37), out)
+
+
+def test_small_weights_go_to_the_plain_twin(kernel_calls):
     hidden, weight = random(3, 31), random(269, 31, seed=1)
-    assert torch.equal(cpu.dense_scores(hidden, weight), spy.function(hidden, weight, None)) and spy.calls == 1
-
-
-def test_any_number_of_sizes_is_compiled(small_weights_are_compiled, monkeypatch):
-    """torch stops compiling one function after so many sizes, and then runs it uncompiled, which is far slower."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    cpu._compiled_dense_scores.cache_clear()
-    monkeypatch.setattr(cpu, "_COMPILED_PASSES", {})
-    weight = random(61, 5)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for m in (1, 2, 3):
-            cpu.prepare_dense_scores(weight, m)
-    # What was prepared is not compiled once more when it is used, with gradients or, as in generate, without.
-    with torch.no_grad():
-        cpu.dense_scores(random(3, 5), weight)
-    cpu.dense_scores(random(3, 5), weight)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert torch.equal(cpu.dense_scores(hidden, weight), reference.packed_scores(hidden, weight, None))
+    assert not kernel_calls
 
 
 def test_what_has_no_compiled_dense_kernel(small_weights_are_compiled, monkeypatch):
     weight = random(211, 37)
-    assert cpu.can_compile_dense_scores(weight)
+    assert cpu.has_dense_kernel(weight)
     for other in (weight.bfloat16(), weight.double(), weight.T, weight.to("meta")):
-        assert not cpu.can_compile_dense_scores(other)
+        assert not cpu.has_dense_kernel(other)
     monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", weight.numel() + 1)
-    assert not cpu.can_compile_dense_scores(weight)
+    assert not cpu.has_dense_kernel(weight)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "granite"])

@@ -45,13 +45,10 @@ class TargetForward:
         """The target. It is not kept alive from here."""
         return self._model()
 
-    def prepare(self, rows: int, states: tuple[int, ...]) -> None:
-        """Compile and trace what verifications with up to so many rows of logits use that return these hidden states.
-        May take seconds the first time."""
-        if self._head is not None:
-            self._head.prepare_all_scores(rows)
-            if _may_be_taken_apart(self.model, self._head):
-                self._traced_decoder.prepare(entries_with(states) if states else False)
+    def prepare(self, states: tuple[int, ...]) -> None:
+        """Trace what verifications use that return these hidden states. May take seconds the first time."""
+        if self._head is not None and _may_be_taken_apart(self.model, self._head):
+            self._traced_decoder.prepare(entries_with(states) if states else False)
 
     def run(
         self,

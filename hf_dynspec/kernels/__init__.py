@@ -5,18 +5,17 @@ from collections.abc import Callable
 
 import torch
 
-from .cpu import can_compile_dense_scores, dense_scores, prepare_block_scores, prepare_dense_scores
+from .cpu import dense_scores, has_dense_kernel, prepare_kernels
 from .reference import argmax_rows, block_scores, packed_scores, replace_rows, scattered_scores, top_k_ids
 
 __all__ = [
     "argmax_rows",
     "block_scores",
     "block_scores_for",
-    "can_compile_dense_scores",
     "dense_scores",
+    "has_dense_kernel",
     "packed_scores",
-    "prepare_block_scores",
-    "prepare_dense_scores",
+    "prepare_kernels",
     "replace_rows",
     "scattered_scores",
     "scattered_scores_for",
