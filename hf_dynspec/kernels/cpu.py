@@ -161,32 +161,33 @@ def _run(
     score a thousand rows.
     """
     (m, d), (count, block_rows, columns) = hidden.shape, weight.shape
+    n = count if blocks is None else blocks.shape[0]
     # The kernel reads memory by these numbers, unchecked.
-    is_in_memory = all(tensor is None or tensor.is_cpu for tensor in (hidden, weight, blocks, bias))
-    is_int64 = blocks is None or blocks.dtype == torch.int64
-    if d != columns or not is_int64 or not weight.is_contiguous() or not is_in_memory:
+    are_blocks = blocks is None or (blocks.dtype == torch.int64 and blocks.is_cpu)
+    if d != columns or not are_blocks or not (hidden.is_cpu and weight.is_cpu and weight.is_contiguous()):
         chosen = "" if blocks is None else f" and blocks {_kind(blocks)}"
         raise ValueError(
             f"hidden states {_kind(hidden)}{chosen} do not fit a weight {_kind(weight)}: the last dimensions must be "
             "equal, the blocks int64, the weight contiguous and everything on the CPU."
         )
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != weight.dtype or not bias.is_contiguous()):
-        raise ValueError(f"the bias {_kind(bias)} must be contiguous and {_kind(weight[..., 0])}.")
+    if bias is not None:
+        is_alike = bias.shape == weight.shape[:2] and bias.dtype == weight.dtype
+        if not (is_alike and bias.is_contiguous() and bias.is_cpu):
+            raise ValueError(f"the bias {_kind(bias)} must be contiguous and {_kind(weight[..., 0])}.")
+    if out is None:
+        out = torch.empty(m, n * block_rows)
+    elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
+        raise ValueError(f"out {_kind(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
     hidden = hidden.float().contiguous()
-    n = count if blocks is None else blocks.shape[0]
-    scores = hidden.new_empty(m, n * block_rows) if out is None else out
-    is_fp32 = scores.dtype == torch.float32 and scores.is_cpu
-    if not is_fp32 or scores.shape != (m, n * block_rows) or not scores.is_contiguous():
-        raise ValueError(f"out {_kind(scores)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
     blocks = None if blocks is None else blocks.contiguous()
     # All threads or one: the pool that torch shares dismisses those that a call leaves out.
-    threads = torch.get_num_threads() if scores.numel() * d >= _FEWEST_SHARED_PRODUCTS else 1
+    threads = torch.get_num_threads() if m * n * block_rows * d >= _FEWEST_SHARED_PRODUCTS else 1
     is_in_range = _kernels()[weight.dtype](
         hidden.data_ptr(),
         weight.data_ptr(),
         None if blocks is None else blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        scores.data_ptr(),
+        out.data_ptr(),
         m,
         d,
         n,
@@ -196,7 +197,7 @@ def _run(
     )
     if not is_in_range:
         raise IndexError(f"block {int(blocks.max())} is out of range: the weight has {count} blocks.")
-    return scores
+    return out
 
 
 def _kind(tensor: torch.Tensor) -> str:
