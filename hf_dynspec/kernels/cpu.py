@@ -173,7 +173,7 @@ def _run(
     if bias is not None:
         is_alike = bias.shape == weight.shape[:2] and bias.dtype == weight.dtype
         if not (is_alike and bias.is_contiguous() and bias.is_cpu):
-            raise ValueError(f"the bias {_kind(bias)} must be contiguous and {_kind(weight[..., 0])}.")
+            raise ValueError(f"the bias {_kind(bias)} must be contiguous and as {_kind(weight[..., 0])}.")
     if out is None:
         out = torch.empty(m, n * block_rows)
     elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
