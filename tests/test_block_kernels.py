@@ -91,7 +91,7 @@ def natively(monkeypatch):
     """Only the compiled kernel may run, and what other tests compiled in this process does not count."""
     if DEVICE.type != "cpu" or INTERPRETED:
         pytest.skip("tests the CPU's kernel, natively")
-    assert cpu._has_compiler(), "a C++ compiler is needed to test what it compiles"
+    assert cpu._kernels(), "a C++ compiler is needed to test what it compiles"
     cpu._kernels.cache_clear()
     monkeypatch.setattr(reference, "block_scores", must_not_run)
 
@@ -192,29 +192,44 @@ def test_what_the_kernel_would_misread_is_refused(change, error, message, native
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
 @pytest.mark.parametrize(("dtype", "has_compiler"), [(torch.float32, False), (torch.float64, True)])
 def test_without_a_compiler_or_code_for_a_dtype_the_plain_twin_runs(dtype, has_compiler, monkeypatch):
-    monkeypatch.setattr(cpu, "_has_compiler", lambda: has_compiler)
     monkeypatch.setattr(cpu, "_run", must_not_run)
-    cpu._kernels.cache_clear()
-    try:
-        arguments = problem(3, (5, 16, 40), [2, -1], dtype, True)
-        prepare_kernels()
-        assert torch.equal(cpu.block_scores(*arguments), plain(*arguments))
-    finally:
-        cpu._kernels.cache_clear()
+    if not has_compiler:
+        monkeypatch.setattr(cpu, "_kernels", dict)
+    arguments = problem(3, (5, 16, 40), [2, -1], dtype, True)
+    prepare_kernels()
+    assert torch.equal(cpu.block_scores(*arguments), plain(*arguments))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
-@pytest.mark.parametrize("change", ["no module", "no class", "other arguments"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scores_are_fp32_whatever_torchs_default_is(default, natively):
+    """As while transformers loads a model in another thread."""
+    arguments = problem(3, (5, 16, 40), [2, -1, 4], torch.float32, True)
+    torch.set_default_dtype(default)
+    try:
+        scores = cpu.block_scores(*arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(scores, *arguments)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
+@pytest.mark.parametrize("change", ["no module", "no class", "other arguments", "no compiler"])
 def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_warning_says_so(change, monkeypatch):
     from torch._inductor import codecache
 
     def load(source):
         raise AssertionError("takes other arguments")
 
+    def no_compiler():
+        raise RuntimeError("no working C++ compiler")
+
     if change == "no module":
         monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
     elif change == "no class":
         monkeypatch.delattr(codecache, "CppCodeCache")
+    elif change == "no compiler":
+        monkeypatch.setattr(codecache.CppCodeCache, "load", lambda *args, **kwargs: no_compiler())
     else:
         monkeypatch.setattr(codecache.CppCodeCache, "load", load)
     monkeypatch.setattr(cpu, "_run", must_not_run)
@@ -223,7 +238,7 @@ def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_warning
     try:
         hidden, weight, blocks, bias = problem(3, (5, 16, 40), [2, -1], torch.float32, True)
         rows, row_bias, ids = weight.flatten(0, 1), bias.flatten(), torch.tensor([40, 33])
-        with pytest.warns(UserWarning, match="does not compile C\\+\\+ as the releases that are known do") as caught:
+        with pytest.warns(UserWarning, match="their kernels cannot be compiled") as caught:
             assert torch.equal(cpu.block_scores(hidden, weight, blocks, bias), plain(hidden, weight, blocks, bias))
             scattered = reference.scattered_scores(hidden, rows, ids, row_bias)
             assert torch.equal(cpu.scattered_scores(hidden, rows, ids, row_bias), scattered)

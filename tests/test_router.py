@@ -346,6 +346,13 @@ def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):
     assert loaded.tokenizer_fingerprints == (tokenizer,)
     changed = RouterShortlist(str(tmp_path / "router"), max_clusters=2, schedule="dynaspec", mass=1.0, pinned=0)
     assert changed.settings() == {**RouterShortlist(random_router(), 2).settings(), "packed": False}
+    older = DynSpecConfig(PolicyConfig(stored.name, {"position_aware": True}), tokenizer=tokenizer)
+    write_artifact(tmp_path / "older", older, random_router().tensors())
+    with pytest.raises(ArtifactError, match="unknown settings position_aware"):
+        RouterShortlist(tmp_path / "older")
+    write_artifact(tmp_path / "damaged", config, {**stored.tensors(), "budgets": fitted_budgets() + 1})
+    with pytest.raises(ArtifactError, match="budgets must run from 1 to 12"):
+        RouterShortlist(tmp_path / "damaged")
     union = UnionShortlist(stored)
     config = DynSpecConfig(PolicyConfig(union.name, union.settings()), tokenizer=tokenizer)
     write_artifact(tmp_path / "union", config, union.tensors())

@@ -315,8 +315,10 @@ def judged_by_hand(folder: Path, router: Router) -> Recording:
         "top_ids": target_ids[:, :5].flip(1).int().contiguous(),
         "top_probabilities": probabilities[:, :5].contiguous(),
     }
-    recording = Recording(folder, range(0), range(1))
+    recording = Recording(folder, range(0), range(2))
     save_file(shard, recording.path(0))
+    # Texts may end before there is a step.
+    save_file({name: tensor[:0].clone() for name, tensor in shard.items()}, recording.path(1))
     return recording
 
 
@@ -374,6 +376,34 @@ def test_fitted_budgets_lose_the_least_for_their_size(tmp_path):
         shares(np.array(by_formula)).min() < 0.95
         and shares(np.array([[k] * DEPTHS for k in range(2, 9)])).min() < 0.99
     )
+
+
+def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
+    """A drafter with tokens of its own: sizes are those of its shortlists, and no shortlist has the others."""
+    router = random_router(clusters=9)
+    recording = judged_by_hand(tmp_path, router)
+    draftable = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(6))[:100]
+    policy = RouterShortlist(router, 3, "fixed", ranking=torch.arange(VOCABULARY), pinned=20)
+
+    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+        return EMBEDDINGS[token_ids]
+
+    figures = held_out_figures(recording, policy, embed, draftable)
+    state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu"), draftable))
+    shard = recording.shard(0)
+    sizes, covered = [], 0.0
+    for row in range(shard["depths"].shape[0]):
+        part = slice(row, row + 1)
+        state.foresee(embed(shard["token_ids"][part].long()), shard["features"][part])
+        shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
+        sizes.append(int(shortlist.count))
+        is_covered = shortlist.contains(shard["target_ids"][row].long())
+        covered += float(shard["target_probabilities"][row].double()[is_covered].sum())
+    assert figures.size == pytest.approx(np.mean(sizes))
+    assert figures.target_mass == pytest.approx(covered / float(shard["target_probabilities"].double().sum()))
+    budget = largest_budget(recording, policy, embed, figures.size, draftable)
+    assert budget == 3 > largest_budget(recording, policy, embed, figures.size)
+    assert fit_budgets(recording, policy, embed, draftable)[:, 0].tolist() == list(range(1, 10))
 
 
 @pytest.mark.parametrize(

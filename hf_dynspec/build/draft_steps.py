@@ -250,6 +250,13 @@ class Recording:
         """The tensors of one shard."""
         return load_file(self.path(number))
 
+    def shards(self, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of some shards, but for those without a step: texts may end at once."""
+        for number in numbers:
+            shard = self.shard(number)
+            if shard["token_ids"].shape[0]:
+                yield shard
+
     def path(self, number: int) -> Path:
         """The file of one shard."""
         return self.folder / f"steps-{number:05d}.safetensors"
@@ -394,10 +401,11 @@ class StepRecorder:
     def target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """`target_ids` and `target_probabilities` of a shard, after the target's last hidden states `[n, d]`."""
         head = self.target.get_output_embeddings()
+        most = min(self.settings.target_top_k, self._vocabulary_size)
         ids, probabilities = [], []
         for rows in states.split(_CHUNK):
             # At temperature 1, and without a soft cap where the family has one after its head.
-            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(self.settings.target_top_k)
+            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(most)
             ids.append(likely.indices.to(device="cpu", dtype=torch.int32))
             probabilities.append(likely.values.to(device="cpu", dtype=torch.float16))
         return {"target_ids": torch.cat(ids), "target_probabilities": torch.cat(probabilities)}

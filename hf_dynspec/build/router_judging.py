@@ -29,23 +29,25 @@ class HeldOutFigures:
 
 
 @torch.no_grad()
-def held_out_figures(recording: Recording, policy: RouterShortlist, embed: Embed) -> HeldOutFigures:
+def held_out_figures(
+    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None = None
+) -> HeldOutFigures:
     """Judge a policy at the held-out draft steps of chains.
 
     Args:
         recording: draft steps of the pair.
         policy: a policy with a trained router, whose clusters the steps' tokens are in.
         embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
+        draftable: int64 `[n]`: the only token ids that the drafter's head can score (None: all of them).
     """
-    cluster_of, sizes = _clusters_and_sizes(policy)
+    cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
     totals = torch.zeros(2, 4, dtype=torch.float64)
-    for number in recording.held_out:
-        shard = recording.shard(number)
-        order, chosen = _choices(policy, shard, embed)
-        # Pinned tokens rank before every cluster.
+    for shard in recording.shards(recording.held_out):
+        order, chosen = _choices(policy, shard, embed, sizes)
+        # Pinned tokens rank before every cluster, and what cannot be drafted behind.
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
-        ranks = torch.cat([ranks, ranks.new_full((ranks.shape[0], 1), -1)], 1)
+        ranks = torch.cat([ranks, ranks.new_tensor([-1, count]).expand(ranks.shape[0], 2)], 1)
         likely = cluster_of[shard["top_ids"].long()]
         is_label = _is_first(likely) & (likely < count)
         is_hit = ranks.gather(1, likely) < chosen.unsqueeze(1)
@@ -59,21 +61,23 @@ def held_out_figures(recording: Recording, policy: RouterShortlist, embed: Embed
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
 
 
-def largest_budget(recording: Recording, policy: RouterShortlist, embed: Embed, size: float) -> int:
+def largest_budget(
+    recording: Recording, policy: RouterShortlist, embed: Embed, size: float, draftable: torch.Tensor | None = None
+) -> int:
     """The largest `max_clusters` with which the policy's mean shortlist holds no more than so many tokens, or 1.
 
     Args:
-        recording, policy, embed: as for `held_out_figures`; the policy's own `max_clusters` does not matter.
+        recording, policy, embed, draftable: as for `held_out_figures`; the policy's `max_clusters` does not matter.
         size: tokens.
     """
-    sizes = _clusters_and_sizes(policy)[1]
+    sizes = _clusters_and_sizes(policy, draftable)[1]
     least, most = 1, policy.router.num_clusters
     while least < most:
         middle = (least + most + 1) // 2
         tried = policy.with_budget(middle)
         total = rows = 0
-        for number in recording.held_out:
-            order, chosen = _choices(tried, recording.shard(number), embed)
+        for shard in recording.shards(recording.held_out):
+            order, chosen = _choices(tried, shard, embed, sizes)
             total += int(sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum())
             rows += len(chosen)
         if total / rows + int(sizes[-1]) <= size:
@@ -83,7 +87,9 @@ def largest_budget(recording: Recording, policy: RouterShortlist, embed: Embed, 
     return least
 
 
-def fit_budgets(recording: Recording, policy: RouterShortlist, embed: Embed) -> torch.Tensor:
+def fit_budgets(
+    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None = None
+) -> torch.Tensor:
     """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
 
     A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's schedule
@@ -94,12 +100,12 @@ def fit_budgets(recording: Recording, policy: RouterShortlist, embed: Embed) -> 
     Args:
         recording: draft steps of the pair.
         policy: a policy with a trained router; its `max_clusters`, `schedule` and `mass` do not matter.
-        embed: as for `held_out_figures`.
+        embed, draftable: as for `held_out_figures`.
 
     Returns:
         int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
     """
-    sizes, missed, acceptance = _curves(recording, policy, embed)
+    sizes, missed, acceptance = _curves(recording, policy, embed, draftable)
     worth = _worth(acceptance)
     hulls = [_lower_hull(size, loss * one) for size, loss, one in zip(sizes, missed, worth, strict=True)]
     firsts, gains = hulls[0]
@@ -110,21 +116,26 @@ def fit_budgets(recording: Recording, policy: RouterShortlist, embed: Embed) -> 
     return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
 
 
-def _clusters_and_sizes(policy: RouterShortlist) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 `[V]`: the cluster of each id, `M` for pinned ones; int64 `[M + 1]`: how many tokens each has."""
+def _clusters_and_sizes(policy: RouterShortlist, draftable: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 `[V]`: the cluster of each id, `M` for pinned ones and `M + 1` for those that cannot be drafted; int64
+    `[M + 1]`: how many tokens each of the others has."""
     count = policy.router.num_clusters
     cluster_of = policy.router.clusters.long().clone()
     if policy.pinned:
         cluster_of[policy.ranking[: policy.pinned]] = count
-    return cluster_of, torch.bincount(cluster_of, minlength=count + 1)
+    if draftable is not None:
+        cannot = torch.ones(cluster_of.shape, dtype=torch.bool).index_fill(0, draftable.cpu(), False)
+        cluster_of[cannot] = count + 1
+    return cluster_of, torch.bincount(cluster_of, minlength=count + 1)[: count + 1]
 
 
 @torch.no_grad()
 def _choices(
-    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed
+    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen."""
-    ordered = _ranked(policy, shard, embed)
+    """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen; `sizes` is that of
+    `_clusters_and_sizes`."""
+    ordered = _ranked(policy, shard, embed, sizes)
     depths = shard["depths"].long()
     budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
     chosen = budgets[depths]
@@ -142,10 +153,12 @@ def _is_first(values: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _ranked(policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed) -> torch.return_types.sort:
+def _ranked(
+    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
+) -> torch.return_types.sort:
     """The scores of the clusters `[n, M]`, best first, and which clusters these are."""
     scores = policy.router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
-    return scores.masked_fill(_clusters_and_sizes(policy)[1][:-1] == 0, -torch.inf).sort(-1, descending=True)
+    return scores.masked_fill(sizes[:-1] == 0, -torch.inf).sort(-1, descending=True)
 
 
 def _worth(acceptance: np.ndarray) -> np.ndarray:
@@ -177,24 +190,25 @@ def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 @torch.no_grad()
-def _curves(recording: Recording, policy: RouterShortlist, embed: Embed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _curves(
+    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """By depth, as means over the held-out steps: the tokens on a shortlist of 1 to `M` clusters, and the target's
     probability that is not on it, fp64 `[D, M]`; and the probability that a draft is accepted, fp64 `[D]`."""
-    cluster_of, sizes = _clusters_and_sizes(policy)
+    cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
-    depths = 1 + max(int(recording.shard(number)["depths"].max()) for number in recording.held_out)
+    depths = 1 + max(int(shard["depths"].max()) for shard in recording.shards(recording.held_out))
     size = torch.zeros(depths, count, dtype=torch.float64)
-    # A column more, the first one, is for pinned tokens.
-    mass_by_rank = torch.zeros(depths * (count + 1), dtype=torch.float64)
+    # The first column is for pinned tokens, the last one for those that cannot be drafted.
+    mass_by_rank = torch.zeros(depths * (count + 2), dtype=torch.float64)
     acceptance, steps, reached = torch.zeros(3, depths, dtype=torch.float64)
-    for number in recording.held_out:
-        shard = recording.shard(number)
+    for shard in recording.shards(recording.held_out):
         depth, mass = shard["depths"].long(), shard["target_probabilities"].double()
-        order = _ranked(policy, shard, embed).indices
+        order = _ranked(policy, shard, embed, sizes).indices
         size.index_add_(0, depth, sizes[order].cumsum(1).double())
-        rank = torch.zeros(order.shape[0], count + 1, dtype=torch.int64)
+        rank = order.new_tensor([0, count + 1]).repeat_interleave(torch.tensor([count + 1, 1])).repeat(len(order), 1)
         rank.scatter_(1, order, torch.arange(1, count + 1).expand_as(order))
-        place = rank.gather(1, cluster_of[shard["target_ids"].long()]) + depth.unsqueeze(1) * (count + 1)
+        place = rank.gather(1, cluster_of[shard["target_ids"].long()]) + depth.unsqueeze(1) * (count + 2)
         mass_by_rank.index_add_(0, place.flatten(), mass.flatten())
         is_same = shard["target_ids"].unsqueeze(2) == shard["top_ids"].unsqueeze(1)
         common = torch.minimum(mass.unsqueeze(2), shard["top_probabilities"].double().unsqueeze(1))
@@ -202,8 +216,8 @@ def _curves(recording: Recording, policy: RouterShortlist, embed: Embed) -> tupl
         steps += torch.bincount(depth, minlength=depths)
         # Of rounds, only the steps that the target reached tell what it accepts.
         reached += torch.bincount(depth[mass[:, 0] > 0], minlength=depths)
-    mass_by_rank = mass_by_rank.view(depths, count + 1)
-    missed = mass_by_rank.sum(1, keepdim=True) - mass_by_rank.cumsum(1)[:, 1:]
+    mass_by_rank = mass_by_rank.view(depths, count + 2)
+    missed = mass_by_rank.sum(1, keepdim=True) - mass_by_rank.cumsum(1)[:, 1:-1]
     steps, reached = steps.clamp_min(1), reached.clamp_min(1)
     means = size / steps.unsqueeze(1) + sizes[-1], missed / reached.unsqueeze(1), acceptance / reached
     return tuple(one.numpy() for one in means)

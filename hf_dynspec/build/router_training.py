@@ -231,7 +231,7 @@ class RouterTraining:
 
     def _base_rates(self) -> torch.Tensor:
         """`[M]`: how often each cluster is right in the first shard."""
-        top_ids = self._recording.shard(self._recording.train[0])["top_ids"]
+        top_ids = next(self._recording.shards(self._recording.train))["top_ids"]
         return self._labels(top_ids[:_CHUNK].to(self._cluster_of.device)).mean(0).cpu()
 
     # Steps ---------------------------------------------------------------------------------------------------------
@@ -259,8 +259,7 @@ class RouterTraining:
     @torch.no_grad()
     def _held_out_loss(self) -> float:
         total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
-        for number in self._recording.held_out:
-            shard = self._recording.shard(number)
+        for shard in self._recording.shards(self._recording.held_out):
             part = slice(self._accelerator.process_index, None, self._accelerator.num_processes)
             rows = {
                 name: shard[name][part].to(self._accelerator.device) for name in ("token_ids", "features", "top_ids")

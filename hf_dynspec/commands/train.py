@@ -152,6 +152,8 @@ def router(
             f"--batch-size {batch_size:,} is more than the {recorded:,} draft steps that were recorded: the texts are "
             "few, or end early. Give more data, or smaller batches."
         )
+    if not recording.count(recording.held_out):
+        raise ConfigurationError("no draft step is held out to judge by: the texts end at once. Give more data.")
     parts = job.clusters(num_clusters) if parts is None else parts
     ranking = pair.rank(windows)
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
@@ -159,7 +161,7 @@ def router(
 
     def judge(one: "Router") -> "HeldOutFigures":
         policy = RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
-        return held_out_figures(recording, policy, pair.drafter.embed)
+        return held_out_figures(recording, policy, pair.drafter.embed, pair.drafter.head.token_ids)
 
     trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
     if not accelerator.is_main_process:
@@ -208,15 +210,19 @@ def _settle(
     from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
     from ..shortlists.router import RouterShortlist
 
+    draftable = drafter.head.token_ids
+
     def fill(one: RouterShortlist) -> RouterShortlist:
-        return one.with_budget(largest_budget(recording, one, drafter.embed, size))
+        return one.with_budget(largest_budget(recording, one, drafter.embed, size, draftable))
 
     settings = {**policy.settings(), "schedule": schedule}
-    budgets = fit_budgets(recording, policy, drafter.embed)
+    budgets = fit_budgets(recording, policy, drafter.embed, draftable)
     policy = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
     metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
-    metrics |= vars(held_out_figures(recording, policy, drafter.embed))
-    rows = [(name, held_out_figures(recording, fill(other), drafter.embed)) for name, other in others.items()]
+    metrics |= vars(held_out_figures(recording, policy, drafter.embed, draftable))
+    rows = [
+        (name, held_out_figures(recording, fill(other), drafter.embed, draftable)) for name, other in others.items()
+    ]
     if rows:
         metrics["compared"] = [{"router": shorten_name(name), **vars(figures)} for name, figures in rows]
     return policy, metrics

@@ -2,8 +2,6 @@
 
 import ctypes
 import functools
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +9,6 @@ from pathlib import Path
 import torch
 
 from . import reference
-
-
-@functools.cache
-def _has_compiler() -> bool:
-    """Whether a C++ compiler is at hand. Says so once where none is."""
-    found = any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name)
-    if not found:
-        warnings.warn(
-            "no C++ compiler was found, so LM heads are scored by plain torch, several times slower. Install g++ or "
-            "clang++ to compile the kernels.",
-            stacklevel=2,
-        )
-    return found
-
 
 # What head_scores.cpp has a function for.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,20 +20,19 @@ def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
 
     Empty, which is said once, where they cannot be compiled.
     """
-    if not _has_compiler():
-        return {}
     source = Path(__file__).with_name("head_scores.cpp").read_text(encoding="utf-8")
     try:
         # Takes over a second, which importing this file must not. Releases of torch may name it otherwise, as it is
-        # not meant for others.
+        # not meant for others. Where there is no compiler that works, loading says so.
         from torch._inductor.codecache import CppCodeCache
 
         # Where torch compiles, a product and a sum are two instructions, unless told otherwise.
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
         warnings.warn(
-            f"torch {torch.__version__} does not compile C++ as the releases that are known do ({error}), so LM heads "
-            "are scored by plain torch, several times slower. Install another release of torch or of hf_dynspec.",
+            "LM heads are scored by plain torch, several times slower, as their kernels cannot be compiled. Install "
+            "g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch. "
+            f"{type(error).__name__}: {error!s:.500}",
             stacklevel=2,
         )
         return {}
@@ -175,7 +158,8 @@ def _run(
         if not (is_alike and bias.is_contiguous() and bias.is_cpu):
             raise ValueError(f"the bias {_kind(bias)} must be contiguous and as {_kind(weight[..., 0])}.")
     if out is None:
-        out = torch.empty(m, n * block_rows)
+        # Whatever torch's defaults are at the moment.
+        out = torch.empty(m, n * block_rows, dtype=torch.float32, device="cpu")
     elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
         raise ValueError(f"out {_kind(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
     hidden = hidden.float().contiguous()

@@ -156,7 +156,7 @@ class RouterShortlist(ShortlistPolicy):
             their last block.
         budgets: int32 or int64 `[M, D]`: row `k - 1` says how many clusters to choose at each draft step where `k` are
             chosen at the first; the last column holds for all later steps. `hf-dynspec train router` fits them, see
-            `build.router_budgets.fit_budgets`.
+            `build.router_judging.fit_budgets`.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -324,7 +324,8 @@ class RouterState(ShortlistState):
         self._layout = layout
         # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
         # chosen.
-        self._barred = torch.zeros(layout.is_empty.shape, device=device).masked_fill(layout.is_empty, -torch.inf)
+        self._barred = torch.zeros(layout.is_empty.shape, dtype=torch.float32, device=device)
+        self._barred = self._barred.masked_fill(layout.is_empty, -torch.inf)
         if self._router.centroids is None:
             self._router = replace(self._router, output_bias=self._router.output_bias + self._barred)
         # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
@@ -486,13 +487,18 @@ def _read_router(
     config, tensors = read_artifact(artifact)
     if "clusters" not in tensors:
         raise ArtifactError("model.safetensors: clusters", "is missing", "Name an artifact that holds a router.")
+    settings = config.policy.settings
+    if config.policy.name != RouterShortlist.name:
+        raise ArtifactError(
+            "config.json: policy", f"is {config.policy.name!r}", "Name an artifact of the policy 'router'."
+        )
+    unknown = sorted(set(settings) - set(_DEFAULTS))
+    if unknown:
+        raise ArtifactError("config.json: policy", f"has unknown settings {', '.join(unknown)}", "Build it again.")
     known = {one.name for one in fields(Router)}
     try:
         router = Router(**{name: tensor for name, tensor in tensors.items() if name in known})
+        _require_budgets(settings.get("schedule", "fixed"), router, tensors.get("budgets"))
     except ConfigurationError as error:
         raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
-    unknown = set(config.policy.settings) - set(_DEFAULTS)
-    if config.policy.name != RouterShortlist.name or unknown:
-        problem = f"is {config.policy.name!r}, with the settings {', '.join(config.policy.settings)}"
-        raise ArtifactError("config.json: policy", problem, "Name an artifact of the policy 'router'.")
-    return router, tensors, config.policy.settings, config.tokenizer
+    return router, tensors, settings, config.tokenizer
