@@ -324,8 +324,8 @@ class RouterState(ShortlistState):
         self._layout = layout
         # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
         # chosen.
-        self._barred = torch.zeros(layout.is_empty.shape, dtype=torch.float32, device=device)
-        self._barred = self._barred.masked_fill(layout.is_empty, -torch.inf)
+        no_bar = torch.zeros_like(layout.is_empty, dtype=torch.float32)
+        self._barred = no_bar.masked_fill(layout.is_empty, -torch.inf)
         if self._router.centroids is None:
             self._router = replace(self._router, output_bias=self._router.output_bias + self._barred)
         # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
