@@ -476,7 +476,7 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
 
 
-# accelerate's launcher starts a single process on a CPU, so torch's starts these, and they see that they are two.
+# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
 TWO_PROCESSES = """
 from accelerate import Accelerator
 from hf_dynspec.commands import main
@@ -490,7 +490,10 @@ def test_several_processes_train_the_same_router(folder, tmp_path, mode):
     alone = CliRunner().invoke(app, words(folder, tmp_path / "one", *mode))
     assert alone.exit_code == 0, alone.output
     (tmp_path / "command.py").write_text(TWO_PROCESSES)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
+    launch += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     run = subprocess.run(
         [*launch, str(tmp_path / "command.py"), *words(folder, tmp_path / "two", *mode)],
         capture_output=True,

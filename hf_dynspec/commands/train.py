@@ -104,8 +104,8 @@ def router(
     The draft steps of the pair along the data are recorded with the drafter's whole vocabulary, and the router learns
     which clusters hold the likely tokens. With --rounds the target continues the beginnings of the data's texts, and
     every draft step of that is recorded, as in the paper; it takes many times as long. The same command run again
-    continues what was stopped. `accelerate launch` (on CPUs `torchrun`) runs it on several processes, with the same
-    result.
+    continues what was stopped. `accelerate launch` (on CPUs with its --multi_gpu) runs it on several processes,
+    with the same result.
     """
     import torch
     from accelerate import Accelerator

@@ -6,9 +6,11 @@
 // product spends most of its time on where there are few queries. Sums are in fp32 for all types.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
@@ -22,11 +24,12 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-// Queries in a tile at most: twelve sums, their two rows and a query fit sixteen registers.
+// Sums of a tile, which has as many rows as fit its queries: they, a query and the rows fit sixteen registers.
+constexpr int TILE = 12;
 constexpr int MOST_QUERIES = 6;
-constexpr int rows_for(int queries) { return queries == 1 ? 8 : queries <= 3 ? 4 : 2; }
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Four __attribute__((vector_size(4 * sizeof(float))));
 typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef uint16_t ShortBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
@@ -73,19 +76,25 @@ inline float as_float(Number number) {
     return load(numbers)[0];
 }
 
-// Halves are added, then their halves: three steps for eight lanes in place of seven.
-template <int WIDTH>
-inline float sum_of(const float* lanes) {
-    if constexpr (WIDTH == 1) {
-        return lanes[0];
-    } else {
-        typedef float Half __attribute__((vector_size(WIDTH / 2 * sizeof(float))));
-        Half first, second;
-        std::memcpy(&first, lanes, sizeof(Half));
-        std::memcpy(&second, lanes + WIDTH / 2, sizeof(Half));
-        const Half sums = first + second;
-        return sum_of<WIDTH / 2>(reinterpret_cast<const float*>(&sums));
-    }
+// Lanes FIRST and SECOND of each four of `a`, and then those of `b`: within fours, one instruction does it.
+template <int FIRST, int SECOND, size_t... LANE>
+inline Floats of_fours(const Floats& a, const Floats& b, std::index_sequence<LANE...>) {
+    return Floats{(LANE % 4 < 2 ? a : b)[LANE / 4 * 4 + (LANE % 2 ? SECOND : FIRST)]...};
+}
+
+inline Floats add_neighbours(const Floats& a, const Floats& b) {
+    constexpr auto lanes = std::make_index_sequence<LANES>();
+    return of_fours<0, 2>(a, b, lanes) + of_fours<1, 3>(a, b, lanes);
+}
+
+// The sums of all lanes of four vectors: together they take half the instructions that they would one by one.
+inline Four sums_of(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
+    const Floats lanes = add_neighbours(add_neighbours(a, b), add_neighbours(c, d));
+    Four parts[LANES / 4];
+    std::memcpy(parts, &lanes, sizeof(lanes));
+    Four sums = parts[0];
+    for (int part = 1; part < LANES / 4; part++) sums += parts[part];
+    return sums;
 }
 
 // The product of the last columns, where they do not fill a cache line.
@@ -94,39 +103,38 @@ __attribute__((noinline)) float product_of(const float* query, const Number* row
     Floats sums = {};
     int64_t k = 0;
     for (; k + LANES <= count; k += LANES) sums += load(query + k) * load(row + k);
-    float sum = sum_of<LANES>(reinterpret_cast<const float*>(&sums));
+    float sum = sums_of(sums, Floats{}, Floats{}, Floats{})[0];
     for (; k < count; k++) sum += query[k] * as_float(row[k]);
     return sum;
 }
 
 // Scores of QUERIES queries with ROWS rows of `d` columns each; `stride` numbers lie between the scores of two queries.
 // Where it FETCHES, the ROWS rows `ahead` come from memory into the cache meanwhile, about; one more is looked up.
+// Not inlined: what lives around a tile would take registers from its sums.
 template <bool FETCHES, int QUERIES, int ROWS, typename Number>
-inline __attribute__((always_inline)) void score_tile(
+__attribute__((noinline)) void score_tile(
     const float* queries, const Number* const* rows, const Number* const* ahead, const float* bias, int64_t d,
     float* scores, int64_t stride) {
     constexpr int64_t CACHE_LINE = 64 / sizeof(Number);
-    Floats sums[ROWS][QUERIES] = {};
-    // Fetching anew in each step costs as much as a load, which matters with few queries; with many, the addresses in
-    // a longer loop leave too few registers.
-    constexpr int64_t STEP = QUERIES <= 3 || ROWS == 1 ? CACHE_LINE : std::max<int64_t>(LANES, CACHE_LINE / ROWS);
+    constexpr int COUNT = (QUERIES * ROWS + 3) / 4 * 4;
+    Floats sums[COUNT] = {};
     const int64_t lines_end = d - d % CACHE_LINE;
     // One row after the other: memory is fastest in its own order.
     const Number* fetched = *ahead;
     int64_t unfetched = d;
-    for (int64_t first = 0; first < lines_end; first += STEP) {
+    for (int64_t first = 0; first < lines_end; first += CACHE_LINE) {
         if constexpr (FETCHES) {
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < ROWS * STEP; i += CACHE_LINE) __builtin_prefetch(fetched + i);
-            fetched += ROWS * STEP;
-            unfetched -= ROWS * STEP;
+            for (int r = 0; r < ROWS; r++) __builtin_prefetch(fetched + r * CACHE_LINE);
+            fetched += ROWS * CACHE_LINE;
+            unfetched -= ROWS * CACHE_LINE;
             while (unfetched <= 0) {
                 fetched = *++ahead - unfetched;
                 unfetched += d;
             }
         }
 #pragma GCC unroll 4
-        for (int64_t k = first; k < first + STEP; k += LANES) {
+        for (int64_t k = first; k < first + CACHE_LINE; k += LANES) {
             Floats loaded[ROWS];
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) loaded[r] = load(rows[r] + k);
@@ -134,16 +142,20 @@ inline __attribute__((always_inline)) void score_tile(
             for (int q = 0; q < QUERIES; q++) {
                 const Floats query = load(queries + q * d + k);
 #pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) sums[r][q] += loaded[r] * query;
+                for (int r = 0; r < ROWS; r++) sums[q * ROWS + r] += loaded[r] * query;
             }
         }
     }
+    float totals[COUNT];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
+    for (int i = 0; i < COUNT; i += 4) {
+        const Four four = sums_of(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+        std::memcpy(totals + i, &four, sizeof(four));
+    }
 #pragma GCC unroll 16
-        for (int q = 0; q < QUERIES; q++) {
-            scores[q * stride + r] = sum_of<LANES>(reinterpret_cast<const float*>(&sums[r][q])) + bias[r];
-        }
+    for (int q = 0; q < QUERIES; q++) {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) scores[q * stride + r] = totals[q * ROWS + r] + bias[r];
     }
     if (lines_end == d) return;
     for (int r = 0; r < ROWS; r++) {
@@ -154,10 +166,9 @@ inline __attribute__((always_inline)) void score_tile(
 }
 
 // Rows that are scored together with all queries, while they are in the cache.
-constexpr int CHUNK = 8;
-static_assert(CHUNK % rows_for(1) == 0);
+constexpr int CHUNK = TILE;
 
-// The rows of a chunk and of the next one, one more, and the bias of the chunk's.
+// The rows of a chunk and, where these are fetched, of the next one and one more; and the bias of the chunk's.
 template <typename Number>
 struct Chunk {
     const Number* rows[2 * CHUNK + 1];
@@ -168,15 +179,14 @@ struct Chunk {
 // all of them take. A group of -1 fetches nothing.
 struct Share {
     int64_t group, groups;
-    bool has(int64_t row) const { return row / 4 % groups == group; }
+    bool has(int64_t row) const { return row * groups / CHUNK == group; }
 };
 
-template <int QUERIES, typename Number>
-void score_rows(
-    const float* queries, const Chunk<Number>& chunk, Share share, int64_t count, int64_t d, float* scores,
-    int64_t stride) {
-    constexpr int ROWS = rows_for(QUERIES);
-    int64_t r = 0;
+template <int QUERIES, int ROWS, typename Number>
+int64_t score_tiles(
+    const float* queries, const Chunk<Number>& chunk, Share share, int64_t start, int64_t count, int64_t d,
+    float* scores, int64_t stride) {
+    int64_t r = start;
     for (; r + ROWS <= count; r += ROWS) {
         const Number* const* const rows = chunk.rows + r;
         if (share.has(r)) {
@@ -185,19 +195,22 @@ void score_rows(
             score_tile<false, QUERIES, ROWS>(queries, rows, rows, chunk.bias + r, d, scores + r, stride);
         }
     }
-    for (; r < count; r++) {
-        const Number* const* const rows = chunk.rows + r;
-        score_tile<false, QUERIES, 1>(queries, rows, rows, chunk.bias + r, d, scores + r, stride);
-    }
+    return r;
 }
 
 // Takes `count` queries, any number from 1 to MOST_QUERIES, to the code that was compiled for that many.
-template <int QUERIES = MOST_QUERIES, typename... Others>
-inline void score_queries(int64_t count, const float* queries, const Others&... others) {
+template <int QUERIES = MOST_QUERIES, typename Number>
+inline void score_rows(
+    int64_t count, const float* queries, const Chunk<Number>& chunk, Share share, int64_t rows, int64_t d,
+    float* scores, int64_t stride) {
     if constexpr (QUERIES > 1) {
-        if (count < QUERIES) return score_queries<QUERIES - 1>(count, queries, others...);
+        if (count < QUERIES) return score_rows<QUERIES - 1>(count, queries, chunk, share, rows, d, scores, stride);
     }
-    score_rows<QUERIES>(queries, others...);
+    constexpr int ROWS = TILE / QUERIES;
+    int64_t done = score_tiles<QUERIES, ROWS>(queries, chunk, share, 0, rows, d, scores, stride);
+    // The last rows.
+    if constexpr (ROWS > 4) done = score_tiles<QUERIES, 4>(queries, chunk, share, done, rows, d, scores, stride);
+    score_tiles<QUERIES, 1>(queries, chunk, share, done, rows, d, scores, stride);
 }
 
 constexpr int64_t FEWEST_FETCHED_BYTES = 4 << 20;
@@ -208,20 +221,16 @@ struct Columns {
     const int64_t* blocks;
     int64_t block_rows;
 
-    // Calls `take(i, row)` for the columns `first + i` up to `end`; the row is negative where there is no block.
+    // Calls `take(i, row, count)` for the columns `first + i` up to `end`: rows in order, from `row` on, which is negative
+    // where there is no block.
     template <typename Take>
-    inline void each(int64_t first, int64_t end, Take take) const {
-        if (!blocks) {
-            for (int64_t i = 0; first + i < end; i++) take(i, first + i);
-            return;
-        }
+    inline void each_run(int64_t first, int64_t end, Take take) const {
+        if (!blocks) return take(0, first, end - first);
         int64_t block = first / block_rows, offset = first % block_rows;
-        for (int64_t i = 0; first + i < end; i++) {
-            take(i, blocks[block] < 0 ? -1 : blocks[block] * block_rows + offset);
-            if (++offset == block_rows) {
-                offset = 0;
-                block++;
-            }
+        for (int64_t i = 0; first + i < end; block++, offset = 0) {
+            const int64_t count = std::min(block_rows - offset, end - first - i);
+            take(i, blocks[block] < 0 ? -1 : blocks[block] * block_rows + offset, count);
+            i += count;
         }
     }
 };
@@ -236,30 +245,34 @@ void score_columns(
     // is smaller than this is often in the cache.
     const int64_t row_bytes = d * sizeof(Number);
     const bool fetches = n * row_bytes > FEWEST_FETCHED_BYTES && (m > 3 || row_bytes < PAGE_BYTES);
+    const int64_t looked_up = fetches ? 2 * CHUNK + 1 : CHUNK;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < n; first += CHUNK) {
         const int64_t count = std::min<int64_t>(CHUNK, n - first);
         Chunk<Number> chunk;
-        std::fill_n(chunk.rows, 2 * CHUNK + 1, weight);
+        std::fill_n(chunk.bias, CHUNK, 0.0f);
+        const int64_t known = std::min(looked_up, n - first);
+        std::fill(chunk.rows + known, chunk.rows + looked_up, weight);
         int64_t absent = 0;
-        columns.each(first, std::min(first + 2 * CHUNK + 1, n), [&](int64_t i, int64_t row) {
-            if (row >= 0) chunk.rows[i] = weight + row * d;
-            if (i < CHUNK) {
-                chunk.bias[i] = bias && row >= 0 ? as_float(bias[row]) : 0.0f;
-                absent += row < 0;
-            }
+        columns.each_run(first, first + known, [&](int64_t i, int64_t row, int64_t run) {
+            // Any row in the place of none: scoring it is quicker than asking.
+            for (int64_t j = 0; j < run; j++) chunk.rows[i + j] = weight + (row < 0 ? 0 : row + j) * d;
+            if (i >= count) return;
+            run = std::min(run, count - i);
+            if (row < 0) absent += run;
+            for (int64_t j = 0; j < run && bias && row >= 0; j++) chunk.bias[i + j] = as_float(bias[row + j]);
         });
         for (int64_t group = 0; group < groups && absent < count; group++) {
             const int64_t query = m * group / groups;
             const Share share{fetches ? group : -1, groups};
-            score_queries(
+            score_rows(
                 m * (group + 1) / groups - query, hidden + query * d, chunk, share, count, d,
                 scores + query * n + first, n);
         }
         if (absent == 0) continue;
-        columns.each(first, first + count, [&](int64_t i, int64_t row) {
+        columns.each_run(first, first + count, [&](int64_t i, int64_t row, int64_t run) {
             for (int64_t q = 0; row < 0 && q < m; q++) {
-                scores[q * n + first + i] = -std::numeric_limits<float>::infinity();
+                std::fill_n(scores + q * n + first + i, run, -std::numeric_limits<float>::infinity());
             }
         });
     }
