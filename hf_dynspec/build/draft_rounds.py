@@ -114,9 +114,9 @@ class RoundRecorder(StepRecorder):
             "token_ids": rounds.token_ids.to(torch.int32),
             "features": rounds.features.cpu(),
             "depths": rounds.depths.to(torch.uint8),
-            **self.drafter_says(rounds.hidden, is_held_out),
+            **self.drafter_says(rounds.hidden),
         }
-        return {**steps, **self._target_after(rounds)} if is_held_out else steps
+        return {**steps, **self._both_after(rounds, index)} if is_held_out else steps
 
     def rounds(self, token_ids: torch.Tensor, index: int) -> DraftedRounds:
         """Generate after the beginning of a window.
@@ -142,11 +142,13 @@ class RoundRecorder(StepRecorder):
             )
         return self._log.rounds(text[0].cpu(), n - 1, self.drafter.head.weight)
 
-    def _target_after(self, rounds: DraftedRounds) -> dict[str, torch.Tensor]:
-        """What the target says at each step, in one pass over the text; 0 after a draft that is not in it."""
+    def _both_after(self, rounds: DraftedRounds, index: int) -> dict[str, torch.Tensor]:
+        """What both models say at each step, the target in one pass over the text; 0 after a draft that is not in
+        it."""
         rows = rounds.is_accepted.nonzero().squeeze(1)
         states = self.target_states(rounds.text, True)[-1]
-        says = self.target_says(states[rounds.places[rows].to(states.device)])
+        hidden = rounds.hidden[rows.to(rounds.hidden.device)]
+        says = self.both_say(hidden, states[rounds.places[rows].to(states.device)], index)
         count = rounds.token_ids.shape[0]
         return {
             name: tensor.new_zeros(count, tensor.shape[1]).index_copy_(0, rows, tensor)

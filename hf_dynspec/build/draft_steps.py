@@ -34,6 +34,9 @@ _CHUNK = 128
 _SHORTEST_WINDOW = 16
 _BATCH_CHARACTERS = 1 << 20
 _WINDOWS_FILE = "windows.npz"
+# Of what the target finds more probable than the drafter, by how much matters up to the inverse of a shortlist's share
+# of the drafter's probability.
+_LARGEST_RATIO = 1e4
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class RecordingSettings:
         depth: draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
         top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
         target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
+        draws: how many tokens are drawn there from what the drafter says, to tell how many the target accepts.
         seed: of the windows and the depths.
 
     Raises:
@@ -59,6 +63,7 @@ class RecordingSettings:
     depth: int = 5
     top_k: int = 10
     target_top_k: int = 64
+    draws: int = 64
     seed: int = 0
 
     def __post_init__(self):
@@ -72,7 +77,7 @@ class RecordingSettings:
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""
         step = 2 * width + 4 + 1 + 4 * self.top_k
-        return (self.steps + self.held_out) * step + self.held_out * (6 * self.target_top_k + 2 * self.top_k)
+        return (self.steps + self.held_out) * step + self.held_out * 6 * (self.target_top_k + self.draws)
 
 
 # Windows -----------------------------------------------------------------------------------------------------------
@@ -223,9 +228,10 @@ class Recording:
 
     A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
     `ShowInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if it is
-    held out, `top_probabilities` fp16 `[n, L]` of those tokens, and `target_ids` int32 and `target_probabilities` fp16
-    `[n, target_top_k]`: the target's most probable tokens, with probability 0 where the target rejected the draft
-    before the step, so that nothing depends on it.
+    held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable
+    tokens, and `drawn_ids` int32 and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution
+    and how many times as probable they are to the target. Probabilities and ratios are 0 where the target rejected the
+    draft before the step, so that nothing depends on it.
     """
 
     folder: Path
@@ -369,9 +375,10 @@ class StepRecorder:
             "features": torch.cat(before).to(device="cpu", dtype=torch.float16),
             "depths": depths.sort(stable=True).values.to(torch.uint8),
         }
-        steps |= self.drafter_says(torch.cat(hidden), is_held_out)
+        hidden = torch.cat(hidden)
+        steps |= self.drafter_says(hidden)
         if is_held_out:
-            steps |= self.target_says(target_states[-1][newest.to(target_states[-1].device)])
+            steps |= self.both_say(hidden, target_states[-1][newest.to(target_states[-1].device)], index)
         return steps
 
     def target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
@@ -384,31 +391,50 @@ class StepRecorder:
         )
         return tuple(states[0] for states in outputs.hidden_states)
 
-    def drafter_says(self, hidden: torch.Tensor, with_probabilities: bool) -> dict[str, torch.Tensor]:
-        """`top_ids` of a shard, after the drafter's hidden states `[n, d]`, and on request `top_probabilities`."""
+    def drafter_says(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`top_ids` of a shard, after the drafter's hidden states `[n, d]`."""
         most = min(self.settings.top_k, self._everything.width)
-        ids, probabilities = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]
-        for start in range(0, hidden.shape[0], _CHUNK):
-            scores = self.drafter.head.scores(hidden[start : start + _CHUNK], self._everything, PackedRows())
-            best = top_k_ids(scores, most)
+        ids = [torch.empty(0, most, dtype=torch.int32)]
+        for rows in hidden.split(_CHUNK):
+            best = top_k_ids(self._scores(rows), most)
             ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
-            if with_probabilities:
-                log_likely = scores.gather(1, best) - scores.logsumexp(1, keepdim=True)
-                probabilities.append(log_likely.exp().to(device="cpu", dtype=torch.float16))
-        says = {"top_ids": torch.cat(ids)}
-        return says | {"top_probabilities": torch.cat(probabilities)} if with_probabilities else says
+        return {"top_ids": torch.cat(ids)}
 
-    def target_says(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`target_ids` and `target_probabilities` of a shard, after the target's last hidden states `[n, d]`."""
-        head = self.target.get_output_embeddings()
-        most = min(self.settings.target_top_k, self._vocabulary_size)
-        ids, probabilities = [], []
-        for rows in states.split(_CHUNK):
-            # At temperature 1, and without a soft cap where the family has one after its head.
-            likely = head(rows).float().softmax(-1)[:, : self._vocabulary_size].topk(most)
-            ids.append(likely.indices.to(device="cpu", dtype=torch.int32))
-            probabilities.append(likely.values.to(device="cpu", dtype=torch.float16))
-        return {"target_ids": torch.cat(ids), "target_probabilities": torch.cat(probabilities)}
+    def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
+        """What a held-out shard has besides, at temperature 1 and without a soft cap where the family has one after
+        its head.
+
+        Args:
+            hidden: `[n, d]`: the drafter's hidden states.
+            states: `[n, d_target]`: the target's last ones.
+            index: of the window, which the draws depend on.
+        """
+        head, settings = self.target.get_output_embeddings(), self.settings
+        most = min(settings.target_top_k, self._vocabulary_size)
+        random = torch.Generator(hidden.device).manual_seed(settings.seed * 1_000_003 + index)
+        says = {
+            "target_ids": [torch.empty(0, most, dtype=torch.int32)],
+            "target_probabilities": [torch.empty(0, most, dtype=torch.float16)],
+            "drawn_ids": [torch.empty(0, settings.draws, dtype=torch.int32)],
+            "drawn_ratios": [torch.empty(0, settings.draws, dtype=torch.float16)],
+        }
+        for drafters, targets in zip(hidden.split(_CHUNK), states.split(_CHUNK), strict=True):
+            of_target = head(targets).float().softmax(-1)[:, : self._vocabulary_size]
+            of_drafter = self._scores(drafters).float().softmax(-1)
+            drawn = of_drafter.multinomial(settings.draws, replacement=True, generator=random)
+            ids = self._everything.slots[drawn]
+            ratios = of_target.gather(1, ids.to(of_target.device)).to(drawn.device) / of_drafter.gather(1, drawn)
+            likely = of_target.topk(most)
+            # A draft that is more probable to the target is accepted, however much more.
+            for name, values in zip(
+                says, (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO)), strict=True
+            ):
+                says[name].append(values.to(device="cpu", dtype=says[name][0].dtype))
+        return {name: torch.cat(parts) for name, parts in says.items()}
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[n, V]`: the drafter's logits of all tokens that its head scores."""
+        return self.drafter.head.scores(hidden, self._everything, PackedRows())
 
 
 def _write(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from ..shortlists.router import RouterShortlist
 from .draft_steps import Recording
 from .router_training import Embed
+
+# Held-out steps that are judged at a time, each with as many numbers as clusters, and as the square of the draws.
+_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,15 @@ class HeldOutFigures:
             pinned ones, that are chosen.
         likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
         target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
+        acceptance: the probability that a draft from the shortlist is accepted (DynaSpec, equation 3), as a share of
+            that of a draft from the whole vocabulary.
     """
 
     size: float
     cluster_recall: float
     likeliest_recall: float
     target_mass: float
+    acceptance: float
 
 
 @torch.no_grad()
@@ -42,22 +49,26 @@ def held_out_figures(
     """
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
-    totals = torch.zeros(2, 4, dtype=torch.float64)
+    totals = torch.zeros(2, 5, dtype=torch.float64)
     for shard in recording.shards(recording.held_out):
         order, chosen = _choices(policy, shard, embed, sizes)
-        # Pinned tokens rank before every cluster, and what cannot be drafted behind.
-        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
-        ranks = torch.cat([ranks, ranks.new_tensor([-1, count]).expand(ranks.shape[0], 2)], 1)
+        ranks = _ranks(order)
         likely = cluster_of[shard["top_ids"].long()]
         is_label = _is_first(likely) & (likely < count)
-        is_hit = ranks.gather(1, likely) < chosen.unsqueeze(1)
+        # Pinned tokens, of rank 0, are there whatever is chosen.
+        is_hit = ranks.gather(1, likely) <= chosen.unsqueeze(1)
         of_target = cluster_of[shard["target_ids"].long()]
         mass = shard["target_probabilities"].double()
-        covered = torch.where(ranks.gather(1, of_target) < chosen.unsqueeze(1), mass, 0.0)
+        covered = torch.where(ranks.gather(1, of_target) <= chosen.unsqueeze(1), mass, 0.0)
         size = sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum() + sizes[-1] * len(chosen)
+        ratios, drawn = shard["drawn_ratios"].double(), ranks.gather(1, cluster_of[shard["drawn_ids"].long()])
+        is_drawn = (drawn <= chosen.unsqueeze(1)).double()
+        at_most = 1 / is_drawn.mean(1, keepdim=True)
+        accepted = (torch.minimum(ratios, at_most) * is_drawn).mean(1)
         rows = torch.tensor(len(chosen))
-        totals[0] += torch.stack([size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()])
-        totals[1] += torch.stack([rows, is_label.sum(), rows, mass.sum()])
+        found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum(), accepted.sum()]
+        totals[0] += torch.stack(found)
+        totals[1] += torch.stack([rows, is_label.sum(), rows, mass.sum(), ratios.clamp_max(1).mean(1).sum()])
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
 
 
@@ -93,9 +104,9 @@ def fit_budgets(
     """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
 
     A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's schedule
-    (section 4.2) answers that with a formula. Here it is measured: a token of the vocabulary on the shortlist of step
-    `t` gains the target's probability of it (lemma 1), times how many tokens more a round accepts if step `t` is
-    accepted. Budgets are such that the last cluster at each step gains as much for its size as at every other.
+    (section 4.2) answers that with a formula. Here it is measured: a cluster on the shortlist of a step gains what it
+    adds to the probability that the step's draft is accepted (equation 3), times how many tokens more a round accepts
+    if it is. Budgets are such that the last cluster at each step gains as much for its size as at every other.
 
     Args:
         recording: draft steps of the pair.
@@ -105,9 +116,11 @@ def fit_budgets(
     Returns:
         int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
     """
-    sizes, missed, acceptance = _curves(recording, policy, embed, draftable)
-    worth = _worth(acceptance)
-    hulls = [_lower_hull(size, loss * one) for size, loss, one in zip(sizes, missed, worth, strict=True)]
+    sizes, acceptance = _curves(recording, policy, embed, draftable)
+    # More clusters can cost a little, where what they add takes the drafter's probability from what the target likes.
+    reached = np.maximum.accumulate(acceptance, axis=1)
+    missed = (reached[:, -1:] - reached) * _worth(reached[:, -1])[:, np.newaxis]
+    hulls = [_lower_hull(size, loss) for size, loss in zip(sizes, missed, strict=True)]
     firsts, gains = hulls[0]
     count = sizes.shape[1]
     # The vertices of the first step, and at each the clusters of the other steps that gain as much or more.
@@ -144,6 +157,14 @@ def _choices(
         before = probabilities.cumsum(-1) - probabilities
         chosen = torch.minimum(chosen, (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1))
     return ordered.indices, chosen
+
+
+def _ranks(order: torch.Tensor) -> torch.Tensor:
+    """int64 `[n, M + 2]`: where clusters come in an order `[n, M]`, from 1; pinned tokens before all of them, and what
+    cannot be drafted behind."""
+    n, count = order.shape
+    ranks = order.new_tensor([0, count + 1]).repeat_interleave(order.new_tensor([count + 1, 1])).repeat(n, 1)
+    return ranks.scatter_(1, order, torch.arange(1, count + 1).expand_as(order))
 
 
 def _is_first(values: torch.Tensor) -> torch.Tensor:
@@ -192,32 +213,47 @@ def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.n
 @torch.no_grad()
 def _curves(
     recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By depth, as means over the held-out steps: the tokens on a shortlist of 1 to `M` clusters, and the target's
-    probability that is not on it, fp64 `[D, M]`; and the probability that a draft is accepted, fp64 `[D]`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """By depth, for shortlists of 1 to `M` clusters, as means over the held-out steps, both fp64 `[D, M]`: the tokens
+    on a shortlist, and the probability that a draft from it is accepted."""
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
     depths = 1 + max(int(shard["depths"].max()) for shard in recording.shards(recording.held_out))
-    size = torch.zeros(depths, count, dtype=torch.float64)
-    # The first column is for pinned tokens, the last one for those that cannot be drafted.
-    mass_by_rank = torch.zeros(depths * (count + 2), dtype=torch.float64)
-    acceptance, steps, reached = torch.zeros(3, depths, dtype=torch.float64)
+    size, acceptance = torch.zeros(2, depths, count, dtype=torch.float64)
+    steps, reached = torch.zeros(2, depths, dtype=torch.float64)
     for shard in recording.shards(recording.held_out):
-        depth, mass = shard["depths"].long(), shard["target_probabilities"].double()
-        order = _ranked(policy, shard, embed, sizes).indices
-        size.index_add_(0, depth, sizes[order].cumsum(1).double())
-        rank = order.new_tensor([0, count + 1]).repeat_interleave(torch.tensor([count + 1, 1])).repeat(len(order), 1)
-        rank.scatter_(1, order, torch.arange(1, count + 1).expand_as(order))
-        place = rank.gather(1, cluster_of[shard["target_ids"].long()]) + depth.unsqueeze(1) * (count + 2)
-        mass_by_rank.index_add_(0, place.flatten(), mass.flatten())
-        is_same = shard["target_ids"].unsqueeze(2) == shard["top_ids"].unsqueeze(1)
-        common = torch.minimum(mass.unsqueeze(2), shard["top_probabilities"].double().unsqueeze(1))
-        acceptance.index_add_(0, depth, (common * is_same).sum((1, 2)))
-        steps += torch.bincount(depth, minlength=depths)
-        # Of rounds, only the steps that the target reached tell what it accepts.
-        reached += torch.bincount(depth[mass[:, 0] > 0], minlength=depths)
-    mass_by_rank = mass_by_rank.view(depths, count + 2)
-    missed = mass_by_rank.sum(1, keepdim=True) - mass_by_rank.cumsum(1)[:, 1:-1]
-    steps, reached = steps.clamp_min(1), reached.clamp_min(1)
-    means = size / steps.unsqueeze(1) + sizes[-1], missed / reached.unsqueeze(1), acceptance / reached
-    return tuple(one.numpy() for one in means)
+        for start in range(0, len(shard["depths"]), _ROWS):
+            rows = {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
+            depth = rows["depths"].long()
+            order = _ranked(policy, rows, embed, sizes).indices
+            size.index_add_(0, depth, sizes[order].cumsum(1).double())
+            drawn = _ranks(order).gather(1, cluster_of[rows["drawn_ids"].long()])
+            acceptance.index_add_(0, depth, _accepted(rows["drawn_ratios"], drawn, count).double())
+            steps += torch.bincount(depth, minlength=depths)
+            # Of rounds, only the steps that the target reached tell what it accepts.
+            is_reached = rows["target_probabilities"][:, 0] > 0
+            reached += torch.bincount(depth[is_reached], minlength=depths)
+    steps, reached = steps.clamp_min(1).unsqueeze(1), reached.clamp_min(1).unsqueeze(1)
+    return (size / steps + sizes[-1]).numpy(), (acceptance / reached).numpy()
+
+
+def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:
+    """The probability that a draft is accepted from shortlists of the best 1 to `M` clusters, fp32 `[n, M]`.
+
+    Drafts from a shortlist are those of tokens drawn from the drafter's whole distribution that are on it. Each is
+    accepted with `min(1, p / q')`, where `q' = q / Q` and `Q` is the shortlist's share of the drafter's probability;
+    with `Q` draws of one on it, their sum is that of `min(p / q, 1 / Q)`.
+
+    Args:
+        ratios: `[n, draws]`: `p / q` of tokens drawn from `q`.
+        drawn: int64 `[n, draws]`: the ranks of their clusters, see `_ranks`.
+        count: `M`.
+    """
+    n, draws = ratios.shape
+    order = drawn.argsort(1)
+    numbers = torch.arange(1, draws + 1)
+    # `[i, k, j]`: of draw `j`, the `j`-th best ranked one, where the shortlist has the first `k + 1` of them.
+    shares = torch.minimum(ratios.float().gather(1, order).unsqueeze(1), (draws / numbers).unsqueeze(1))
+    accepted = functional.pad((shares * (numbers <= numbers.unsqueeze(1))).sum(2) / draws, (1, 0))
+    held = torch.zeros(n, count + 2).scatter_add_(1, drawn, torch.ones(n, draws)).cumsum(1)[:, 1:-1]
+    return accepted.gather(1, held.long())

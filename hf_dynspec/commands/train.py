@@ -424,12 +424,15 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
 
     table = Table(title=f"At {metrics['held_out_steps']:,} held-out draft steps")
     table.add_column("router")
-    for heading in ("mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass"):
+    for heading in ("mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass", "acceptance"):
         table.add_column(heading, justify="right")
     for figures in ({"router": name, **metrics}, *metrics.get("compared", ())):
         table.add_row(
             figures["router"],
             f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
-            *(f"{figures[share]:.2%}" for share in ("cluster_recall", "likeliest_recall", "target_mass")),
+            *(
+                f"{figures[share]:.2%}"
+                for share in ("cluster_recall", "likeliest_recall", "target_mass", "acceptance")
+            ),
         )
     wide_console().print(table)
