@@ -711,7 +711,7 @@ def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
 def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, drafters, monkeypatch):
     """Against the list of all sequences of rounds that a text of twelve tokens can have, each with its probability."""
     slow = SlowRounds(name, drafters, new_tokens=12, temperature=0.8)
-    # Nearly all tokens at first: of a short list each token is drafted more often than the target says it, which leaves
+    # Nearly all tokens at first: those of a short list are drafted more often than the target says them, which leaves
     # nothing to chance.
     policy = FrequencyShortlist(size=295, position_aware=True)
     steps = {start: slow.steps(start, policy) for start in range(slow.length, slow.text.shape[0])}

@@ -4,8 +4,8 @@ Measured teacher-forced, without drafting: the target writes a continuation of e
 every policy is led along it as in a session, round by round, so that all policies are compared on the same text and
 what is a matter of chance in a run of `generate` is computed instead. Given the text, the figures of policies that
 learn nothing from verdicts are exact expectations; of the others' it is drawn where their rounds start
-(`rounds.RoundsAlongText`). What remains is the choice of prompts and texts, which is the same for all policies: it is
-in the standard errors, and hardly in those of the comparison with the first policy.
+(`rounds.RoundsAlongText`). What remains is the choice of prompts and texts. It is the same for all policies, so that
+a comparison prompt by prompt is sharper than the standard errors of each.
 
 Papers: DynaSpec (Zhang et al., 2025), section 3.2: acceptance probability (equation 3), acceptance rate (equation 4),
 lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Leviathan et al., 2023).

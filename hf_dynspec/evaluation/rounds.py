@@ -15,7 +15,8 @@ from ..protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists import ShortlistPolicy, ShortlistState
 from .teacher_forcing import ForcedText, Rows, distribution
 
-# What is less probable than this is left out: rounds that start somewhere, and depths that they reach.
+# Starts of rounds that are less probable than this are passed over, as nearly all are in greedy decoding, and so are
+# depths that fewer rounds are expected to reach.
 LEAST_PROBABILITY = 1e-6
 
 
