@@ -60,15 +60,18 @@ def coverage(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot mass against shortlist size: .png, .pdf or .svg.")
     ] = None,
-    by_domain: Annotated[bool, typer.Option("--by-domain", help="Show the mass by domain too.")] = False,
+    by_domain: Annotated[
+        bool, typer.Option("--by-domain", help="Show mass and acceptance length by domain too.")
+    ] = False,
     by_depth: Annotated[
         bool, typer.Option("--by-depth", help="Show size, mass and acceptance by draft depth too.")
     ] = False,
 ) -> None:
     """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
 
-    The target continues each prompt once, and all policies are led along its text. To sweep a policy's sizes, name it
-    several times. A run that is interrupted shows and saves what it has.
+    The target continues each prompt once, and all policies are led along its text. Acceptance lengths are compared
+    with that of the policy that is named first. To sweep a policy's sizes, name it several times. A run that is
+    interrupted shows and saves what it has.
     """
     from ..evaluation.coverage import CoverageSettings, measure_coverage
     from ..evaluation.coverage_report import require_plot_file, to_dict, write_plot
@@ -117,7 +120,7 @@ def coverage(
 
 
 def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
-    from ..evaluation.coverage_report import coverage_table, depth_table, domain_table
+    from ..evaluation.coverage_report import coverage_table, depth_table, domain_tables
 
     for note in result.notes:
         typer.echo(f"note: {note}", err=True)
@@ -128,6 +131,7 @@ def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
     console.print(line, highlight=False)
     console.print(coverage_table(result))
     if by_domain:
-        console.print(domain_table(result))
+        for table in domain_tables(result):
+            console.print(table)
     if by_depth:
         console.print(depth_table(result))

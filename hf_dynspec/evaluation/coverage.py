@@ -2,7 +2,10 @@
 
 Measured teacher-forced, without drafting: the target writes a continuation of each prompt, both models read it, and
 every policy is led along it as in a session, round by round, so that all policies are compared on the same text and
-what is a matter of chance in a run of `generate` is computed instead.
+what is a matter of chance in a run of `generate` is computed instead. Given the text, the figures of policies that
+learn nothing from verdicts are exact expectations; of the others' it is drawn where their rounds start
+(`rounds.RoundsAlongText`). What remains is the choice of prompts and texts. It is the same for all policies, so that
+a comparison prompt by prompt is sharper than the standard errors of each.
 
 Papers: DynaSpec (Zhang et al., 2025), section 3.2: acceptance probability (equation 3), acceptance rate (equation 4),
 lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Leviathan et al., 2023).
@@ -71,16 +74,19 @@ class CoverageSettings(PairSettings):
 
 @dataclass(frozen=True)
 class DepthCoverage:
-    """One policy on one prompt at one draft depth, over those of its positions that were drafted there.
+    """One policy on one prompt at one draft depth, for a depth that is verified.
 
     Args:
-        depth: how many drafts of the round come before, all of which were accepted.
-        positions: how many positions there were.
-        size, mass, acceptance: as for `PromptCoverage`.
+        depth: how many drafts of the round come before.
+        draft_steps: expected number of rounds that draft at this depth.
+        positions: expected number of them in which all drafts before were accepted, so that this one is verified.
+        size: as for `PromptCoverage`, over the draft steps at this depth.
+        mass, acceptance: likewise, over its positions.
     """
 
     depth: int
-    positions: int
+    draft_steps: float
+    positions: float
     size: float
     mass: float
     acceptance: float
@@ -89,15 +95,20 @@ class DepthCoverage:
 @dataclass(frozen=True)
 class PromptCoverage:
     """One policy on one prompt. Means are over the positions that a run verifies and has a shortlist for: the accepted
-    drafts of every round and the first that is not accepted.
+    drafts of every round and the first that is not accepted. The size's alone is over all draft steps, each of which
+    scores a shortlist.
+
+    Counts are expectations over what chance could do along the text, and means are weighted by the same probabilities.
+    For policies that learn from verdicts they are those of one draw, and counts are whole.
 
     Args:
         prompt: the prompt's identifier.
         domain: the prompt's domain.
         policy: the policy's label.
-        positions: how many positions there were.
-        rounds: how many rounds there were.
-        size: mean number of token ids on the shortlist `V_t`.
+        draft_steps: expected number of draft steps.
+        positions: expected number of positions.
+        rounds: expected number of rounds.
+        size: mean number of token ids on the shortlist `V_t`, over draft steps, as `bench`'s active vocabulary.
         mass: the target's probability mass on `V_t`, the largest acceptance probability that any drafter can reach
             with it (lemma 1).
         oracle_mass: the mass of the `|V_t|` most probable tokens, the most that a shortlist of that size can have
@@ -108,14 +119,15 @@ class PromptCoverage:
             (equation 3).
         acceptance_length: expected tokens per round, the target's own token included, see
             `rounds.expected_tokens`.
-        by_depth: from the first draft of a round to the last that was verified.
+        by_depth: from the first draft of a round to the last that is verified.
     """
 
     prompt: str
     domain: str
     policy: str
-    positions: int
-    rounds: int
+    draft_steps: float
+    positions: float
+    rounds: float
     size: float
     mass: float
     oracle_mass: float
@@ -139,6 +151,16 @@ class Estimate:
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(fmean(values), error)
 
+    @classmethod
+    def of_ratio(cls, values: Sequence[float], baseline: Sequence[float]) -> "Estimate":
+        """The ratio of the means of two paired lists of values, one pair for each prompt. Its standard error is that
+        of the mean difference within pairs, as a share of the baseline's mean: what prompts do to both lists alike is
+        not in it."""
+        difference = cls.of([value - base for value, base in zip(values, baseline, strict=True)])
+        mean = fmean(baseline)
+        error = None if difference.standard_error is None else difference.standard_error / mean
+        return cls(1.0 + difference.mean / mean, error)
+
 
 # The figures of a prompt that are summarised over prompts.
 FIGURES = ("size", "mass", "oracle_mass", "recall", "oov", "acceptance", "acceptance_length")
@@ -152,13 +174,13 @@ class DepthSummary:
     Args:
         depth: as for `DepthCoverage`.
         prompts: how many prompts.
-        positions: how many positions.
+        positions: expected number of positions.
         figures: the names of `DEPTH_FIGURES`.
     """
 
     depth: int
     prompts: int
-    positions: int
+    positions: float
     figures: dict[str, Estimate]
 
 
@@ -170,8 +192,10 @@ class CoverageSummary:
         policy: the policy's label.
         domain: the domain's label; None for all prompts.
         prompts: how many prompts.
-        positions: how many positions.
+        positions: expected number of positions.
         figures: the names of `FIGURES`.
+        relative_acceptance_length: the mean acceptance length divided by that of the first policy on the same prompts,
+            with the standard error of the paired differences.
         expected_acceptance_length: equation 1 for the mean acceptance probability, as if it were the same at all
             positions and drafts were never cut short. `acceptance_length` assumes neither.
         by_depth: from the first draft of a round to the last that was verified on any prompt.
@@ -180,8 +204,9 @@ class CoverageSummary:
     policy: str
     domain: str | None
     prompts: int
-    positions: int
+    positions: float
     figures: dict[str, Estimate]
+    relative_acceptance_length: Estimate
     expected_acceptance_length: float
     by_depth: list[DepthSummary]
 
@@ -192,7 +217,7 @@ class CoverageResult:
 
     Args:
         settings: what was asked for.
-        policies: the policies by label, in the order of the table.
+        policies: the policies by label, in the order of the table. The others are compared with the first.
         prompts: identifier, domain and number of tokens of each prompt.
         models: what is known of the target and the drafter.
         threads: CPU threads in use.
@@ -225,24 +250,36 @@ class CoverageResult:
         """The domains that were measured."""
         return list(dict.fromkeys(one.domain for one in self.measured))
 
+    @property
+    def baseline(self) -> str:
+        """The label of the policy that the others are compared with: the first."""
+        return next(iter(self.policies))
+
     def summaries(self) -> list[CoverageSummary]:
         """Each policy on all prompts and on those of each domain."""
         summaries = []
         for domain in (None, *self.domains):
             for label in self.policies:
-                rows = [one for one in self.measured if one.policy == label and domain in (None, one.domain)]
-                if rows:
+                if rows := self._rows(label, domain):
                     summaries.append(self._summarize(label, domain, rows))
         return summaries
 
+    def _rows(self, label: str, domain: str | None) -> list[PromptCoverage]:
+        """One policy on each of the prompts of a domain, which are the same for all policies."""
+        return [one for one in self.measured if one.policy == label and domain in (None, one.domain)]
+
     def _summarize(self, label: str, domain: str | None, rows: list[PromptCoverage]) -> CoverageSummary:
         figures = {name: Estimate.of([getattr(row, name) for row in rows]) for name in FIGURES}
+        lengths, of_baseline = (
+            [row.acceptance_length for row in some] for some in (rows, self._rows(self.baseline, domain))
+        )
         return CoverageSummary(
             policy=label,
             domain=domain,
             prompts=len(rows),
             positions=sum(row.positions for row in rows),
             figures=figures,
+            relative_acceptance_length=Estimate.of_ratio(lengths, of_baseline),
             expected_acceptance_length=expected_acceptance_length(
                 figures["acceptance"].mean, self.settings.num_assistant_tokens
             ),

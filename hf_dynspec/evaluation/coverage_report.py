@@ -12,7 +12,8 @@ from ..errors import ConfigurationError
 from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
 from .provenance import describe_policies, provenance
 
-SCHEMA_VERSION = 1
+# 2: sizes are means over all draft steps, counts are expectations, and policies are compared with the first.
+SCHEMA_VERSION = 2
 
 
 # Tables ------------------------------------------------------------------------------------------------------------
@@ -24,8 +25,9 @@ def coverage_table(result: CoverageResult) -> Table:
     rows = [row for row in result.summaries() if row.domain is None]
     table = Table(
         title=_title(result, rows),
-        caption="mean ± standard error over prompts; oracle: mass of as many most probable tokens; acceptance lengths "
-        "count the target's own token of a round",
+        caption="mean ± standard error over prompts; size: over all draft steps; oracle: mass of as many most "
+        "probable tokens; acceptance lengths count the target's own token of a round, and are compared with the first "
+        "policy's prompt by prompt",
     )
     table.add_column("policy", overflow="fold")
     for heading in (
@@ -36,11 +38,14 @@ def coverage_table(result: CoverageResult) -> Table:
         "OOV\nrate",
         "acceptance\nprobability",
         "acceptance\nlength",
-        "by\nequation 1",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
+    # A label may be long.
+    table.add_column(f"of\n{escape(result.baseline)}", justify="right", overflow="fold", max_width=12)
+    table.add_column("by\nequation 1", justify="right", no_wrap=True)
     for row in rows:
         cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
+        cells.append(_relative_cell(result, row))
         table.add_row(escape(row.policy), *cells, f"{row.expected_acceptance_length:.2f}")
     return table
 
@@ -56,27 +61,41 @@ _FORMS = {
 }
 
 
-def domain_table(result: CoverageResult) -> Table:
-    """Mass on the shortlist: one row per policy, one column per domain."""
-    masses = {(row.policy, row.domain): row.figures["mass"] for row in result.summaries()}
-    table = Table(title=f"Mass on the shortlist, {_temperature_name(result)}")
+def _relative_cell(result: CoverageResult, row: CoverageSummary) -> str:
+    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".1%")
+
+
+def domain_tables(result: CoverageResult) -> list[Table]:
+    """Mass on the shortlist, and acceptance length relative to the first policy: one row per policy, one column per
+    domain."""
+    summaries = result.summaries()
+    masses = {(row.policy, row.domain): _cell(row.figures["mass"], _FORMS["mass"]) for row in summaries}
+    lengths = {(row.policy, row.domain): _relative_cell(result, row) for row in summaries}
+    title = f"Acceptance length relative to {escape(result.baseline)}"
+    return [_domain_table(result, "Mass on the shortlist", masses), _domain_table(result, title, lengths)]
+
+
+def _domain_table(result: CoverageResult, title: str, cells: dict[tuple[str, str | None], str]) -> Table:
+    table = Table(title=f"{title}, {_temperature_name(result)}")
     table.add_column("policy", overflow="fold")
     for domain in result.domains:
         table.add_column(escape(domain), justify="right")
     for label in result.policies:
-        table.add_row(escape(label), *(_cell(masses[label, domain], _FORMS["mass"]) for domain in result.domains))
+        table.add_row(escape(label), *(cells[label, domain] for domain in result.domains))
     return table
 
 
 def depth_table(result: CoverageResult) -> Table:
     """How shortlists fare at each draft depth, for budgets that differ by depth: one row per policy, over all prompts.
 
-    A depth has fewer positions than the one before it, as only accepted drafts lead there.
+    A depth has fewer positions than the one before it, as only accepted drafts lead there. Sizes are over all rounds
+    that draft there.
     """
     rows = [row for row in result.summaries() if row.domain is None]
     table = Table(
         title=f"By draft depth, {_temperature_name(result)}",
-        caption="depth: accepted drafts of the round before it; means over the prompts on which it was verified",
+        caption="depth: drafts of the round before it; positions: expected number of drafts verified there; means "
+        "over the prompts on which it was verified",
         show_lines=True,
     )
     table.add_column("policy", overflow="fold")
@@ -85,10 +104,10 @@ def depth_table(result: CoverageResult) -> Table:
     for depth in range(depths):
         table.add_column(f"depth {depth}", justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            "\n".join([f"{one.positions:,}", *(f"{one.figures[name].mean:{_FORMS[name]}}" for name in DEPTH_FIGURES)])
-            for one in row.by_depth
-        ]
+        cells = []
+        for one in row.by_depth:
+            means = (f"{one.figures[name].mean:{_FORMS[name]}}" for name in DEPTH_FIGURES)
+            cells.append("\n".join([f"{one.positions:,.1f}", *means]))
         table.add_row(escape(row.policy), "positions\nshortlist size\nmass\nacceptance probability", *cells)
     return table
 
