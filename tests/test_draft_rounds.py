@@ -138,8 +138,8 @@ def test_what_the_target_says_is_recorded_where_it_matters(recorder, target):
     assert torch.equal(steps["features"], rounds.features)
     assert all(torch.equal(held_out[name], tensor) for name, tensor in steps.items())
     with torch.no_grad():
-        of_target = target(rounds.text[None]).logits[0].softmax(-1)[rounds.places.clamp_max(len(rounds.text) - 1)]
-    says = of_target.topk(SETTINGS.target_top_k)
+        of_target = target(rounds.text[None]).logits[0][rounds.places.clamp_max(len(rounds.text) - 1)]
+    says = of_target.softmax(-1).topk(SETTINGS.target_top_k)
     accepted = rounds.is_accepted
     assert 0 < accepted.sum() < len(accepted)
     assert torch.equal(held_out["target_ids"][accepted], says.indices[accepted].int())
@@ -147,8 +147,11 @@ def test_what_the_target_says_is_recorded_where_it_matters(recorder, target):
         held_out["target_probabilities"][accepted].float(), says.values[accepted], rtol=1e-3, atol=1e-4
     )
     drawn = held_out["drawn_ids"][accepted].long()
-    of_drafter = (rounds.hidden @ recorder.drafter.head.weight.T).softmax(-1)[accepted]
-    ratios = of_target[accepted].gather(1, drawn) / of_drafter.gather(1, drawn)
+    of_drafter, of_target = (
+        (one[accepted] / SETTINGS.temperature).softmax(-1)
+        for one in (rounds.hidden @ recorder.drafter.head.weight.T, of_target)
+    )
+    ratios = of_target.gather(1, drawn) / of_drafter.gather(1, drawn)
     torch.testing.assert_close(held_out["drawn_ratios"][accepted].float(), ratios, rtol=2e-3, atol=1e-4)
     assert not held_out["target_probabilities"][~accepted].any() and not held_out["drawn_ratios"][~accepted].any()
 
@@ -339,9 +342,8 @@ def test_routers_that_do_not_fit_are_refused_before_anything_is_recorded(folder,
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["--temperature", "0.8"], "is for --rounds"),
-        (["--rounds", "--temperature", "-1"], "--temperature must be at least 0"),
-        (["--rounds", "--temperature", "inf"], "--temperature must be at least 0"),
+        (["--temperature", "-1"], "temperature must be a number of at least 0"),
+        (["--rounds", "--temperature", "inf"], "temperature must be a number of at least 0"),
         (["--batch-size", "5000"], "--batch-size 5,000"),
     ],
 )

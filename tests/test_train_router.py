@@ -1,6 +1,7 @@
 """Routers: draft steps recorded along texts, training on them, and the command that does both."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -152,15 +153,15 @@ def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
                 matches.append((place, hidden[-1]))
         assert matches, f"step {row} of depth {depth} is nowhere in the text"
         place, hidden = matches[0]
-        of_drafter = (drafter.head.weight @ hidden).softmax(-1)
-        of_target = states.logits[0, place].softmax(-1)
+        of_drafter, of_target = drafter.head.weight @ hidden, states.logits[0, place]
         assert held_out["top_ids"][row].tolist() == of_drafter.topk(SETTINGS.top_k).indices.tolist()
-        likely = of_target.topk(SETTINGS.target_top_k)
+        likely = of_target.softmax(-1).topk(SETTINGS.target_top_k)
         assert held_out["target_ids"][row].tolist() == likely.indices.tolist()
         probabilities = held_out["target_probabilities"][row].float()
         torch.testing.assert_close(probabilities, likely.values, rtol=1e-3, atol=1e-4)
         drawn = held_out["drawn_ids"][row].long()
         assert drawn.shape == (SETTINGS.draws,)
+        of_drafter, of_target = ((one / SETTINGS.temperature).softmax(-1) for one in (of_drafter, of_target))
         ratios = (of_target / of_drafter)[drawn]
         torch.testing.assert_close(held_out["drawn_ratios"][row].float(), ratios, rtol=2e-3, atol=1e-4)
         drafted += of_drafter
@@ -428,7 +429,17 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"steps": 0}, {"window": 8}, {"depth": 0}, {"top_k": True}, {"target_top_k": 0}, {"seed": -1}]
+    "change",
+    [
+        {"steps": 0},
+        {"window": 8},
+        {"depth": 0},
+        {"top_k": True},
+        {"target_top_k": 0},
+        {"seed": -1},
+        {"temperature": math.inf},
+        {"temperature": True},
+    ],
 )
 def test_impossible_recordings_are_refused(change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):

@@ -10,6 +10,7 @@ Everything is streamed: windows are sampled while texts are read, and steps are 
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +52,9 @@ class RecordingSettings:
         top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
         target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
         draws: how many tokens are drawn there from what the drafter says, to tell how many the target accepts.
-        seed: of the windows and the depths.
+        temperature: at which the pair is going to sample, and so at which those tokens are drawn and accepted. At 0,
+            where nothing is drawn, they are those of temperature 1.
+        seed: of the windows, the depths and the draws.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -64,11 +67,16 @@ class RecordingSettings:
     top_k: int = 10
     target_top_k: int = 64
     draws: int = 64
+    temperature: float = 0.8
     seed: int = 0
 
     def __post_init__(self):
         least = {"window": _SHORTEST_WINDOW, "seed": 0}
+        if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
+            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
         for name, value in asdict(self).items():
+            if name == "temperature":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
                 raise ConfigurationError(
                     f"{name} must be a whole number of at least {least.get(name, 1)}, got {value!r}"
@@ -401,8 +409,8 @@ class StepRecorder:
         return {"top_ids": torch.cat(ids)}
 
     def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
-        """What a held-out shard has besides, at temperature 1 and without a soft cap where the family has one after
-        its head.
+        """What a held-out shard has besides: `target_probabilities` at temperature 1, all of it without a soft cap
+        where the family has one after its head.
 
         Args:
             hidden: `[n, d]`: the drafter's hidden states.
@@ -410,6 +418,7 @@ class StepRecorder:
             index: of the window, which the draws depend on.
         """
         head, settings = self.target.get_output_embeddings(), self.settings
+        temperature = settings.temperature or 1.0
         most = min(settings.target_top_k, self._vocabulary_size)
         random = torch.Generator(hidden.device).manual_seed(settings.seed * 1_000_003 + index)
         says = {
@@ -419,12 +428,13 @@ class StepRecorder:
             "drawn_ratios": [torch.empty(0, settings.draws, dtype=torch.float16)],
         }
         for drafters, targets in zip(hidden.split(_CHUNK), states.split(_CHUNK), strict=True):
-            of_target = head(targets).float().softmax(-1)[:, : self._vocabulary_size]
-            of_drafter = self._scores(drafters).float().softmax(-1)
+            logits = head(targets).float()
+            likely = logits.softmax(-1)[:, : self._vocabulary_size].topk(most)
+            of_target = (logits / temperature).softmax(-1)[:, : self._vocabulary_size]
+            of_drafter = (self._scores(drafters).float() / temperature).softmax(-1)
             drawn = of_drafter.multinomial(settings.draws, replacement=True, generator=random)
             ids = self._everything.slots[drawn]
             ratios = of_target.gather(1, ids.to(of_target.device)).to(drawn.device) / of_drafter.gather(1, drawn)
-            likely = of_target.topk(most)
             # A draft that is more probable to the target is accepted, however much more.
             for name, values in zip(
                 says, (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO)), strict=True

@@ -26,8 +26,6 @@ train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True)
 
 # Where unfinished work is kept, in the folder of the artifact.
 _WORK = "partial"
-# Of --rounds. Greedily, small models soon repeat themselves.
-_TEMPERATURE = 0.8
 
 
 @train_app.callback()
@@ -79,8 +77,9 @@ def router(
         typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help="At which --rounds samples; 0 decodes greedily. Default: 0.8.")
-    ] = None,
+        float,
+        typer.Option(help="At which the pair is going to sample: budgets are fitted to it, and --rounds draw at it."),
+    ] = 0.8,
     hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at first.")] = 2e-3,
@@ -119,10 +118,8 @@ def router(
     from ..evaluation.pair import PairSettings, load_models
     from ..shortlists.router import RouterShortlist
 
-    _require_options(schedule, share, mass, rounds, temperature)
-    if rounds:
-        temperature = _TEMPERATURE if temperature is None else temperature
-    recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, seed=seed)
+    _require_options(schedule, share, mass)
+    recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, temperature=temperature, seed=seed)
     training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
     corpus = plan_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
@@ -145,7 +142,7 @@ def router(
     parts = None if stored is None else pair.clusters(stored)
     for name, other in others.items():
         pair.require_trained_for(name, other)
-    windows, recording = job.record(corpus, text_field, recording_settings, temperature)
+    windows, recording = job.record(corpus, text_field, recording_settings, rounds)
     recorded = recording.count(recording.train)
     if recorded < batch_size:
         raise ConfigurationError(
@@ -181,10 +178,9 @@ def router(
     typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
 
 
-def _require_options(schedule: str, share: float, mass: float, rounds: bool, temperature: float | None) -> None:
-    """Refuse options that are out of range or do not go together."""
+def _require_options(schedule: str, share: float, mass: float) -> None:
+    """Refuse options that are out of range."""
     from ..errors import ConfigurationError
-    from ..evaluation.pair import is_temperature
     from ..shortlists.router import SCHEDULES
 
     if schedule not in SCHEDULES:
@@ -192,9 +188,6 @@ def _require_options(schedule: str, share: float, mass: float, rounds: bool, tem
     for option, value in (("--share", share), ("--mass", mass)):
         if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
-    if temperature is not None and not (rounds and is_temperature(temperature)):
-        problem = f"must be at least 0, got {temperature}" if rounds else "is for --rounds. Give both, or neither"
-        raise ConfigurationError(f"--temperature {problem}")
 
 
 def _settle(
@@ -302,10 +295,9 @@ class _Job:
         return progress_bar() if self._accelerator.is_main_process else nullcontext(lambda *_: None)
 
     def record(
-        self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", temperature: float | None
+        self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", rounds: bool
     ) -> "tuple[Windows, Recording]":
-        """Sample the texts and record the draft steps along them, or of rounds at a temperature after their
-        beginnings."""
+        """Sample the texts and record the draft steps along them, or of rounds after their beginnings."""
         from ..build.draft_steps import sample_windows, windows_of
         from ..build.frequency import describe_files, describe_tokenizer
 
@@ -318,9 +310,8 @@ class _Job:
             "text field": text_field,
             "tokenizer": describe_tokenizer(pair.tokenizer),
             "settings": vars(settings),
+            "rounds": rounds,
         }
-        if temperature is not None:
-            job["temperature of rounds"] = temperature
         with self._progress() as report:
 
             def sample() -> "Windows":
@@ -335,7 +326,7 @@ class _Job:
 
             with self._accelerator.main_process_first():
                 windows = windows_of(self._work, job, sample)
-            recording = self._recorder(settings, temperature).record(
+            recording = self._recorder(settings, rounds).record(
                 windows,
                 process=self._accelerator.process_index,
                 processes=self._accelerator.num_processes,
@@ -344,15 +335,15 @@ class _Job:
         self._accelerator.wait_for_everyone()
         return windows, recording
 
-    def _recorder(self, settings: "RecordingSettings", temperature: float | None) -> "StepRecorder":
+    def _recorder(self, settings: "RecordingSettings", rounds: bool) -> "StepRecorder":
         from ..build.draft_rounds import RoundRecorder
         from ..build.draft_steps import StepRecorder
         from ..evaluation.pair import generation_config
 
         pair = self._pair
-        if temperature is None:
+        if not rounds:
             return StepRecorder(pair.target, pair.drafter, pair.vocabulary_size, settings, self._work)
-        config = generation_config(pair.target, settings.window, temperature)
+        config = generation_config(pair.target, settings.window, settings.temperature)
         return RoundRecorder(
             pair.target, pair.drafter, pair.vocabulary_size, settings, self._work, pair.tokenizer, config
         )
