@@ -151,7 +151,9 @@ def test_what_the_target_says_is_recorded_where_it_matters(recorder, target):
         (one[accepted] / SETTINGS.temperature).softmax(-1)
         for one in (rounds.hidden @ recorder.drafter.head.weight.T, of_target)
     )
-    ratios = of_target.gather(1, drawn) / of_drafter.gather(1, drawn)
+    own = recorder.drafter.head.token_ids
+    slots = drawn if own is None else (own == drawn.unsqueeze(2)).int().argmax(2)
+    ratios = of_target.gather(1, drawn) / of_drafter.gather(1, slots)
     torch.testing.assert_close(held_out["drawn_ratios"][accepted].float(), ratios, rtol=2e-3, atol=1e-4)
     assert not held_out["target_probabilities"][~accepted].any() and not held_out["drawn_ratios"][~accepted].any()
 
