@@ -454,18 +454,21 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     found = {(row.policy, row.domain): row.relative_acceptance_length for row in result.summaries()}
     assert {found["base", domain] for domain in (None, "a")} == {Estimate(1.0, 0.0)}
     assert found["other", None].mean == pytest.approx(8.7 / 9.0)
-    # Differences of −0.1, −0.2 and 0: a standard deviation of 0.1.
-    assert found["other", None].standard_error == pytest.approx(0.1 / math.sqrt(3) / 3.0)
+    # With a ratio of 29 / 30, residuals of −1, −3 and 4 thirtieths.
+    assert found["other", None].standard_error == pytest.approx(math.sqrt(13) / 30 / math.sqrt(3) / 3.0)
     assert found["other", "a"].mean == pytest.approx(4.7 / 5.0)
     assert found["other", "b"] == Estimate(1.0, None)
+    # Where every prompt has nine tenths of the baseline, however much that is, nothing is uncertain.
+    in_proportion = Estimate.of_ratio([1.8, 2.7, 3.6], [2.0, 3.0, 4.0])
+    assert in_proportion.mean == pytest.approx(0.9) and in_proportion.standard_error == pytest.approx(0.0, abs=1e-12)
 
     table = coverage_table(result)
     (column,) = (one for one in table.columns if one.header == "of\nbase")
-    assert list(column.cells) == ["100%", "96.7%\n±1.9%"]
+    assert list(column.cells) == ["100%", "96.7%\n±2.3%"]
     masses, relative = domain_tables(result)
     assert masses.title == "Mass on the shortlist, greedy"
     assert relative.title == "Acceptance length relative to base, greedy"
-    assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.0%\n±2.0%"], ["100%", "100.0%"]]
+    assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.0%\n±0.8%"], ["100%", "100.0%"]]
 
 
 @pytest.mark.parametrize("name", ["independent", "eagle2"])
@@ -517,6 +520,23 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
     assert not result.complete and result.notes == ["interrupted before all was measured"]
     assert saved == [1, 1]
     assert "generate" not in vars(target)
+
+
+def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafter, monkeypatch):
+    figures_of = RoundsAlongText.figures
+    calls = []
+
+    def interrupted(rounds: RoundsAlongText) -> dict[str, float]:
+        calls.append(rounds)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return figures_of(rounds)
+
+    monkeypatch.setattr(RoundsAlongText, "figures", interrupted)
+    result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
+    assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
+    assert list(result.oracle_curves) == ["words/0"]
+    assert coverage_table(result).row_count == 2
 
 
 # What the models say -------------------------------------------------------------------------------------------------

@@ -153,13 +153,14 @@ class Estimate:
 
     @classmethod
     def of_ratio(cls, values: Sequence[float], baseline: Sequence[float]) -> "Estimate":
-        """The ratio of the means of two paired lists of values, one pair for each prompt. Its standard error is that
-        of the mean difference within pairs, as a share of the baseline's mean: what prompts do to both lists alike is
-        not in it."""
-        difference = cls.of([value - base for value, base in zip(values, baseline, strict=True)])
+        """The ratio of the means of two paired lists of values, one pair for each prompt, and its standard error
+        (Cochran, 1977, section 2.11): that of the mean of `value - ratio * base`, as a share of the baseline's mean.
+        What prompts do to both lists in proportion is not in it."""
         mean = fmean(baseline)
-        error = None if difference.standard_error is None else difference.standard_error / mean
-        return cls(1.0 + difference.mean / mean, error)
+        ratio = fmean(values) / mean
+        residuals = cls.of([value - ratio * base for value, base in zip(values, baseline, strict=True)])
+        error = None if residuals.standard_error is None else residuals.standard_error / mean
+        return cls(ratio, error)
 
 
 # The figures of a prompt that are summarised over prompts.
@@ -195,7 +196,7 @@ class CoverageSummary:
         positions: expected number of positions.
         figures: the names of `FIGURES`.
         relative_acceptance_length: the mean acceptance length divided by that of the first policy on the same prompts,
-            with the standard error of the paired differences.
+            with the standard error of such a ratio, see `Estimate.of_ratio`.
         expected_acceptance_length: equation 1 for the mean acceptance probability, as if it were the same at all
             positions and drafts were never cut short. `acceptance_length` assumes neither.
         by_depth: from the first draft of a round to the last that was verified on any prompt.
@@ -426,11 +427,14 @@ def _measure_prompt(
         curve.add(rows)
         for rounds in rounds_of.values():
             rounds.follow(rows)
-    result.oracle_curves[prompt.identifier] = curve.points()
+    measured = []
     for label, rounds in rounds_of.items():
         by_depth = tuple(DepthCoverage(**figures) for figures in rounds.figures_by_depth())
         figures = rounds.figures()
-        result.measured.append(PromptCoverage(prompt.identifier, prompt.domain, label, **figures, by_depth=by_depth))
+        measured.append(PromptCoverage(prompt.identifier, prompt.domain, label, **figures, by_depth=by_depth))
+    # All policies at once, as they are compared prompt by prompt: an interrupt leaves out none of them.
+    result.measured.extend(measured)
+    result.oracle_curves[prompt.identifier] = curve.points()
 
 
 class _OracleCurve:
