@@ -3,8 +3,8 @@
 Routers are trained on these (DynaSpec, appendix A.2). The paper records them while it generates, as `draft_rounds`
 does; here they are teacher-forced: texts are cut into windows, both models read a window once, and a draft is unrolled
 after every prefix of it, fed with the window's own tokens. These are the draft steps of rounds whose drafts were
-accepted, which are all that acceptance depends on, at a fraction of the cost: no step waits for the one before, and no
-row of the target's head is computed. Of the steps after a prefix one is recorded, at a depth that is drawn.
+accepted, which are all that acceptance depends on, at a fraction of the cost: no step waits for the one before, and
+only held-out steps need the target's head. Of the steps after a prefix one is recorded, at a depth that is drawn.
 
 Everything is streamed: windows are sampled while texts are read, and steps are written in shards of bounded size.
 """
@@ -35,8 +35,7 @@ _CHUNK = 128
 _SHORTEST_WINDOW = 16
 _BATCH_CHARACTERS = 1 << 20
 _WINDOWS_FILE = "windows.npz"
-# Of what the target finds more probable than the drafter, by how much matters up to the inverse of a shortlist's share
-# of the drafter's probability.
+# What exceeds the inverse of a shortlist's share of the drafter's probability changes nothing.
 _LARGEST_RATIO = 1e4
 
 
@@ -409,8 +408,8 @@ class StepRecorder:
         return {"top_ids": torch.cat(ids)}
 
     def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
-        """What a held-out shard has besides: `target_probabilities` at temperature 1, all of it without a soft cap
-        where the family has one after its head.
+        """What a held-out shard has besides: `target_probabilities` at temperature 1, all of it without what
+        some families do after their head, such as a soft cap.
 
         Args:
             hidden: `[n, d]`: the drafter's hidden states.
@@ -435,7 +434,6 @@ class StepRecorder:
             drawn = of_drafter.multinomial(settings.draws, replacement=True, generator=random)
             ids = self._everything.slots[drawn]
             ratios = of_target.gather(1, ids.to(of_target.device)).to(drawn.device) / of_drafter.gather(1, drawn)
-            # A draft that is more probable to the target is accepted, however much more.
             for name, values in zip(
                 says, (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO)), strict=True
             ):

@@ -118,8 +118,8 @@ def fit_budgets(
     """
     sizes, acceptance = _curves(recording, policy, embed, draftable)
     # More clusters can cost a little, where what they add takes the drafter's probability from what the target likes.
-    reached = np.maximum.accumulate(acceptance, axis=1)
-    missed = (reached[:, -1:] - reached) * _worth(reached[:, -1])[:, np.newaxis]
+    best = np.maximum.accumulate(acceptance, axis=1)
+    missed = (best[:, -1:] - best) * _worth(best[:, -1])[:, np.newaxis]
     hulls = [_lower_hull(size, loss) for size, loss in zip(sizes, missed, strict=True)]
     firsts, gains = hulls[0]
     count = sizes.shape[1]

@@ -78,7 +78,9 @@ def router(
     ] = False,
     temperature: Annotated[
         float,
-        typer.Option(help="At which the pair is going to sample: budgets are fitted to it, and --rounds draw at it."),
+        typer.Option(
+            help="At which the pair is going to sample: budgets are fitted to it (0: to 1), and --rounds draw."
+        ),
     ] = 0.8,
     hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
@@ -415,7 +417,13 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
 
     table = Table(title=f"At {metrics['held_out_steps']:,} held-out draft steps")
     table.add_column("router")
-    for heading in ("mean shortlist", "cluster recall", "drafter's likeliest token", "target's mass", "acceptance"):
+    for heading in (
+        "mean shortlist",
+        "cluster recall",
+        "drafter's likeliest token",
+        "target's mass",
+        "drafts accepted",
+    ):
         table.add_column(heading, justify="right")
     for figures in ({"router": name, **metrics}, *metrics.get("compared", ())):
         table.add_row(
