@@ -150,9 +150,9 @@ def test_it_is_compiled_once_and_shares_out_only_what_is_large(natively, monkeyp
     kernels = cpu._kernels()
     threads_used = []
 
-    def recorded(*arguments):
-        threads_used.append(arguments[-1])
-        return kernels[torch.float32](*arguments)
+    def recorded(call):
+        threads_used.append(cpu._CALL.unpack(call)[-1])
+        return kernels[torch.float32](call)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     with torch.no_grad():

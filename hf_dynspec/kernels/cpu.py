@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
     kernels = {}
     for dtype in _KERNEL_DTYPES:
         kernel = library[f"head_scores_{str(dtype).removeprefix('torch.')}"]
-        kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6
+        kernel.argtypes = [ctypes.c_char_p]
         kernel.restype = ctypes.c_bool
         kernels[dtype] = kernel
     return kernels
@@ -127,8 +128,12 @@ def block_scores(
     return _run(hidden, weight, blocks, bias)
 
 
+# `Call` of head_scores.cpp: ctypes takes longer to turn argument after argument into C's.
+_CALL = struct.Struct("5P6q")
+_CPU = torch.device("cpu")
+
 # A product of fewer numbers than this takes one thread less time than others need to wake.
-_FEWEST_SHARED_PRODUCTS = 2**17
+_FEWEST_SHARED_PRODUCTS = 2**16
 
 
 def _run(
@@ -159,18 +164,18 @@ def _run(
             raise ValueError(f"the bias {_kind(bias)} must be contiguous and as {_kind(weight[..., 0])}.")
     if out is None:
         # Whatever torch's defaults are at the moment.
-        out = torch.empty(m, n * block_rows, dtype=torch.float32, device="cpu")
+        out = torch.empty((m, n * block_rows), dtype=torch.float32, device=_CPU)
     elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
         raise ValueError(f"out {_kind(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
     hidden = hidden.float().contiguous()
     blocks = None if blocks is None else blocks.contiguous()
     # All threads or one: the pool that torch shares dismisses those that a call leaves out.
     threads = torch.get_num_threads() if m * n * block_rows * d >= _FEWEST_SHARED_PRODUCTS else 1
-    is_in_range = _kernels()[weight.dtype](
+    call = _CALL.pack(
         hidden.data_ptr(),
         weight.data_ptr(),
-        None if blocks is None else blocks.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        0 if blocks is None else blocks.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         m,
         d,
@@ -179,6 +184,7 @@ def _run(
         block_rows,
         threads,
     )
+    is_in_range = _kernels()[weight.dtype](call)
     if not is_in_range:
         raise IndexError(f"block {int(blocks.max())} is out of range: the weight has {count} blocks.")
     return out

@@ -278,20 +278,32 @@ void score_columns(
     }
 }
 
+// The arguments of a call, laid out as `cpu.py` packs them.
+template <typename Number>
+struct Call {
+    const float* hidden;    // [m, d]
+    const Number* weight;   // [B, block_rows, d]
+    const int64_t* blocks;  // [n], or null for all B in order (n = B)
+    const Number* bias;     // [B, block_rows], or null
+    float* scores;          // [m, n * block_rows]
+    int64_t m, d, n, B, block_rows, threads;
+};
+
+// All tensors are contiguous. Returns whether every block is below `B`; nothing is written where one is not.
+template <typename Number>
+bool score_blocks(const void* packed) {
+    Call<Number> call;
+    std::memcpy(&call, packed, sizeof(call));
+    const auto is_beyond = [&](int64_t block) { return block >= call.B; };
+    if (call.blocks && std::any_of(call.blocks, call.blocks + call.n, is_beyond)) return false;
+    score_columns(
+        call.hidden, call.weight, Columns{call.blocks, call.block_rows}, call.bias, call.scores, call.m, call.d,
+        call.n * call.block_rows, call.threads);
+    return true;
+}
+
 }  // namespace
 
-// hidden fp32 [m, d], weight [B, block_rows, d], blocks int64 [n] or null for all B in order (n = B), bias
-// [B, block_rows] or null, scores fp32 [m, n * block_rows], all contiguous. Returns whether every block is below `B`;
-// nothing is written where one is not.
-#define DEFINE_HEAD_SCORES(NAME, NUMBER)                                                                              \
-    extern "C" bool NAME(                                                                                             \
-        const float* hidden, const NUMBER* weight, const int64_t* blocks, const NUMBER* bias, float* scores,          \
-        int64_t m, int64_t d, int64_t n, int64_t B, int64_t block_rows, int64_t threads) {                            \
-        if (blocks && std::any_of(blocks, blocks + n, [B](int64_t block) { return block >= B; })) return false;       \
-        score_columns(hidden, weight, Columns{blocks, block_rows}, bias, scores, m, d, n * block_rows, threads);      \
-        return true;                                                                                                  \
-    }
-
-DEFINE_HEAD_SCORES(head_scores_float32, float)
-DEFINE_HEAD_SCORES(head_scores_bfloat16, BFloat16)
-DEFINE_HEAD_SCORES(head_scores_float16, Float16)
+extern "C" bool head_scores_float32(const void* call) { return score_blocks<float>(call); }
+extern "C" bool head_scores_bfloat16(const void* call) { return score_blocks<BFloat16>(call); }
+extern "C" bool head_scores_float16(const void* call) { return score_blocks<Float16>(call); }
