@@ -240,9 +240,9 @@ def _curves(
 def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:
     """The probability that a draft is accepted from shortlists of the best 1 to `M` clusters, fp32 `[n, M]`.
 
-    Drafts from a shortlist are those of tokens drawn from the drafter's whole distribution that are on it. Each is
-    accepted with `min(1, p / q')`, where `q' = q / Q` and `Q` is the shortlist's share of the drafter's probability;
-    with `Q` draws of one on it, their sum is that of `min(p / q, 1 / Q)`.
+    A draft from a shortlist is as a draw from the drafter's whole distribution that is on it, and is accepted with
+    `min(1, p / q')`, where `q' = q / Q` and `Q` is the share of the drafter's probability, and of the draws, that it
+    has. So the mean over all draws is that of `min(p / q, 1 / Q)`, or 0 for those that are not on it.
 
     Args:
         ratios: `[n, draws]`: `p / q` of tokens drawn from `q`.
