@@ -24,7 +24,7 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-// Sums of a tile, which has as many rows as fit its queries: they, a query and the rows fit sixteen registers.
+// Sums of a tile, which has as many rows as fit its queries: they and what is multiplied fit sixteen registers.
 constexpr int TILE = 12;
 constexpr int MOST_QUERIES = 6;
 
@@ -117,24 +117,27 @@ __attribute__((noinline)) void score_tile(
     float* scores, int64_t stride) {
     constexpr int64_t CACHE_LINE = 64 / sizeof(Number);
     constexpr int COUNT = (QUERIES * ROWS + 3) / 4 * 4;
+    // With many queries, the addresses in a longer loop leave too few registers.
+    constexpr int64_t STEP = QUERIES <= 4 || ROWS == 1 ? CACHE_LINE : std::max<int64_t>(LANES, CACHE_LINE / ROWS);
+    static_assert(CACHE_LINE % STEP == 0);
     Floats sums[COUNT] = {};
     const int64_t lines_end = d - d % CACHE_LINE;
     // One row after the other: memory is fastest in its own order.
     const Number* fetched = *ahead;
     int64_t unfetched = d;
-    for (int64_t first = 0; first < lines_end; first += CACHE_LINE) {
+    for (int64_t first = 0; first < lines_end; first += STEP) {
         if constexpr (FETCHES) {
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) __builtin_prefetch(fetched + r * CACHE_LINE);
-            fetched += ROWS * CACHE_LINE;
-            unfetched -= ROWS * CACHE_LINE;
+            for (int64_t i = 0; i < ROWS * STEP; i += CACHE_LINE) __builtin_prefetch(fetched + i);
+            fetched += ROWS * STEP;
+            unfetched -= ROWS * STEP;
             while (unfetched <= 0) {
                 fetched = *++ahead - unfetched;
                 unfetched += d;
             }
         }
 #pragma GCC unroll 4
-        for (int64_t k = first; k < first + CACHE_LINE; k += LANES) {
+        for (int64_t k = first; k < first + STEP; k += LANES) {
             Floats loaded[ROWS];
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) loaded[r] = load(rows[r] + k);
