@@ -117,8 +117,9 @@ __attribute__((noinline)) void score_tile(
     float* scores, int64_t stride) {
     constexpr int64_t CACHE_LINE = 64 / sizeof(Number);
     constexpr int COUNT = (QUERIES * ROWS + 3) / 4 * 4;
-    // With many queries, the addresses in a longer loop leave too few registers.
-    constexpr int64_t STEP = QUERIES <= 4 || ROWS == 1 ? CACHE_LINE : std::max<int64_t>(LANES, CACHE_LINE / ROWS);
+    // With many queries, the addresses to fetch in a longer loop leave too few registers.
+    constexpr bool IS_SHORT = FETCHES && QUERIES > 4 && ROWS > 1;
+    constexpr int64_t STEP = IS_SHORT ? std::max<int64_t>(LANES, CACHE_LINE / ROWS) : CACHE_LINE;
     static_assert(CACHE_LINE % STEP == 0);
     Floats sums[COUNT] = {};
     const int64_t lines_end = d - d % CACHE_LINE;
