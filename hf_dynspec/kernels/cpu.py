@@ -130,7 +130,6 @@ def block_scores(
 
 # `Call` of head_scores.cpp: ctypes takes longer to turn argument after argument into C's.
 _CALL = struct.Struct("5P6q")
-_CPU = torch.device("cpu")
 
 # A product of fewer numbers than this takes one thread less time than others need to wake.
 _FEWEST_SHARED_PRODUCTS = 2**16
@@ -162,12 +161,14 @@ def _run(
         is_alike = bias.shape == weight.shape[:2] and bias.dtype == weight.dtype
         if not (is_alike and bias.is_contiguous() and bias.is_cpu):
             raise ValueError(f"the bias {_kind(bias)} must be contiguous and as {_kind(weight[..., 0])}.")
+    if hidden.dtype is not torch.float32:
+        hidden = hidden.float()
     if out is None:
-        # Whatever torch's defaults are at the moment.
-        out = torch.empty((m, n * block_rows), dtype=torch.float32, device=_CPU)
+        # Quicker than `torch.empty` with a dtype and a device.
+        out = hidden.new_empty(m, n * block_rows)
     elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
         raise ValueError(f"out {_kind(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
-    hidden = hidden.float().contiguous()
+    hidden = hidden.contiguous()
     blocks = None if blocks is None else blocks.contiguous()
     # All threads or one: the pool that torch shares dismisses those that a call leaves out.
     threads = torch.get_num_threads() if m * n * block_rows * d >= _FEWEST_SHARED_PRODUCTS else 1
