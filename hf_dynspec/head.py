@@ -111,13 +111,7 @@ class DynamicLMHead:
                 f"{type(model).__name__} has no output projection with a plain [vocabulary, hidden] weight in memory. "
                 "Load the drafter unquantised and without offloading."
             )
-        config = model.config.get_text_config()
-        scale = 1.0
-        for name in _MULTIPLIERS:
-            scale *= getattr(config, name, None) or 1.0
-        for name in _DIVISORS:
-            scale /= getattr(config, name, None) or 1.0
-        return cls(weight, getattr(projection, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+        return cls(weight, getattr(projection, "bias", None), *scale_and_cap(model))
 
     @property
     def device(self) -> torch.device:
@@ -204,12 +198,26 @@ class DynamicLMHead:
         return token_ids if self._row_of is None else self._row_of[token_ids]
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model does to its logits after the projection."""
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
+        return finish_logits(logits, self.logit_scale, self.soft_cap)
+
+
+def scale_and_cap(model: nn.Module) -> tuple[float, float | None]:
+    """What a transformers model does to its logits after the projection, by its configuration: `finish_logits` takes
+    them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in _MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def finish_logits(logits: torch.Tensor, logit_scale: float, soft_cap: float | None) -> torch.Tensor:
+    """Logits of any shape after a scale and `c · tanh(logits / c)`, where there is a cap."""
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..drafters import Drafter
 from ..errors import ConfigurationError
-from ..head import PackedRows
+from ..head import PackedRows, finish_logits, scale_and_cap
 from ..kernels import top_k_ids
 from ..protocol import Shortlist
 from .corpus import CorpusError, FilePart, read_unit
@@ -408,8 +408,7 @@ class StepRecorder:
         return {"top_ids": torch.cat(ids)}
 
     def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
-        """What a held-out shard has besides: `target_probabilities` at temperature 1, all of it without what
-        some families do after their head, such as a soft cap.
+        """What a held-out shard has besides; `target_probabilities` are those at temperature 1.
 
         Args:
             hidden: `[n, d]`: the drafter's hidden states.
@@ -427,7 +426,7 @@ class StepRecorder:
             "drawn_ratios": [torch.empty(0, settings.draws, dtype=torch.float16)],
         }
         for drafters, targets in zip(hidden.split(_CHUNK), states.split(_CHUNK), strict=True):
-            logits = head(targets).float()
+            logits = finish_logits(head(targets).float(), *scale_and_cap(self.target))
             likely = logits.softmax(-1)[:, : self._vocabulary_size].topk(most)
             of_target = (logits / temperature).softmax(-1)[:, : self._vocabulary_size]
             of_drafter = (self._scores(drafters).float() / temperature).softmax(-1)
