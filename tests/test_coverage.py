@@ -44,7 +44,7 @@ from hf_dynspec.evaluation.coverage import (
     CoverageSettings,
     DepthCoverage,
     Estimate,
-    PromptCoverage,
+    TextCoverage,
     measure_coverage,
 )
 from hf_dynspec.evaluation.coverage_report import coverage_table, depth_table, domain_tables, write_plot
@@ -413,12 +413,12 @@ def test_policies_do_not_change_each_others_figures(pair, drafters, monkeypatch)
 
 
 def test_summaries_average_over_prompts():
-    def row(domain: str, mass: float, acceptance: float) -> PromptCoverage:
+    def row(domain: str, mass: float, acceptance: float) -> TextCoverage:
         by_depth = (DepthCoverage(0, 4, 4, 6.0, mass, acceptance), DepthCoverage(1, 3, 1.5, 3.0, mass / 2, 0.5))
         if domain == "b":
             by_depth = by_depth[:1]
         numbers = (5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
-        return PromptCoverage(f"{domain}{mass}", domain, "one", 12, 10, 4, *numbers, by_depth)
+        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 12, 10, 4, *numbers, by_depth)
 
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
     result = CoverageResult(settings, {"one": FullShortlist()}, [], {}, 1, "now")
@@ -450,7 +450,7 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
         for policy, values in lengths.items():
             numbers = (5.0, 0.5, 0.9, 0.5, 0.1, 0.6, values[index])
             by_depth = (DepthCoverage(0, 4, 4, 5.0, 0.5, 0.6),)
-            result.measured.append(PromptCoverage(str(index), domain, policy, 12, 10, 4, *numbers, by_depth))
+            result.measured.append(TextCoverage(str(index), 0, domain, policy, 12, 10, 4, *numbers, by_depth))
     found = {(row.policy, row.domain): row.relative_acceptance_length for row in result.summaries()}
     assert {found["base", domain] for domain in (None, "a")} == {Estimate(1.0, 0.0)}
     assert found["other", None].mean == pytest.approx(8.7 / 9.0)
@@ -469,6 +469,32 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     assert masses.title == "Mass on the shortlist, greedy"
     assert relative.title == "Acceptance length relative to base, greedy"
     assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.0%\n±0.8%"], ["100%", "100.0%"]]
+
+
+def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
+    policies = {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}
+    once, twice = (measure(target, drafter, policies, 2, continuations=count) for count in (1, 2))
+    assert [(row.prompt, row.continuation) for row in twice.measured[::2]] == [
+        (f"words/{prompt}", text) for text in (0, 1) for prompt in (0, 1)
+    ]
+    # The first texts are those of a run with one each, and the others are not.
+    assert twice.measured[:4] == once.measured
+    assert twice.measured[4].acceptance != twice.measured[0].acceptance
+    assert list(twice.oracle_curves) == [(row.prompt, row.continuation) for row in twice.measured[::2]]
+    (row,) = (row for row in twice.summaries() if (row.policy, row.domain) == ("some", None))
+    texts = [one for one in twice.measured if one.policy == "some"]
+    assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
+    for name in coverage.FIGURES:
+        values = [fmean(getattr(one, name) for one in texts if one.prompt == f"words/{i}") for i in (0, 1)]
+        assert row.figures[name].mean == pytest.approx(fmean(values))
+        # As if there were two prompts: texts of one are too alike.
+        assert row.figures[name].standard_error == pytest.approx(abs(values[0] - values[1]) / 2)
+    # A text that was left out does not make its prompt weigh less.
+    del twice.measured[6:]
+    row = next(row for row in twice.summaries() if (row.policy, row.domain) == ("full", None))
+    first, second, other = (one.mass for one in twice.measured if one.policy == "full")
+    assert row.prompts == 2 and row.figures["mass"].mean == pytest.approx(((first + other) / 2 + second) / 2)
+    assert coverage_table(twice).title == "Coverage, temperature 0.5, 2 prompts, 2 texts each"
 
 
 @pytest.mark.parametrize("name", ["independent", "eagle2"])
@@ -535,7 +561,7 @@ def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafte
     monkeypatch.setattr(RoundsAlongText, "figures", interrupted)
     result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
-    assert list(result.oracle_curves) == ["words/0"]
+    assert list(result.oracle_curves) == [("words/0", 0)]
     assert coverage_table(result).row_count == 2
 
 
@@ -925,6 +951,8 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         ({"temperature": -0.1}, "temperature must be"),
         ({"temperature": float("inf")}, "temperature must be"),
         ({"recall_k": 0}, "recall_k must be"),
+        ({"continuations": 0, "temperature": 1.0}, "continuations must be"),
+        ({"continuations": 2}, "2 greedy continuations of a prompt would all be one"),
         ({"max_new_tokens": 1}, "max_new_tokens must be a whole number of at least 2"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens must be"),
         ({"policies": ()}, "no policy to measure"),
@@ -946,6 +974,7 @@ def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
     [
         (["--policy", "nonsense"], "no policy 'nonsense'"),
         (["--temperature", "-1"], "temperature must be"),
+        (["--continuations", "4"], "set a temperature"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
         (["--plot", "out.txt"], "no suffix of an image"),

@@ -49,6 +49,9 @@ def coverage(
     max_new_tokens: MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
     recall_k: Annotated[int, typer.Option(help="k of Recall@k: of the target's so many likeliest tokens.")] = 10,
+    continuations: Annotated[
+        int, typer.Option(help="Texts that the target draws for each prompt, where --temperature is above 0.")
+    ] = 1,
     limit: Limit = None,
     chat_template: ChatTemplate = False,
     max_prompt_tokens: MaxPromptTokens = None,
@@ -69,8 +72,8 @@ def coverage(
 ) -> None:
     """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
 
-    The target continues each prompt once, and all policies are led along its text. Acceptance lengths are compared
-    with that of the policy that is named first. To sweep a policy's sizes, name it several times. A run that is
+    The target continues each prompt, and all policies are led along its text. Acceptance lengths are compared with
+    that of the policy that is named first. To sweep a policy's sizes, name it several times. A run that is
     interrupted shows and saves what it has.
     """
     from ..evaluation.coverage import CoverageSettings, measure_coverage
@@ -91,6 +94,7 @@ def coverage(
         max_new_tokens=max_new_tokens,
         num_assistant_tokens=num_assistant_tokens,
         recall_k=recall_k,
+        continuations=continuations,
         limit=limit,
         chat_template=chat_template,
         max_prompt_tokens=max_prompt_tokens,

@@ -12,7 +12,7 @@ lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Levia
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -44,23 +44,35 @@ class CoverageSettings(PairSettings):
         temperature: of the target and the drafter. At 0 the target decodes greedily and a draft is accepted where the
             two argmaxes agree; masses are then those of the target's distribution at temperature 1.
         recall_k: `k` of Recall@k.
+        continuations: texts that the target draws for each prompt. The figures of a prompt are means over its texts.
 
     Raises:
-        ConfigurationError: a setting is out of range, a text is no policy, or there are two drafters.
+        ConfigurationError: a setting is out of range, a text is no policy, there are two drafters, or several greedy
+            continuations, which would all be one.
     """
 
     eagle: str | None = None
     allow_pickle: bool = False
     temperature: float = 0.0
     recall_k: int = 10
+    continuations: int = 1
 
     # A text of one token leaves nothing to draft, as the last token of a text never is.
-    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "max_new_tokens": 2, "recall_k": 1}
+    _LEAST: ClassVar[Mapping[str, int]] = {
+        **PairSettings._LEAST,
+        "max_new_tokens": 2,
+        "recall_k": 1,
+        "continuations": 1,
+    }
 
     def __post_init__(self):
         super().__post_init__()
         if not is_temperature(self.temperature):
             raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
+        if self.continuations > 1 and self.temperature == 0:
+            raise ConfigurationError(
+                f"{self.continuations:,} greedy continuations of a prompt would all be one; set a temperature"
+            )
         if self.drafter and self.eagle:
             raise ConfigurationError("name a drafter or an EAGLE head, not both: each is measured by itself")
 
@@ -74,13 +86,13 @@ class CoverageSettings(PairSettings):
 
 @dataclass(frozen=True)
 class DepthCoverage:
-    """One policy on one prompt at one draft depth, for a depth that is verified.
+    """One policy on one text at one draft depth, for a depth that is verified.
 
     Args:
         depth: how many drafts of the round come before.
         draft_steps: expected number of rounds that draft at this depth.
         positions: expected number of them in which all drafts before were accepted, so that this one is verified.
-        size: as for `PromptCoverage`, over the draft steps at this depth.
+        size: as for `TextCoverage`, over the draft steps at this depth.
         mass, acceptance: likewise, over its positions.
     """
 
@@ -93,16 +105,17 @@ class DepthCoverage:
 
 
 @dataclass(frozen=True)
-class PromptCoverage:
-    """One policy on one prompt. Means are over the positions that a run verifies and has a shortlist for: the accepted
-    drafts of every round and the first that is not accepted. The size's alone is over all draft steps, each of which
-    scores a shortlist.
+class TextCoverage:
+    """One policy on one text, a continuation of a prompt. Means are over the positions that a run verifies and has a
+    shortlist for: the accepted drafts of every round and the first that is not accepted. The size's alone is over all
+    draft steps, each of which scores a shortlist.
 
     Counts are expectations over what chance could do along the text, and means are weighted by the same probabilities.
     For policies that learn from verdicts they are those of one draw, and counts are whole.
 
     Args:
         prompt: the prompt's identifier.
+        continuation: which of its texts, from 0.
         domain: the prompt's domain.
         policy: the policy's label.
         draft_steps: expected number of draft steps.
@@ -123,6 +136,7 @@ class PromptCoverage:
     """
 
     prompt: str
+    continuation: int
     domain: str
     policy: str
     draft_steps: float
@@ -163,7 +177,7 @@ class Estimate:
         return cls(ratio, error)
 
 
-# The figures of a prompt that are summarised over prompts.
+# The figures of texts that are summarised over prompts.
 FIGURES = ("size", "mass", "oracle_mass", "recall", "oov", "acceptance", "acceptance_length")
 DEPTH_FIGURES = ("size", "mass", "acceptance")
 
@@ -187,7 +201,7 @@ class DepthSummary:
 
 @dataclass(frozen=True)
 class CoverageSummary:
-    """One policy on the prompts of a domain. Every prompt weighs the same; the figures are those of `PromptCoverage`.
+    """One policy on the prompts of a domain. Every prompt weighs the same; the figures are those of `TextCoverage`.
 
     Args:
         policy: the policy's label.
@@ -225,9 +239,9 @@ class CoverageResult:
         started: UTC time in ISO format.
         finished: UTC time; None while the run is not complete.
         notes: what a reader should know, such as a prompt that was left out.
-        measured: each policy on each prompt.
-        oracle_curves: by prompt: pairs of a shortlist size and the mean oracle mass at that size (lemma 2), over all
-            tokens of the continuation.
+        measured: each policy on each text.
+        oracle_curves: by prompt and continuation: pairs of a shortlist size and the mean oracle mass at that size
+            (lemma 2), over all tokens of the continuation.
     """
 
     settings: CoverageSettings
@@ -238,8 +252,8 @@ class CoverageResult:
     started: str
     finished: str | None = None
     notes: list[str] = field(default_factory=list)
-    measured: list[PromptCoverage] = field(default_factory=list)
-    oracle_curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    measured: list[TextCoverage] = field(default_factory=list)
+    oracle_curves: dict[tuple[str, int], list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -265,19 +279,19 @@ class CoverageResult:
                     summaries.append(self._summarize(label, domain, rows))
         return summaries
 
-    def _rows(self, label: str, domain: str | None) -> list[PromptCoverage]:
-        """One policy on each of the prompts of a domain, which are the same for all policies."""
+    def _rows(self, label: str, domain: str | None) -> list[TextCoverage]:
+        """One policy on each of the texts of a domain, which are the same for all policies."""
         return [one for one in self.measured if one.policy == label and domain in (None, one.domain)]
 
-    def _summarize(self, label: str, domain: str | None, rows: list[PromptCoverage]) -> CoverageSummary:
-        figures = {name: Estimate.of([getattr(row, name) for row in rows]) for name in FIGURES}
-        lengths, of_baseline = (
-            [row.acceptance_length for row in some] for some in (rows, self._rows(self.baseline, domain))
-        )
+    def _summarize(self, label: str, domain: str | None, rows: list[TextCoverage]) -> CoverageSummary:
+        by_prompt = {name: _by_prompt((row.prompt, getattr(row, name)) for row in rows) for name in FIGURES}
+        figures = {name: Estimate.of(values) for name, values in by_prompt.items()}
+        lengths = by_prompt["acceptance_length"]
+        of_baseline = _by_prompt((row.prompt, row.acceptance_length) for row in self._rows(self.baseline, domain))
         return CoverageSummary(
             policy=label,
             domain=domain,
-            prompts=len(rows),
+            prompts=len(lengths),
             positions=sum(row.positions for row in rows),
             figures=figures,
             relative_acceptance_length=Estimate.of_ratio(lengths, of_baseline),
@@ -293,12 +307,28 @@ class CoverageResult:
         return [(points[0][0], fmean(mass for _, mass in points)) for points in zip(*curves, strict=True)]
 
 
-def _summarize_depths(rows: list[PromptCoverage]) -> list[DepthSummary]:
+def _by_prompt(values: Iterable[tuple[str, float]]) -> list[float]:
+    """The mean of each prompt's texts, which are too alike to count as so many prompts.
+
+    Args:
+        values: of each text: its prompt and a figure.
+    """
+    of_prompt: dict[str, list[float]] = {}
+    for prompt, value in values:
+        of_prompt.setdefault(prompt, []).append(value)
+    return list(map(fmean, of_prompt.values()))
+
+
+def _summarize_depths(rows: list[TextCoverage]) -> list[DepthSummary]:
     summaries = []
     for depth in range(max(len(row.by_depth) for row in rows)):
-        parts = [row.by_depth[depth] for row in rows if depth < len(row.by_depth)]
-        figures = {name: Estimate.of([getattr(part, name) for part in parts]) for name in DEPTH_FIGURES}
-        summaries.append(DepthSummary(depth, len(parts), sum(part.positions for part in parts), figures))
+        parts = [(row.prompt, row.by_depth[depth]) for row in rows if depth < len(row.by_depth)]
+        by_prompt = {
+            name: _by_prompt((prompt, getattr(part, name)) for prompt, part in parts) for name in DEPTH_FIGURES
+        }
+        figures = {name: Estimate.of(values) for name, values in by_prompt.items()}
+        prompts = len(by_prompt[DEPTH_FIGURES[0]])
+        summaries.append(DepthSummary(depth, prompts, sum(part.positions for _, part in parts), figures))
     return summaries
 
 
@@ -328,8 +358,8 @@ def measure_coverage(
         drafter: the loaded small model or EAGLE head.
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
-        report: called before each prompt with its identifier, how many are done and how many there are.
-        save: called after each prompt and at the end, to keep what was measured even if the process is killed.
+        report: called before each text with its prompt's identifier, how many are done and how many there are.
+        save: called after each text and at the end, to keep what was measured even if the process is killed.
 
     Returns:
         The result. After an interrupt from the keyboard, what was measured until then.
@@ -358,12 +388,13 @@ def measure_coverage(
             raise ConfigurationError(
                 f"recall_k must be at most the size of the vocabulary, {vocabulary.size:,}, got {settings.recall_k:,}"
             )
+        texts = len(pair.prompts) * settings.continuations
         try:
-            for index, prompt in enumerate(pair.prompts):
-                report(prompt.identifier, index, len(pair.prompts))
-                _measure_prompt(result, pair, own_drafter, vocabulary, index)
+            for number in range(texts):
+                report(pair.prompts[number % len(pair.prompts)].identifier, number, texts)
+                _measure_text(result, pair, own_drafter, vocabulary, number)
                 save(result)
-            report("done", len(pair.prompts), len(pair.prompts))
+            report("done", texts, texts)
             result.finished = utc_now()
         except KeyboardInterrupt:
             result.notes.append("interrupted before all was measured")
@@ -393,16 +424,19 @@ def _vocabulary(pair: Pair, drafter: Drafter) -> VocabularyInfo:
 
 
 @torch.no_grad()
-def _measure_prompt(
-    result: CoverageResult, pair: Pair, drafter: Drafter, vocabulary: VocabularyInfo, index: int
+def _measure_text(
+    result: CoverageResult, pair: Pair, drafter: Drafter, vocabulary: VocabularyInfo, number: int
 ) -> None:
+    """Measure on one text; `number` counts the first continuations of all prompts, then the second ones, and so on."""
+    continuation, index = divmod(number, len(pair.prompts))
     settings, prompt = result.settings, pair.prompts[index]
     prompt_ids = torch.tensor([pair.encoded[index]], device=pair.target.device)
-    torch.manual_seed(settings.seed + index)
+    torch.manual_seed(settings.seed + number)
     config = generation_config(pair.target, settings.max_new_tokens, settings.temperature)
     token_ids = pair.target.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=config)
     if token_ids.shape[1] - first_draft(drafter, prompt_ids.shape[1]) < 2:
-        result.notes.append(f"{prompt.identifier} was left out: the target ends it before there is anything to draft")
+        left_out = prompt.identifier if settings.continuations == 1 else f"text {continuation} of {prompt.identifier}"
+        result.notes.append(f"{left_out} was left out: the target ends it before there is anything to draft")
         return
     # Not the seed of the text, whose draws would then decide both the tokens and whether their drafts are accepted.
     seed = int(torch.randint(2**31, ()))
@@ -431,10 +465,12 @@ def _measure_prompt(
     for label, rounds in rounds_of.items():
         by_depth = tuple(DepthCoverage(**figures) for figures in rounds.figures_by_depth())
         figures = rounds.figures()
-        measured.append(PromptCoverage(prompt.identifier, prompt.domain, label, **figures, by_depth=by_depth))
+        measured.append(
+            TextCoverage(prompt.identifier, continuation, prompt.domain, label, **figures, by_depth=by_depth)
+        )
     # All policies at once, as they are compared prompt by prompt: an interrupt leaves out none of them.
     result.measured.extend(measured)
-    result.oracle_curves[prompt.identifier] = curve.points()
+    result.oracle_curves[prompt.identifier, continuation] = curve.points()
 
 
 class _OracleCurve:

@@ -84,7 +84,7 @@ class RoundsAlongText:
             self._start += 1
 
     def figures(self) -> dict[str, float]:
-        """The counts and means of `coverage.PromptCoverage`, by name."""
+        """The counts and means of `coverage.TextCoverage`, by name."""
         return self._means.figures()
 
     def figures_by_depth(self) -> list[dict[str, float]]:
@@ -155,7 +155,7 @@ class RoundsAlongText:
 
 
 class DraftSteps(NamedTuple):
-    """Figures of `m` draft steps, each fp32 `[m]`: those of `coverage.PromptCoverage`, and `is_draft`, the probability
+    """Figures of `m` draft steps, each fp32 `[m]`: those of `coverage.TextCoverage`, and `is_draft`, the probability
     that the draft is the text's token, given that token."""
 
     size: torch.Tensor
@@ -199,7 +199,7 @@ class _WeightedMeans:
         self._sums[:, : reached.shape[0]] += weights * values
 
     def figures(self) -> dict[str, float]:
-        """The counts and means of `coverage.PromptCoverage`, by name."""
+        """The counts and means of `coverage.TextCoverage`, by name."""
         return {
             **self._figures(self._weights.sum(1), self._sums.sum(1)),
             "rounds": self._rounds,
