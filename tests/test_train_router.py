@@ -173,6 +173,23 @@ def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
     assert seen == set(range(SETTINGS.depth))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+def test_a_target_that_drafts_for_itself_likes_all_of_its_drafts(family, tmp_path):
+    """Its probabilities are what it does to its logits after its head, too, as the drafter's are."""
+    target = tiny(family)
+    recorder = StepRecorder(target, as_drafter(target), VOCABULARY, SETTINGS, tmp_path)
+    window = prompt(SETTINGS.window, seed=4)[0]
+    recorded = recorder.steps(window, 0, is_held_out=True)
+    assert recorded["drawn_ratios"].shape == (SETTINGS.window - 1, SETTINGS.draws)
+    ratios = recorded["drawn_ratios"].float()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=2e-3, atol=0)
+    with torch.no_grad():
+        largest = target(window[None]).logits[0].softmax(-1).amax(-1)
+    # Whichever of the window's positions a step is at.
+    nearest = (recorded["target_probabilities"][:, :1].float() - largest).abs().amin(1)
+    assert (nearest < 1e-3 * largest.max()).all()
+
+
 def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, folder, tmp_path):
     """And several processes share the shards."""
 
@@ -289,7 +306,7 @@ def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp
     figures = held_out_figures(recording, policy, drafter.embed)
     state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu")))
     sizes, likeliest, covered, total = [], [], 0.0, 0.0
-    accepted = accepted_of_all = 0.0
+    accepted: dict[int, list[tuple[float, float]]] = {}
     for number in recording.held_out:
         shard = recording.shard(number)
         for row in range(shard["token_ids"].shape[0]):
@@ -301,12 +318,14 @@ def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp
             mass_of = shard["target_probabilities"][row].double()
             covered += float(mass_of[shortlist.contains(shard["target_ids"][row])].sum())
             total += float(mass_of.sum())
-            accepted += acceptance(shard, row, set(shortlist.ids().tolist()))
-            accepted_of_all += acceptance(shard, row, set(range(VOCABULARY)))
+            both = [acceptance(shard, row, ids) for ids in (set(shortlist.ids().tolist()), set(range(VOCABULARY)))]
+            accepted.setdefault(int(shard["depths"][row]), []).append(tuple(both))
     assert figures.size == pytest.approx(np.mean(sizes))
     assert figures.likeliest_recall == pytest.approx(np.mean(likeliest))
     assert figures.target_mass == pytest.approx(covered / total)
-    assert figures.acceptance == pytest.approx(accepted / accepted_of_all)
+    by_depth = np.array([np.mean(accepted[depth], axis=0) for depth in sorted(accepted)])
+    length, of_all = 1 + by_depth.cumprod(axis=0).sum(axis=0)
+    assert figures.acceptance_length == pytest.approx(length / of_all) and length < of_all
     budget = largest_budget(recording, policy, drafter.embed, figures.size)
     assert held_out_figures(recording, policy.with_budget(budget), drafter.embed).size <= figures.size + 1e-6
     if budget < policy.router.num_clusters:

@@ -16,7 +16,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class HeldOutFigures:
-    """How a router does at the held-out draft steps; every depth weighs the same.
+    """How a router does at the held-out draft steps. Means are over all of them, as shortlists cost the same at each.
 
     Args:
         size: mean tokens of a shortlist.
@@ -24,15 +24,15 @@ class HeldOutFigures:
             pinned ones, that are chosen.
         likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
         target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
-        acceptance: the probability that a draft from the shortlist is accepted (DynaSpec, equation 3), as a share of
-            that of a draft from the whole vocabulary.
+        acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, were the draft at
+            each depth accepted with the mean probability (DynaSpec, equation 3) of the steps there.
     """
 
     size: float
     cluster_recall: float
     likeliest_recall: float
     target_mass: float
-    acceptance: float
+    acceptance_length: float
 
 
 @torch.no_grad()
@@ -49,7 +49,8 @@ def held_out_figures(
     """
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
-    totals = torch.zeros(2, 5, dtype=torch.float64)
+    totals = torch.zeros(2, 4, dtype=torch.float64)
+    accepted = torch.zeros(2, _depths(recording), dtype=torch.float64)
     for shard in recording.shards(recording.held_out):
         order, chosen = _choices(policy, shard, embed, sizes)
         ranks = _ranks(order)
@@ -61,15 +62,31 @@ def held_out_figures(
         mass = shard["target_probabilities"].double()
         covered = torch.where(ranks.gather(1, of_target) <= chosen.unsqueeze(1), mass, 0.0)
         size = sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum() + sizes[-1] * len(chosen)
+        rows = torch.tensor(len(chosen))
+        found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()]
+        totals += torch.stack([torch.stack(found), torch.stack([rows, is_label.sum(), rows, mass.sum()])])
         ratios, drawn = shard["drawn_ratios"].double(), ranks.gather(1, cluster_of[shard["drawn_ids"].long()])
         is_drawn = (drawn <= chosen.unsqueeze(1)).double()
         at_most = 1 / is_drawn.mean(1, keepdim=True)
-        accepted = (torch.minimum(ratios, at_most) * is_drawn).mean(1)
-        rows = torch.tensor(len(chosen))
-        found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum(), accepted.sum()]
-        totals[0] += torch.stack(found)
-        totals[1] += torch.stack([rows, is_label.sum(), rows, mass.sum(), ratios.clamp_max(1).mean(1).sum()])
-    return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist())
+        probabilities = [(torch.minimum(ratios, at_most) * is_drawn).mean(1), ratios.clamp_max(1).mean(1)]
+        accepted.index_add_(1, shard["depths"].long(), torch.stack(probabilities))
+    length, of_all = 1 + (accepted / _reached(recording)).cumprod(1).sum(1)
+    return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
+
+
+def _depths(recording: Recording) -> int:
+    """Draft steps of a chain."""
+    return 1 + max((int(shard["depths"].max()) for shard in recording.shards(recording.held_out)), default=0)
+
+
+def _reached(recording: Recording) -> torch.Tensor:
+    """fp64 `[D]`: held-out steps by depth, but at least one. Of rounds, only the steps that the target reached tell
+    what it accepts."""
+    reached = torch.zeros(_depths(recording), dtype=torch.float64)
+    for shard in recording.shards(recording.held_out):
+        is_reached = shard["target_probabilities"][:, 0] > 0
+        reached += torch.bincount(shard["depths"].long()[is_reached], minlength=len(reached))
+    return reached.clamp_min(1)
 
 
 def largest_budget(
@@ -218,9 +235,9 @@ def _curves(
     on a shortlist, and the probability that a draft from it is accepted."""
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
-    depths = 1 + max(int(shard["depths"].max()) for shard in recording.shards(recording.held_out))
+    depths = _depths(recording)
     size, acceptance = torch.zeros(2, depths, count, dtype=torch.float64)
-    steps, reached = torch.zeros(2, depths, dtype=torch.float64)
+    steps = torch.zeros(depths, dtype=torch.float64)
     for shard in recording.shards(recording.held_out):
         for start in range(0, len(shard["depths"]), _ROWS):
             rows = {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
@@ -230,11 +247,8 @@ def _curves(
             drawn = _ranks(order).gather(1, cluster_of[rows["drawn_ids"].long()])
             acceptance.index_add_(0, depth, _accepted(rows["drawn_ratios"], drawn, count).double())
             steps += torch.bincount(depth, minlength=depths)
-            # Of rounds, only the steps that the target reached tell what it accepts.
-            is_reached = rows["target_probabilities"][:, 0] > 0
-            reached += torch.bincount(depth[is_reached], minlength=depths)
-    steps, reached = steps.clamp_min(1).unsqueeze(1), reached.clamp_min(1).unsqueeze(1)
-    return (size / steps + sizes[-1]).numpy(), (acceptance / reached).numpy()
+    mean_size = size / steps.clamp_min(1).unsqueeze(1) + sizes[-1]
+    return mean_size.numpy(), (acceptance / _reached(recording).unsqueeze(1)).numpy()
 
 
 def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:

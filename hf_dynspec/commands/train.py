@@ -201,25 +201,29 @@ def _settle(
     drafter: "Drafter",
 ) -> "tuple[RouterShortlist, dict[str, Any]]":
     """The policy with budgets, and as many clusters as shortlists of a mean size allow; and what it then does at the
-    held-out steps, beside other routers with as large shortlists."""
+    held-out steps, beside its other schedules and other routers with as large shortlists."""
     from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
-    from ..shortlists.router import RouterShortlist
+    from ..shortlists.router import SCHEDULES, RouterShortlist
 
     draftable = drafter.head.token_ids
 
     def fill(one: RouterShortlist) -> RouterShortlist:
         return one.with_budget(largest_budget(recording, one, drafter.embed, size, draftable))
 
-    settings = {**policy.settings(), "schedule": schedule}
     budgets = fit_budgets(recording, policy, drafter.embed, draftable)
-    policy = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
+    policies = {}
+    for one in SCHEDULES:
+        settings = {**policy.settings(), "schedule": one}
+        policies[one] = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
+    policy = policies.pop(schedule)
+    compared = {f"schedule {one}": other for one, other in policies.items()}
+    compared |= {shorten_name(name): fill(other) for name, other in others.items()}
     metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
     metrics |= vars(held_out_figures(recording, policy, drafter.embed, draftable))
-    rows = [
-        (name, held_out_figures(recording, fill(other), drafter.embed, draftable)) for name, other in others.items()
+    metrics["compared"] = [
+        {"router": name, **vars(held_out_figures(recording, other, drafter.embed, draftable))}
+        for name, other in compared.items()
     ]
-    if rows:
-        metrics["compared"] = [{"router": shorten_name(name), **vars(figures)} for name, figures in rows]
     return policy, metrics
 
 
@@ -422,16 +426,16 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
         "cluster recall",
         "drafter's likeliest token",
         "target's mass",
-        "drafts accepted",
+        "acceptance length",
     ):
         table.add_column(heading, justify="right")
-    for figures in ({"router": name, **metrics}, *metrics.get("compared", ())):
+    for figures in ({"router": name, **metrics}, *metrics["compared"]):
         table.add_row(
             figures["router"],
             f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
             *(
                 f"{figures[share]:.2%}"
-                for share in ("cluster_recall", "likeliest_recall", "target_mass", "acceptance")
+                for share in ("cluster_recall", "likeliest_recall", "target_mass", "acceptance_length")
             ),
         )
     wide_console().print(table)
