@@ -1,5 +1,6 @@
 """How a trained router does at held-out draft steps, and how many clusters it should choose at each depth."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +52,7 @@ def held_out_figures(
     count = policy.router.num_clusters
     totals = torch.zeros(2, 4, dtype=torch.float64)
     accepted = torch.zeros(2, _depths(recording), dtype=torch.float64)
-    for shard in recording.shards(recording.held_out):
+    for shard in _held_out(recording):
         order, chosen = _choices(policy, shard, embed, sizes)
         ranks = _ranks(order)
         likely = cluster_of[shard["top_ids"].long()]
@@ -72,6 +73,13 @@ def held_out_figures(
         accepted.index_add_(1, shard["depths"].long(), torch.stack(probabilities))
     length, of_all = 1 + (accepted / _reached(recording)).cumprod(1).sum(1)
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
+
+
+def _held_out(recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
+    """The held-out steps, `_ROWS` of them at a time."""
+    for shard in recording.shards(recording.held_out):
+        for start in range(0, len(shard["depths"]), _ROWS):
+            yield {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
 
 
 def _depths(recording: Recording) -> int:
@@ -99,20 +107,16 @@ def largest_budget(
         size: tokens.
     """
     sizes = _clusters_and_sizes(policy, draftable)[1]
-    least, most = 1, policy.router.num_clusters
-    while least < most:
-        middle = (least + most + 1) // 2
-        tried = policy.with_budget(middle)
-        total = rows = 0
-        for shard in recording.shards(recording.held_out):
-            order, chosen = _choices(tried, shard, embed, sizes)
-            total += int(sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum())
-            rows += len(chosen)
-        if total / rows + int(sizes[-1]) <= size:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    depths, count = _depths(recording), policy.router.num_clusters
+    # What is chosen at each depth, by what is at the first step.
+    budgets = torch.tensor([[policy.budget(depth, first) for first in range(1, count + 1)] for depth in range(depths)])
+    total, steps = torch.zeros(count, dtype=torch.float64), 0
+    for shard in _held_out(recording):
+        ordered = _ranked(policy, shard, embed, sizes)
+        chosen = torch.minimum(budgets[shard["depths"].long()], _most_by_mass(policy, ordered.values).unsqueeze(1))
+        total += sizes[ordered.indices].cumsum(1).gather(1, chosen - 1).sum(0)
+        steps += len(chosen)
+    return max(1, int((total / max(steps, 1) + sizes[-1] <= size).sum()))
 
 
 def fit_budgets(
@@ -168,12 +172,16 @@ def _choices(
     ordered = _ranked(policy, shard, embed, sizes)
     depths = shard["depths"].long()
     budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
-    chosen = budgets[depths]
-    if policy.mass < 1:
-        probabilities = ordered.values.sigmoid()
-        before = probabilities.cumsum(-1) - probabilities
-        chosen = torch.minimum(chosen, (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1))
-    return ordered.indices, chosen
+    return ordered.indices, torch.minimum(budgets[depths], _most_by_mass(policy, ordered.values))
+
+
+def _most_by_mass(policy: RouterShortlist, scores: torch.Tensor) -> torch.Tensor:
+    """int64 `[n]`: how many clusters reach the policy's `mass`, given their scores `[n, M]`, best first."""
+    if policy.mass == 1:
+        return torch.full(scores.shape[:1], scores.shape[1])
+    probabilities = scores.sigmoid()
+    before = probabilities.cumsum(-1) - probabilities
+    return (before < policy.mass * probabilities.sum(-1, keepdim=True)).sum(-1)
 
 
 def _ranks(order: torch.Tensor) -> torch.Tensor:
@@ -238,15 +246,13 @@ def _curves(
     depths = _depths(recording)
     size, acceptance = torch.zeros(2, depths, count, dtype=torch.float64)
     steps = torch.zeros(depths, dtype=torch.float64)
-    for shard in recording.shards(recording.held_out):
-        for start in range(0, len(shard["depths"]), _ROWS):
-            rows = {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
-            depth = rows["depths"].long()
-            order = _ranked(policy, rows, embed, sizes).indices
-            size.index_add_(0, depth, sizes[order].cumsum(1).double())
-            drawn = _ranks(order).gather(1, cluster_of[rows["drawn_ids"].long()])
-            acceptance.index_add_(0, depth, _accepted(rows["drawn_ratios"], drawn, count).double())
-            steps += torch.bincount(depth, minlength=depths)
+    for shard in _held_out(recording):
+        depth = shard["depths"].long()
+        order = _ranked(policy, shard, embed, sizes).indices
+        size.index_add_(0, depth, sizes[order].cumsum(1).double())
+        drawn = _ranks(order).gather(1, cluster_of[shard["drawn_ids"].long()])
+        acceptance.index_add_(0, depth, _accepted(shard["drawn_ratios"], drawn, count).double())
+        steps += torch.bincount(depth, minlength=depths)
     mean_size = size / steps.clamp_min(1).unsqueeze(1) + sizes[-1]
     return mean_size.numpy(), (acceptance / _reached(recording).unsqueeze(1)).numpy()
 

@@ -203,7 +203,7 @@ class RouterShortlist(ShortlistPolicy):
         self.pinned: int = settings["pinned"]
         self.packed: bool = settings["packed"]
         self.budgets = budgets
-        self._budgets = self._budgets_by_depth()
+        self._budgets = self._budgets_by_depth(self.max_clusters)
         self._lock = threading.Lock()
         self._last_layout: tuple[VocabularyInfo, _Layout] | None = None
 
@@ -215,15 +215,17 @@ class RouterShortlist(ShortlistPolicy):
     def needs(self) -> Needs:
         return Needs(draft_inputs=self.router.centroids is None)
 
-    def budget(self, depth: int) -> int:
-        """The most clusters that are chosen at draft step `depth`."""
+    def budget(self, depth: int, first: int | None = None) -> int:
+        """The most clusters that are chosen at draft step `depth`, where `first` (None: `max_clusters`) are at the
+        first step."""
+        budgets = self._budgets if first is None else self._budgets_by_depth(first)
         if self.schedule == "dynaspec":
-            return position_aware_clusters(self._budgets[0], depth)
-        return self._budgets[min(depth, len(self._budgets) - 1)]
+            return position_aware_clusters(budgets[0], depth)
+        return budgets[min(depth, len(budgets) - 1)]
 
-    def _budgets_by_depth(self) -> list[int]:
+    def _budgets_by_depth(self, first: int) -> list[int]:
         """The budgets of the first draft steps."""
-        largest = min(self.max_clusters, self.router.num_clusters)
+        largest = min(first, self.router.num_clusters)
         return self.budgets[largest - 1].tolist() if self.schedule == "fitted" else [largest]
 
     def with_budget(self, max_clusters: int) -> "RouterShortlist":
