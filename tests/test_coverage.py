@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -481,20 +482,42 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
     assert twice.measured[:4] == once.measured
     assert twice.measured[4].acceptance != twice.measured[0].acceptance
     assert list(twice.oracle_curves) == [(row.prompt, row.continuation) for row in twice.measured[::2]]
-    (row,) = (row for row in twice.summaries() if (row.policy, row.domain) == ("some", None))
-    texts = [one for one in twice.measured if one.policy == "some"]
-    assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
-    for name in coverage.FIGURES:
-        values = [fmean(getattr(one, name) for one in texts if one.prompt == f"words/{i}") for i in (0, 1)]
-        assert row.figures[name].mean == pytest.approx(fmean(values))
-        # As if there were two prompts: texts of one are too alike.
-        assert row.figures[name].standard_error == pytest.approx(abs(values[0] - values[1]) / 2)
+    assert coverage_table(twice).title == "Coverage, temperature 0.5, 2 prompts, 4 texts"
+
+    def by_prompt(policy: str, value: Callable[[TextCoverage], float]) -> list[float]:
+        of_prompt = {}
+        for one in twice.measured:
+            if one.policy == policy:
+                of_prompt.setdefault(one.prompt, []).append(value(one))
+        return [fmean(values) for values in of_prompt.values()]
+
+    def check() -> None:
+        (row,) = (row for row in twice.summaries() if (row.policy, row.domain) == ("some", None))
+        texts = [one for one in twice.measured if one.policy == "some"]
+        assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
+        for name in coverage.FIGURES:
+            # As if there were two texts: those of one prompt are too alike.
+            expected = Estimate.of(by_prompt("some", attrgetter(name)))
+            assert row.figures[name].mean == pytest.approx(expected.mean)
+            assert row.figures[name].standard_error == pytest.approx(expected.standard_error)
+        lengths = (by_prompt(policy, attrgetter("acceptance_length")) for policy in ("some", "full"))
+        ratio = Estimate.of_ratio(*lengths)
+        assert row.relative_acceptance_length.mean == pytest.approx(ratio.mean)
+        assert row.relative_acceptance_length.standard_error == pytest.approx(ratio.standard_error)
+        for depth, summary in enumerate(row.by_depth[:2]):
+            expected = Estimate.of(by_prompt("some", lambda one, depth=depth: one.by_depth[depth].mass))
+            assert summary.prompts == 2 and summary.figures["mass"].mean == pytest.approx(expected.mean)
+            assert summary.figures["mass"].standard_error == pytest.approx(expected.standard_error)
+        curves = {}
+        for (identifier, _), curve in twice.oracle_curves.items():
+            curves.setdefault(identifier, []).append(curve[3][1])
+        assert twice.oracle_curve()[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
+
+    check()
     # A text that was left out does not make its prompt weigh less.
     del twice.measured[6:]
-    row = next(row for row in twice.summaries() if (row.policy, row.domain) == ("full", None))
-    first, second, other = (one.mass for one in twice.measured if one.policy == "full")
-    assert row.prompts == 2 and row.figures["mass"].mean == pytest.approx(((first + other) / 2 + second) / 2)
-    assert coverage_table(twice).title == "Coverage, temperature 0.5, 2 prompts, 2 texts each"
+    del twice.oracle_curves["words/1", 1]
+    check()
 
 
 @pytest.mark.parametrize("name", ["independent", "eagle2"])
@@ -871,7 +894,7 @@ def test_the_whole_command(folder):
     # What a script needs to compare any two policies prompt by prompt.
     pairs = {(row["prompt"], row["policy"]): row["acceptance_length"] for row in written["measured"]}
     assert len(pairs) == len(written["measured"]) == 3 * len(POLICIES)
-    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 2
+    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 3
     assert {(row["policy"], row["domain"]) for row in written["results"]} == set(
         product(POLICIES, (None, "code", "law"))
     )

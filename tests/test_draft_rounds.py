@@ -286,15 +286,16 @@ def test_routers_are_compared_at_the_same_steps(folder, target, tmp_path):
     own = {name: value for name, value in metrics.items() if name not in ("held_out_steps", "compared")}
     assert metrics["compared"][2:] == [{"router": "texts", **own}]
     shares = ["--num-clusters", "20", "--pinned", "0", "--share", "0.3", "--keep-steps"]
-    result = train(
-        folder, tmp_path / "other", "--rounds", *shares, "--compare", str(tmp_path / "texts"), "--compare",
-        str(tmp_path / "twin"),
-    )  # fmt: skip
+    # Two folders of one name are told apart by their places.
+    shutil.copytree(tmp_path / "twin", tmp_path / "copy" / "texts")
+    others = [tmp_path / "texts", tmp_path / "twin", tmp_path / "copy" / "texts"]
+    compared = [word for other in others for word in ("--compare", str(other))]
+    result = train(folder, tmp_path / "other", "--rounds", *shares, *compared)
     assert result.exit_code == 0, result.output
     config, _ = read_artifact(tmp_path / "other")
-    own_formula, own_fixed, first, second = config.provenance["metrics"]["compared"]
-    assert (own_formula["router"], own_fixed["router"]) == ("schedule dynaspec", "schedule fixed")
-    assert {**first, "router": "twin"} == second
+    *own, first, second, third = config.provenance["metrics"]["compared"]
+    assert [one["router"] for one in own] == ["schedule dynaspec", "schedule fixed"]
+    assert {**first, "router": "twin"} == second and third == first
     assert "--compare texts --compare twin" in config.provenance["command"]
     assert "| texts |" in (tmp_path / "other" / "README.md").read_text()
     rows = " ".join(result.output.split())
@@ -302,11 +303,20 @@ def test_routers_are_compared_at_the_same_steps(folder, target, tmp_path):
     assert rows.count(f"{first['target_mass']:.2%}") >= 2
     # By hand: its own clusters and pinned tokens, as many clusters as fit into this share.
     recording = Recording(tmp_path / "other" / "partial", range(1, 2), range(1))
-    policy, embed = RouterShortlist(tmp_path / "texts"), drafter_of(agreeing_head("eagle3"), target).embed
-    policy = policy.with_budget(largest_budget(recording, policy, embed, 0.3 * VOCABULARY))
+    embed = drafter_of(agreeing_head("eagle3"), target).embed
+
+    def filled(policy: RouterShortlist) -> dict[str, object]:
+        policy = policy.with_budget(largest_budget(recording, policy, embed, 0.3 * VOCABULARY))
+        figures = vars(held_out_figures(recording, policy, embed))
+        return {name: pytest.approx(value) for name, value in figures.items()}
+
+    policy = RouterShortlist(tmp_path / "texts")
     assert policy.pinned == 10 and policy.router.num_clusters == 12
-    expected = vars(held_out_figures(recording, policy, embed))
-    assert first == {"router": "texts", **{name: pytest.approx(value) for name, value in expected.items()}}
+    assert first == {"router": "texts", **filled(policy)}
+    for one, schedule in zip(own, ("dynaspec", "fixed"), strict=True):
+        expected = filled(RouterShortlist(tmp_path / "other", schedule=schedule))
+        assert one == {"router": f"schedule {schedule}", **expected}
+    assert own[0] != {**own[1], "router": own[0]["router"]}
     assert 0 < first["size"] <= 0.3 * VOCABULARY
 
 

@@ -38,7 +38,7 @@ from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
 from hf_dynspec.hub.artifact import read_artifact
 from hf_dynspec.protocol import VocabularyInfo
-from hf_dynspec.shortlists.router import Router, RouterShortlist, position_aware_clusters
+from hf_dynspec.shortlists.router import SCHEDULES, Router, RouterShortlist, position_aware_clusters
 
 SETTINGS = RecordingSettings(steps=1500, held_out=300, window=24, depth=4, top_k=5, target_top_k=20, draws=40, seed=1)
 TRAINING = TrainingSettings(hidden=32, batch_size=64, max_steps=60, evaluate_every=10, patience=50, seed=3)
@@ -325,12 +325,23 @@ def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp
     assert figures.target_mass == pytest.approx(covered / total)
     by_depth = np.array([np.mean(accepted[depth], axis=0) for depth in sorted(accepted)])
     length, of_all = 1 + by_depth.cumprod(axis=0).sum(axis=0)
-    assert figures.acceptance_length == pytest.approx(length / of_all) and length < of_all
-    budget = largest_budget(recording, policy, drafter.embed, figures.size)
-    assert held_out_figures(recording, policy.with_budget(budget), drafter.embed).size <= figures.size + 1e-6
-    if budget < policy.router.num_clusters:
-        larger = held_out_figures(recording, policy.with_budget(budget + 1), drafter.embed)
-        assert larger.size > figures.size or mass < 1
+    assert figures.relative_acceptance_length == pytest.approx(length / of_all) and length < of_all
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.6])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_largest_budget_for_a_size(tmp_path, schedule, mass):
+    """Against the size of every budget."""
+    router = random_router(clusters=9)
+    recording = judged_by_hand(tmp_path, router)
+    given = {"ranking": torch.arange(VOCABULARY), "pinned": 20}
+    budgets = torch.tensor([[first, first, min(first, 2 + first // 2)] for first in range(1, 10)])
+    policy = RouterShortlist(router, 3, schedule, mass, budgets=budgets, **given)
+    sizes = [held_out_figures(recording, policy.with_budget(first), embedded).size for first in range(1, 10)]
+    assert len(set(sizes)) > 4
+    for size in (0.0, sizes[0], sizes[0] + 1, sizes[3], sizes[3] - 0.01, sizes[6], 1e9):
+        fitting = [first for first in range(1, 10) if sizes[first - 1] <= size + 1e-9]
+        assert largest_budget(recording, policy, embedded, size + 1e-9) == max(fitting, default=1)
 
 
 DEPTHS, TOKENS, DRAWS = 4, 20, 50
@@ -362,6 +373,10 @@ def judged_by_hand(folder: Path, router: Router) -> Recording:
         "drawn_ids": target_ids.gather(1, drawn).int(),
         "drawn_ratios": (probabilities.gather(1, drawn) / of_drafter.gather(1, drawn)).half(),
     }
+    # Of rounds, steps after a rejected draft tell nothing.
+    is_unreached = (depths > 0) & (torch.rand(count, generator=random) < 0.1 * depths)
+    for name in ("target_probabilities", "drawn_ratios"):
+        shard[name][is_unreached] = 0
     recording = Recording(folder, range(0), range(2))
     save_file(shard, recording.path(0))
     # Texts may end before there is a step.
@@ -372,19 +387,38 @@ def judged_by_hand(folder: Path, router: Router) -> Recording:
 EMBEDDINGS = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(3))
 
 
+def embedded(token_ids: torch.Tensor) -> torch.Tensor:
+    return EMBEDDINGS[token_ids]
+
+
 def seen(shard: dict[str, torch.Tensor], policy: RouterShortlist) -> tuple[np.ndarray, np.ndarray]:
     """Row by row, for each depth and each number of clusters the size of the shortlists, and the acceptance."""
-    count, rows = policy.router.num_clusters, shard["depths"].shape[0] / DEPTHS
+    count, depths = policy.router.num_clusters, shard["depths"].long()
+    rows, reached = (
+        depths[which].bincount(minlength=DEPTHS).unsqueeze(1).numpy()
+        for which in (depths >= 0, shard["target_probabilities"][:, 0] > 0)
+    )
+    assert (reached < rows).sum() == DEPTHS - 1
     sizes, accepted = np.zeros((DEPTHS, count)), np.zeros((DEPTHS, count))
     pinned, clusters = set(policy.ranking[: policy.pinned].tolist()), policy.router.clusters.tolist()
     scores = policy.router.scores(EMBEDDINGS[shard["token_ids"].long()], shard["features"])
-    for row, depth in enumerate(shard["depths"].tolist()):
+    for row, depth in enumerate(depths.tolist()):
         shortlist = set(pinned)
         for place, cluster in enumerate(scores[row].argsort(descending=True).tolist()):
             shortlist |= {token for token in range(VOCABULARY) if clusters[token] == cluster}
             sizes[depth, place] += len(shortlist)
             accepted[depth, place] += acceptance(shard, row, shortlist)
-    return sizes / rows, accepted / rows
+    return sizes / rows, accepted / reached
+
+
+def test_steps_that_were_not_reached_do_not_count_as_rejected(tmp_path):
+    router = random_router(clusters=9)
+    recording = judged_by_hand(tmp_path, router)
+    policy = RouterShortlist(router, 3, "fixed", ranking=torch.randperm(VOCABULARY), pinned=20)
+    _, accepted = seen(recording.shard(0), policy)
+    length, of_all = 1 + accepted[:, [2, -1]].cumprod(0).sum(0)
+    figures = held_out_figures(recording, policy, embedded)
+    assert figures.relative_acceptance_length == pytest.approx(length / of_all, rel=1e-3) and length < 0.98 * of_all
 
 
 def test_fitted_budgets_lose_the_least_for_their_size(tmp_path):
@@ -392,7 +426,7 @@ def test_fitted_budgets_lose_the_least_for_their_size(tmp_path):
     router = random_router(clusters=9)
     recording = judged_by_hand(tmp_path, router)
     policy = RouterShortlist(router, 1, ranking=torch.randperm(VOCABULARY), pinned=20)
-    budgets = fit_budgets(recording, policy, lambda token_ids: EMBEDDINGS[token_ids]).numpy()
+    budgets = fit_budgets(recording, policy, embedded).numpy()
     sizes, accepted = seen(recording.shard(0), policy)
     assert 0.2 < accepted.min() and accepted.max() < 0.9
 
@@ -426,25 +460,22 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
     draftable = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(6))[:100]
     policy = RouterShortlist(router, 3, "fixed", ranking=torch.arange(VOCABULARY), pinned=20)
 
-    def embed(token_ids: torch.Tensor) -> torch.Tensor:
-        return EMBEDDINGS[token_ids]
-
-    figures = held_out_figures(recording, policy, embed, draftable)
+    figures = held_out_figures(recording, policy, embedded, draftable)
     state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu"), draftable))
     shard = recording.shard(0)
     sizes, covered = [], 0.0
     for row in range(shard["depths"].shape[0]):
         part = slice(row, row + 1)
-        state.foresee(embed(shard["token_ids"][part].long()), shard["features"][part])
+        state.foresee(embedded(shard["token_ids"][part].long()), shard["features"][part])
         shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
         sizes.append(int(shortlist.count))
         is_covered = shortlist.contains(shard["target_ids"][row].long())
         covered += float(shard["target_probabilities"][row].double()[is_covered].sum())
     assert figures.size == pytest.approx(np.mean(sizes))
     assert figures.target_mass == pytest.approx(covered / float(shard["target_probabilities"].double().sum()))
-    budget = largest_budget(recording, policy, embed, figures.size, draftable)
-    assert budget == 3 > largest_budget(recording, policy, embed, figures.size)
-    assert fit_budgets(recording, policy, embed, draftable)[:, 0].tolist() == list(range(1, 10))
+    budget = largest_budget(recording, policy, embedded, figures.size, draftable)
+    assert budget == 3 > largest_budget(recording, policy, embedded, figures.size)
+    assert fit_budgets(recording, policy, embedded, draftable)[:, 0].tolist() == list(range(1, 10))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ _CHUNK = 128
 _SHORTEST_WINDOW = 16
 _BATCH_CHARACTERS = 1 << 20
 _WINDOWS_FILE = "windows.npz"
+# Of what is recorded: a job of another one is not continued. 2: the target's probabilities are those that it samples
+# by, after what follows its head.
+STEPS_FORMAT = 2
 # What exceeds the inverse of a shortlist's share of the drafter's probability changes nothing.
 _LARGEST_RATIO = 1e4
 
@@ -258,6 +261,15 @@ class Recording:
             with safe_open(self.path(number), "pt") as shard:
                 total += shard.get_slice("token_ids").get_shape()[0]
         return total
+
+    def depths(self, shards: range) -> int:
+        """Draft steps of the longest chain in some shards, at least 1."""
+        most = 1
+        for number in shards:
+            with safe_open(self.path(number), "pt") as shard:
+                depths = shard.get_tensor("depths")
+            most = max(most, 1 + int(depths.max()) if depths.numel() else 1)
+        return most
 
     def shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of one shard."""

@@ -25,15 +25,15 @@ class HeldOutFigures:
             pinned ones, that are chosen.
         likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
         target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
-        acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, were the draft at
-            each depth accepted with the mean probability (DynaSpec, equation 3) of the steps there.
+        relative_acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, were the
+            draft at each depth accepted with the mean probability (DynaSpec, equation 3) of the steps there.
     """
 
     size: float
     cluster_recall: float
     likeliest_recall: float
     target_mass: float
-    acceptance_length: float
+    relative_acceptance_length: float
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def held_out_figures(
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
     totals = torch.zeros(2, 4, dtype=torch.float64)
-    accepted = torch.zeros(2, _depths(recording), dtype=torch.float64)
+    by_depth = torch.zeros(3, recording.depths(recording.held_out), dtype=torch.float64)
     for shard in _held_out(recording):
         order, chosen = _choices(policy, shard, embed, sizes)
         ranks = _ranks(order)
@@ -69,9 +69,9 @@ def held_out_figures(
         ratios, drawn = shard["drawn_ratios"].double(), ranks.gather(1, cluster_of[shard["drawn_ids"].long()])
         is_drawn = (drawn <= chosen.unsqueeze(1)).double()
         at_most = 1 / is_drawn.mean(1, keepdim=True)
-        probabilities = [(torch.minimum(ratios, at_most) * is_drawn).mean(1), ratios.clamp_max(1).mean(1)]
-        accepted.index_add_(1, shard["depths"].long(), torch.stack(probabilities))
-    length, of_all = 1 + (accepted / _reached(recording)).cumprod(1).sum(1)
+        accepted = [(torch.minimum(ratios, at_most) * is_drawn).mean(1), ratios.clamp_max(1).mean(1)]
+        by_depth.index_add_(1, shard["depths"].long(), torch.stack([*accepted, _is_reached(shard).double()]))
+    length, of_all = 1 + (by_depth[:2] / by_depth[2].clamp_min(1)).cumprod(1).sum(1)
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
 
 
@@ -82,19 +82,9 @@ def _held_out(recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
             yield {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
 
 
-def _depths(recording: Recording) -> int:
-    """Draft steps of a chain."""
-    return 1 + max((int(shard["depths"].max()) for shard in recording.shards(recording.held_out)), default=0)
-
-
-def _reached(recording: Recording) -> torch.Tensor:
-    """fp64 `[D]`: held-out steps by depth, but at least one. Of rounds, only the steps that the target reached tell
-    what it accepts."""
-    reached = torch.zeros(_depths(recording), dtype=torch.float64)
-    for shard in recording.shards(recording.held_out):
-        is_reached = shard["target_probabilities"][:, 0] > 0
-        reached += torch.bincount(shard["depths"].long()[is_reached], minlength=len(reached))
-    return reached.clamp_min(1)
+def _is_reached(shard: dict[str, torch.Tensor]) -> torch.Tensor:
+    """bool `[n]`: whether the target reached a step. Of rounds, only such steps tell what it accepts."""
+    return shard["target_probabilities"][:, 0] > 0
 
 
 def largest_budget(
@@ -107,7 +97,7 @@ def largest_budget(
         size: tokens.
     """
     sizes = _clusters_and_sizes(policy, draftable)[1]
-    depths, count = _depths(recording), policy.router.num_clusters
+    depths, count = recording.depths(recording.held_out), policy.router.num_clusters
     # What is chosen at each depth, by what is at the first step.
     budgets = torch.tensor([[policy.budget(depth, first) for first in range(1, count + 1)] for depth in range(depths)])
     total, steps = torch.zeros(count, dtype=torch.float64), 0
@@ -116,7 +106,8 @@ def largest_budget(
         chosen = torch.minimum(budgets[shard["depths"].long()], _most_by_mass(policy, ordered.values).unsqueeze(1))
         total += sizes[ordered.indices].cumsum(1).gather(1, chosen - 1).sum(0)
         steps += len(chosen)
-    return max(1, int((total / max(steps, 1) + sizes[-1] <= size).sum()))
+    fitting = (total / max(steps, 1) + sizes[-1] <= size).nonzero()
+    return 1 + int(fitting[-1]) if len(fitting) else 1
 
 
 def fit_budgets(
@@ -243,9 +234,9 @@ def _curves(
     on a shortlist, and the probability that a draft from it is accepted."""
     cluster_of, sizes = _clusters_and_sizes(policy, draftable)
     count = policy.router.num_clusters
-    depths = _depths(recording)
+    depths = recording.depths(recording.held_out)
     size, acceptance = torch.zeros(2, depths, count, dtype=torch.float64)
-    steps = torch.zeros(depths, dtype=torch.float64)
+    steps, reached = torch.zeros(2, depths, dtype=torch.float64)
     for shard in _held_out(recording):
         depth = shard["depths"].long()
         order = _ranked(policy, shard, embed, sizes).indices
@@ -253,8 +244,9 @@ def _curves(
         drawn = _ranks(order).gather(1, cluster_of[shard["drawn_ids"].long()])
         acceptance.index_add_(0, depth, _accepted(shard["drawn_ratios"], drawn, count).double())
         steps += torch.bincount(depth, minlength=depths)
-    mean_size = size / steps.clamp_min(1).unsqueeze(1) + sizes[-1]
-    return mean_size.numpy(), (acceptance / _reached(recording).unsqueeze(1)).numpy()
+        reached += torch.bincount(depth[_is_reached(shard)], minlength=depths)
+    steps, reached = steps.clamp_min(1).unsqueeze(1), reached.clamp_min(1).unsqueeze(1)
+    return (size / steps + sizes[-1]).numpy(), (acceptance / reached).numpy()
 
 
 def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:

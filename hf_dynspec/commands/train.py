@@ -60,7 +60,7 @@ def router(
     ] = 2048,
     share: Annotated[
         float, typer.Option(help="Share of the vocabulary that the mean shortlist holds; decides max_clusters.")
-    ] = 0.05,
+    ] = 0.03,
     schedule: Annotated[
         str, typer.Option(help="Clusters at later draft steps: fitted here, by dynaspec's formula, or fixed.")
     ] = "fitted",
@@ -211,18 +211,18 @@ def _settle(
         return one.with_budget(largest_budget(recording, one, drafter.embed, size, draftable))
 
     budgets = fit_budgets(recording, policy, drafter.embed, draftable)
-    policies = {}
+    schedules = {}
     for one in SCHEDULES:
         settings = {**policy.settings(), "schedule": one}
-        policies[one] = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
-    policy = policies.pop(schedule)
-    compared = {f"schedule {one}": other for one, other in policies.items()}
-    compared |= {shorten_name(name): fill(other) for name, other in others.items()}
+        schedules[one] = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
+    policy = schedules.pop(schedule)
+    compared = [(f"schedule {one}", other) for one, other in schedules.items()]
+    compared += [(shorten_name(name), fill(other)) for name, other in others.items()]
     metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
     metrics |= vars(held_out_figures(recording, policy, drafter.embed, draftable))
     metrics["compared"] = [
         {"router": name, **vars(held_out_figures(recording, other, drafter.embed, draftable))}
-        for name, other in compared.items()
+        for name, other in compared
     ]
     return policy, metrics
 
@@ -304,7 +304,7 @@ class _Job:
         self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", rounds: bool
     ) -> "tuple[Windows, Recording]":
         """Sample the texts and record the draft steps along them, or of rounds after their beginnings."""
-        from ..build.draft_steps import sample_windows, windows_of
+        from ..build.draft_steps import STEPS_FORMAT, sample_windows, windows_of
         from ..build.frequency import describe_files, describe_tokenizer
 
         pair = self._pair
@@ -317,6 +317,7 @@ class _Job:
             "tokenizer": describe_tokenizer(pair.tokenizer),
             "settings": vars(settings),
             "rounds": rounds,
+            "format": STEPS_FORMAT,
         }
         with self._progress() as report:
 
@@ -423,10 +424,10 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
     table.add_column("router")
     for heading in (
         "mean shortlist",
-        "cluster recall",
-        "drafter's likeliest token",
-        "target's mass",
-        "acceptance length",
+        "cluster\nrecall",
+        "drafter's\nlikeliest token",
+        "target's\nmass",
+        "acceptance length,\nof full",
     ):
         table.add_column(heading, justify="right")
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
@@ -435,7 +436,7 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
             f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
             *(
                 f"{figures[share]:.2%}"
-                for share in ("cluster_recall", "likeliest_recall", "target_mass", "acceptance_length")
+                for share in ("cluster_recall", "likeliest_recall", "target_mass", "relative_acceptance_length")
             ),
         )
     wide_console().print(table)

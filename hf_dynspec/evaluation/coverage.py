@@ -303,8 +303,12 @@ class CoverageResult:
 
     def oracle_curve(self) -> list[tuple[int, float]]:
         """Pairs of a shortlist size and the mean oracle mass at that size, over prompts."""
-        curves = list(self.oracle_curves.values())
-        return [(points[0][0], fmean(mass for _, mass in points)) for points in zip(*curves, strict=True)]
+        sizes = [size for size, _ in next(iter(self.oracle_curves.values()), [])]
+        masses = [
+            _by_prompt((prompt, curve[index][1]) for (prompt, _), curve in self.oracle_curves.items())
+            for index in range(len(sizes))
+        ]
+        return list(zip(sizes, map(fmean, masses), strict=True))
 
 
 def _by_prompt(values: Iterable[tuple[str, float]]) -> list[float]:
@@ -435,7 +439,9 @@ def _measure_text(
     config = generation_config(pair.target, settings.max_new_tokens, settings.temperature)
     token_ids = pair.target.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=config)
     if token_ids.shape[1] - first_draft(drafter, prompt_ids.shape[1]) < 2:
-        left_out = prompt.identifier if settings.continuations == 1 else f"text {continuation} of {prompt.identifier}"
+        left_out = (
+            prompt.identifier if settings.continuations == 1 else f"text {continuation + 1} of {prompt.identifier}"
+        )
         result.notes.append(f"{left_out} was left out: the target ends it before there is anything to draft")
         return
     # Not the seed of the text, whose draws would then decide both the tokens and whether their drafts are accepted.

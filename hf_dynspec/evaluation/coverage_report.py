@@ -12,9 +12,9 @@ from ..errors import ConfigurationError
 from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
 from .provenance import describe_policies, provenance
 
-# 2: sizes are means over all draft steps, counts are expectations, policies are compared with the first, and a prompt
-# has as many rows of a policy as it has continuations.
-SCHEMA_VERSION = 2
+# 2: sizes are means over all draft steps, counts are expectations, and policies are compared with the first.
+# 3: a prompt has as many rows of a policy as it has continuations.
+SCHEMA_VERSION = 3
 
 
 # Tables ------------------------------------------------------------------------------------------------------------
@@ -115,9 +115,8 @@ def depth_table(result: CoverageResult) -> Table:
 
 def _title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
     prompts = rows[0].prompts if rows else 0
-    texts = result.settings.continuations
-    each = "" if texts == 1 else f", {texts} texts each"
-    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}{each}"
+    texts = f", {len(result.oracle_curves)} texts" if result.settings.continuations > 1 else ""
+    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}{texts}"
 
 
 def _temperature_name(result: CoverageResult) -> str:

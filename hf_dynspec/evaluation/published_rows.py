@@ -70,8 +70,9 @@ def _artifact_names(path: Path, policies: dict[str, Any], policy: ShortlistPolic
 
 def _workload(data: dict[str, Any]) -> str:
     files = ", ".join(Path(name).stem for name in data["settings"]["prompts"]) or "prompts"
-    prompts = len(data["prompts"])
-    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}"
+    prompts, texts = len(data["prompts"]), data["settings"].get("continuations", 1)
+    each = "" if texts == 1 else f", {texts} continuations each"
+    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}"
 
 
 def _hardware(data: dict[str, Any]) -> dict[str, str]:

@@ -70,8 +70,8 @@ inline Floats load(const Float16* numbers) {
 }
 #endif
 
-// Keeps in a register what is used several times: a CPU reads fewer vectors in a cycle than it multiplies, and compilers
-// short of registers would rather read it again.
+// Keeps in a register what is used several times. Compilers short of registers would rather read it again for each
+// product, and a CPU reads no more vectors in a cycle than it multiplies.
 template <int USES>
 inline Floats in_register(Floats loaded) {
 #if defined(__AVX512F__)
