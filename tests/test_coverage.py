@@ -465,11 +465,11 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
 
     table = coverage_table(result)
     (column,) = (one for one in table.columns if one.header == "of\nbase")
-    assert list(column.cells) == ["100%", "96.7%\n±2.3%"]
+    assert list(column.cells) == ["100%", "96.67%\n±2.31%"]
     masses, relative = domain_tables(result)
     assert masses.title == "Mass on the shortlist, greedy"
     assert relative.title == "Acceptance length relative to base, greedy"
-    assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.0%\n±0.8%"], ["100%", "100.0%"]]
+    assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.00%\n±0.80%"], ["100%", "100.00%"]]
 
 
 def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):

@@ -63,7 +63,7 @@ _FORMS = {
 
 
 def _relative_cell(result: CoverageResult, row: CoverageSummary) -> str:
-    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".1%")
+    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".2%")
 
 
 def domain_tables(result: CoverageResult) -> list[Table]:
