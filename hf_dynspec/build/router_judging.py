@@ -66,11 +66,11 @@ def held_out_figures(
         rows = torch.tensor(len(chosen))
         found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()]
         totals += torch.stack([torch.stack(found), torch.stack([rows, is_label.sum(), rows, mass.sum()])])
-        ratios, drawn = shard["drawn_ratios"].double(), ranks.gather(1, cluster_of[shard["drawn_ids"].long()])
-        is_drawn = (drawn <= chosen.unsqueeze(1)).double()
-        at_most = 1 / is_drawn.mean(1, keepdim=True)
-        accepted = [(torch.minimum(ratios, at_most) * is_drawn).mean(1), ratios.clamp_max(1).mean(1)]
-        by_depth.index_add_(1, shard["depths"].long(), torch.stack([*accepted, _is_reached(shard).double()]))
+        accepted = _accepted(shard["drawn_ratios"], ranks.gather(1, cluster_of[shard["drawn_ids"].long()]), count)
+        rates = torch.stack(
+            [accepted.gather(1, chosen.unsqueeze(1) - 1).squeeze(1), accepted[:, -1], _is_reached(shard)]
+        )
+        by_depth.index_add_(1, shard["depths"].long(), rates.double())
     length, of_all = 1 + (by_depth[:2] / by_depth[2].clamp_min(1)).cumprod(1).sum(1)
     return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
 
