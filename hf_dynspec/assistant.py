@@ -7,6 +7,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from .configuration import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .errors import ArtifactError, ConfigurationError, DynSpecError, NotBoundError, UnsupportedError
-from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
+from .errors import ArtifactError, ConfigurationError, NotBoundError, UnsupportedError
+from .generation.binding import Bindable, Call, TargetHook, attach, check_target
 from .generation.drafting import Drafting, draft_once
+from .generation.target import TargetForward
+from .model_parts import output_rows, unwrapped
 from .protocol import Candidates, VocabularyInfo
-from .session import DraftSession
+from .session import DraftSession, SessionPool, outside_inference_mode
 from .shortlists import ShortlistPolicy, as_policy
 from .stats import DraftingStatistics, Stopwatch
 from .tree_config import TreeConfig
@@ -43,11 +46,14 @@ class DynSpecAssistant(Bindable):
     here too: `num_assistant_tokens`, `num_assistant_tokens_schedule`, `assistant_confidence_threshold`. Each is taken
     from the constructor, else from the drafter's generation config where that sets it, else from the defaults below.
 
-    Two `generate` calls on one assistant may run in two threads.
+    Two `generate` calls on one assistant may run in two threads. A policy, drafter, tree or tokenizer that is assigned
+    later takes effect at the next call, and is refused as it would be here. Weights of the models may change, adapters
+    in them come and go: the next round drafts with what is there. A copy (`copy.deepcopy`) is an assistant with
+    settings and statistics of its own, of the same models and bound to the same target.
 
     Args:
-        drafter: a decoder-only causal language model of transformers with the target's tokenizer, or an
-            `EagleDrafter`.
+        drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
+            wrappers (peft, `torch.compile`), or an `EagleDrafter`.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`), or None for
             `HybridShortlist()`, which needs nothing built or trained.
         target: the model to speed up; the same as calling `bind(target)` afterwards.
@@ -60,6 +66,9 @@ class DynSpecAssistant(Bindable):
             True, instead of chains of `num_assistant_tokens`.
         profile: measure where the time goes. Slows the call down where it runs on a GPU.
         measure_coverage: measure the target's probability mass on the shortlists, for study; slows the call down.
+        fast_target_head: on a CPU in fp32, compute the target's logits by this package's matrix product, which is
+            faster than torch's there (default True). Plain `generate` does not have it, so part of what it wins is no
+            merit of speculation; `hf-dynspec bench` tells the two apart.
 
     Raises:
         UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.
@@ -79,60 +88,128 @@ class DynSpecAssistant(Bindable):
         tree: bool | TreeConfig = False,
         profile: bool = False,
         measure_coverage: bool = False,
+        fast_target_head: bool = True,
     ):
-        self.policy = as_policy(policy)
+        self._policy = as_policy(policy)
         self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
-        self.tree = _tree_config(tree)
-        self.drafter = as_drafter(drafter)
-        self.tokenizer = tokenizer
+        self._tree = _tree_config(tree)
+        self._drafter = as_drafter(drafter)
+        self._tokenizer = tokenizer
         self.profile = profile
         self.measure_coverage = measure_coverage
+        self.fast_target_head = fast_target_head
         self.stats = DraftingStatistics()
         self.stats_total = DraftingStatistics()
-        self._target: weakref.ref[PreTrainedModel] | None = None
-        self._vocabulary_size = 0
         self._lock = threading.Lock()
-        self._idle_sessions: list[DraftSession] = []
+        self._binding: _Binding | None = None
+        self._sessions = SessionPool()
         if target is not None:
             self.bind(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynSpecAssistant":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.generation_config = copy.deepcopy(self.generation_config)
+        twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
+        twin._lock, twin._sessions, twin._binding = threading.Lock(), SessionPool(), None
+        if self.target is not None:
+            twin._adopt(self.target, self._binding)
+        return twin
+
+    # Settings ------------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> ShortlistPolicy:
+        """How shortlists are made. May be assigned: a policy, the name of one, or None for the default."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: ShortlistPolicy | str | None) -> None:
+        self._change(_policy=as_policy(policy))
+
+    @property
+    def drafter(self) -> Drafter:
+        """What drafts. May be assigned: whatever the constructor takes."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: PreTrainedModel | Drafter) -> None:
+        self._change(_drafter=as_drafter(drafter))
+
+    @property
+    def tree(self) -> TreeConfig | None:
+        """The shape of the trees to draft, None for chains. May be assigned: also True or False."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: bool | TreeConfig | None) -> None:
+        self._change(_tree=_tree_config(tree or False))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of both models, None where it is not known. May be assigned."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._change(_tokenizer=tokenizer)
+
+    def _change(self, **attributes: Any) -> None:
+        """Set attributes and bind with them anew, or raise and leave everything as it was."""
+        before = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        target = self.target
+        try:
+            if target is not None:
+                self.bind(target)
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     # Binding -------------------------------------------------------------------------------------------------------
 
     @property
     def target(self) -> PreTrainedModel | None:
         """The model that this assistant is bound to, or None."""
-        return None if self._target is None else self._target()
+        binding = self._binding
+        return None if binding is None else binding.target()
 
     def bind(self, target: PreTrainedModel) -> "DynSpecAssistant":
         """Attach to one model object, and leave the one bound before. Returns the assistant.
+
+        Args:
+            target: a model of transformers, which may be in wrappers (peft, `torch.compile`).
 
         Raises:
             UnsupportedError: the target cannot be used, or has another tokenizer than the drafter.
             ArtifactError: the drafter is a head for a target of another size.
             ConfigurationError: the policy was made for another drafter or vocabulary.
+
+        Whatever is raised, everything is then as it was before, an earlier binding too.
         """
+        target = unwrapped(target)
         check_target(target)
         self.drafter.require_target(target)
-        tokenizer = self.tokenizer if self.tokenizer is not None else shared_tokenizer(target, self.drafter)
+        tokenizer = shared_tokenizer(target, self.drafter, self.tokenizer)
         size = shared_vocabulary_size(target, self.drafter, tokenizer)
         self._require_tokenizer_of_policy(tokenizer)
-        self.unbind()
-        attach(target, self, self.tree is not None)
-        self.tokenizer = tokenizer
-        self._vocabulary_size = size
-        self._target = weakref.ref(target)
-        try:
-            self.prepare()
-            # What a policy cannot do for this pair it says now, and not in the first call.
-            self.return_session(self.take_session(self.scored_eos_token_ids(target.generation_config)))
-        except DynSpecError:
-            self.unbind()
-            raise
+        if self.tree is not None:
+            self.drafter.require_trees()
+        forward = TargetForward(target, self.fast_target_head, self.tree is not None)
+        # What a policy cannot do for this pair it says now, and not in the first call.
+        session = self._make_session(self._draftable_eos(target.generation_config, size), size)
+        self._adopt(target, _Binding(weakref.ref(target), size, forward))
+        self._tokenizer = tokenizer
+        self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
         return self
 
-    def prepare(self) -> None:
-        """Trace what a verification uses, which takes seconds the first time, if at all."""
-        forward_of(self.target).prepare(self.drafter.reads)
+    def _adopt(self, target: PreTrainedModel, binding: "_Binding") -> None:
+        """Attach to a target, and only then leave the one before."""
+        hook = attach(target, self, binding.forward)
+        before, self._binding = self._binding, replace(binding, hook=weakref.ref(hook))
+        if before is not None and before.hook() not in (None, hook):
+            before.hook().remove(self)
+        self._sessions.clear()
 
     def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
         if tokenizer is None or not self.policy.tokenizer_fingerprints:
@@ -145,12 +222,10 @@ class DynSpecAssistant(Bindable):
 
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""
-        target = self.target
-        if target is not None:
-            detach(target, self)
-        self._target = None
-        with self._lock:
-            self._idle_sessions.clear()
+        binding, self._binding = self._binding, None
+        if binding is not None and binding.hook() is not None:
+            binding.hook().remove(self)
+        self._sessions.clear()
 
     def conversation(self) -> "Conversation":
         """Return something to pass as `assistant_model` in every turn of one conversation.
@@ -293,7 +368,7 @@ class DynSpecAssistant(Bindable):
 
     # One round -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @outside_inference_mode
     def draft_round(self, input_ids: torch.Tensor) -> Candidates:
         """Draft one round after a text, greedily, and verify nothing. For study and for comparison.
 
@@ -319,7 +394,7 @@ class DynSpecAssistant(Bindable):
         session = self.take_session(eos)
         try:
             return draft_once(
-                forward_of(self.target),
+                self.forward,
                 session,
                 self.policy.needs,
                 self.drafter.reads,
@@ -344,9 +419,18 @@ class DynSpecAssistant(Bindable):
         finally:
             call.close()
 
+    @property
+    def forward(self) -> TargetForward:
+        """What runs the bound target."""
+        return self._binding.forward
+
     def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
         """Return the EOS ids of a call that the drafter can score, without repeats."""
-        eos = [one for one in _eos_token_ids(generation_config) if one < self._vocabulary_size]
+        return self._draftable_eos(generation_config, self._binding.vocabulary_size)
+
+    def _draftable_eos(self, generation_config: GenerationConfig, size: int) -> tuple[int, ...]:
+        # Some say −1 for a text without an end.
+        eos = [one for one in _eos_token_ids(generation_config) if 0 <= one < size]
         draftable = self.drafter.head.token_ids
         if draftable is not None:
             eos = [one for one in eos if bool((draftable == one).any())]
@@ -354,27 +438,47 @@ class DynSpecAssistant(Bindable):
 
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
-        with self._lock:
-            for index, session in enumerate(self._idle_sessions):
-                if session.vocabulary.eos_token_ids == eos_token_ids:
-                    return self._idle_sessions.pop(index)
+        size = self._binding.vocabulary_size
+        session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size))
+        if session.vocabulary.device != self.drafter.head.device:
+            # The drafter was moved to another device.
+            self._sessions.clear()
+            session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size))
+        return session
+
+    @outside_inference_mode
+    def _make_session(self, eos_token_ids: tuple[int, ...], size: int) -> DraftSession:
+        # Before the head is looked at, it has to be the one that the model has now.
+        _ = self.drafter.weights_version
         head = self.drafter.head
-        width = head.weight.shape[1]
-        vocabulary = VocabularyInfo(self._vocabulary_size, eos_token_ids, head.device, head.token_ids, width)
+        vocabulary = VocabularyInfo(size, eos_token_ids, head.device, head.token_ids, head.weight.shape[1])
         session = DraftSession(self.drafter, self.policy, vocabulary)
         session.prepare()
         return session
 
+    def can_continue(self, session: DraftSession) -> bool:
+        """Whether a session is one of this assistant as it is now."""
+        return self._sessions.has_made(session) and session.vocabulary.device == self.drafter.head.device
+
     def return_session(self, session: DraftSession) -> None:
         """Keep a session for the next call, with its buffers."""
-        with self._lock:
-            self._idle_sessions.append(session)
+        self._sessions.give(session)
 
     def publish(self, stats: DraftingStatistics) -> None:
         """Make the counts of a finished call the last ones and add them to the total."""
         with self._lock:
             self.stats = stats
             self.stats_total.add(stats)
+
+
+@dataclass(frozen=True)
+class _Binding:
+    """What an assistant knows of the target that it is bound to."""
+
+    target: weakref.ref[PreTrainedModel]
+    vocabulary_size: int
+    forward: TargetForward
+    hook: weakref.ref[TargetHook] | None = None
 
 
 class Conversation(Bindable):
@@ -395,6 +499,10 @@ class Conversation(Bindable):
             raise NotBoundError("bind the assistant to a target before starting a conversation.")
         self.assistant = assistant
         self.session: DraftSession | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
+        # Starts anew: models and caches are not copied.
+        return Conversation(self.assistant)
 
     @property
     def target(self) -> PreTrainedModel | None:
@@ -441,19 +549,21 @@ class GenerateCall(Call):
         generation_config = arguments["generation_config"]
         eos = assistant.scored_eos_token_ids(generation_config)
         kept = None if self._conversation is None else self._conversation.session
-        # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew.
-        continues = kept is not None and kept.vocabulary.eos_token_ids == eos
+        # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew, and so do another
+        # policy and another drafter.
+        continues = kept is not None and kept.vocabulary.eos_token_ids == eos and assistant.can_continue(kept)
         self._session = kept if continues else assistant.take_session(eos)
         self._session.stats = self._stats
         self._session.stopwatch = self._stopwatch
-        assistant.prepare()
+        assistant.forward.prepare()
+        assistant.forward.require_states(assistant.drafter.reads)
         if self._stopwatch.enabled:
             self._start = self._stopwatch.now()
         self._drafting = Drafting(
             self._session,
             assistant.policy.needs,
             assistant.drafter.reads,
-            forward_of(assistant.target),
+            assistant.forward,
             generation_config,
             arguments["input_ids"],
             arguments["model_kwargs"],
@@ -492,7 +602,7 @@ def _reference(model: PreTrainedModel | None) -> ModelReference | None:
         name_or_path=model.name_or_path,
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=output_rows(model),
         local=os.path.isdir(model.name_or_path),
     )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .errors import UnsupportedError
 from .kernels import (
     block_scores_for,
     dense_scores,
@@ -17,11 +16,8 @@ from .kernels import (
     replace_rows,
     scattered_scores_for,
 )
+from .model_parts import decoder_of, input_device, is_plain, projection_of, scale_and_cap
 from .protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
-
-# Where configurations of transformers' model families write what happens to the logits after the projection.
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-_DIVISORS = ("logits_scaling",)
 
 
 class PackedRows:
@@ -35,6 +31,10 @@ class PackedRows:
         self._bias: torch.Tensor | None = None
         self._capacity = 0
         self._version: int | None = None
+
+    def forget(self) -> None:
+        """Pack all rows anew when they are next asked for, as the head's changed."""
+        self._weight = self._bias = self._version = None
 
     def update(self, head: "DynamicLMHead", shortlist: Shortlist) -> None:
         """Make row `i` the head's row for slot `i`. Does nothing where the version is the one already packed."""
@@ -104,14 +104,11 @@ class DynamicLMHead:
         Raises:
             UnsupportedError: the model has no output projection with a `[V, d]` floating-point weight.
         """
-        projection = model.get_output_embeddings()
-        weight = getattr(projection, "weight", None)
-        if weight is None or weight.dim() != 2 or not weight.is_floating_point() or weight.device.type == "meta":
-            raise UnsupportedError(
-                f"{type(model).__name__} has no output projection with a plain [vocabulary, hidden] weight in memory. "
-                "Load the drafter unquantised and without offloading."
-            )
-        return cls(weight, getattr(projection, "bias", None), *scale_and_cap(model))
+        return cls(*projection_of(model), *scale_and_cap(model))
+
+    def renewed(self) -> "DynamicLMHead":
+        """The same head without the copies that were made of its rows, for rows that were changed in place."""
+        return DynamicLMHead(self.weight, self.bias, self.logit_scale, self.soft_cap, self.token_ids)
 
     @property
     def device(self) -> torch.device:
@@ -179,19 +176,39 @@ class DynamicLMHead:
         logits = dense_scores(hidden, self.weight, out)
         return self._finish((logits if self.bias is None else logits + self.bias).float())
 
-    def agrees_with(self, model: nn.Module) -> bool:
-        """Whether decoder and head give one token the same logits as the whole model does.
+    @classmethod
+    def matching(cls, model: nn.Module) -> "DynamicLMHead | None":
+        """The head by which decoder and head give tokens the same logits as the whole model does, or None.
 
-        Families differ in what follows the decoder, and their configurations may not tell.
+        Families differ in what follows the decoder, and in what the same setting means: Granite divides by
+        `logits_scaling`, HyperCLOVA multiplies.
+
+        Raises:
+            UnsupportedError: as `from_model`.
         """
+        head = cls.from_model(model)
+        if head.agrees_with(model):
+            return head
+        if head.logit_scale != 1.0:
+            head = cls(head.weight, head.bias, 1 / head.logit_scale, head.soft_cap)
+        return head if head.agrees_with(model) else None
+
+    def agrees_with(self, model: nn.Module) -> bool:
+        """Whether decoder and head give one token the same logits as the whole model does."""
+        token_ids = torch.tensor([[1]], device=input_device(model))
         with torch.no_grad():
-            token_ids = torch.tensor([[1]], device=model.get_input_embeddings().weight.device)
             expected = model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
-            hidden = model.get_decoder()(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.weight)
-            actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
-            # What rounding may do to the logits; a missing scale, cap or transform is off by more.
-            tolerance = (1e-3 if self.weight.dtype == torch.float32 else 5e-2) * expected.abs().max()
-            return bool(((actual - expected).abs() <= tolerance).all())
+            # A decoder may be of any kind.
+            try:
+                hidden = decoder_of(model)(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.weight)
+                actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
+            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+                return False
+            # What rounding may do to the logits, also that of a quantised projection; a missing scale, cap or
+            # transform is off by more.
+            is_exact = self.weight.dtype == torch.float32 and is_plain(model.get_output_embeddings())
+            tolerance = (1e-3 if is_exact else 5e-2) * expected.abs().max()
+            return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
 
     def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""
@@ -199,18 +216,6 @@ class DynamicLMHead:
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         return finish_logits(logits, self.logit_scale, self.soft_cap)
-
-
-def scale_and_cap(model: nn.Module) -> tuple[float, float | None]:
-    """What a transformers model does to its logits after the projection, by its configuration: `finish_logits` takes
-    them."""
-    config = model.config.get_text_config()
-    scale = 1.0
-    for name in _MULTIPLIERS:
-        scale *= getattr(config, name, None) or 1.0
-    for name in _DIVISORS:
-        scale /= getattr(config, name, None) or 1.0
-    return scale, getattr(config, "final_logit_softcapping", None)
 
 
 def finish_logits(logits: torch.Tensor, logit_scale: float, soft_cap: float | None) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """Everything that changes during one `generate` call: draft, then observe what the target said, round after round."""
 
+import functools
+import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +26,25 @@ ChooseToken = Callable[[torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torc
 DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def outside_inference_mode(method: _Method) -> _Method:
+    """Run a method without gradients and outside of `torch.inference_mode`, whatever its caller does.
+
+    What a session keeps from call to call is updated in place, which torch forbids for tensors that were made in
+    inference mode as soon as somebody calls outside of it.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Leaving inference mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
 class DraftSession:
     """The drafter's cache, the policy's state and the packed rows of one text. Not shared between threads.
 
@@ -32,24 +54,35 @@ class DraftSession:
 
     def __init__(self, drafter: Drafter, policy: ShortlistPolicy, vocabulary: VocabularyInfo):
         self.vocabulary = vocabulary
-        self._head = drafter.head
         self._drafter = drafter
         self._state = policy.start(vocabulary)
         self._show = self._state.foresee if policy.needs.draft_inputs else None
         self._rows = PackedRows()
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
+        self._weights_version = drafter.weights_version
+        self._head = drafter.head
         self._backbone = drafter.start()
         # Hidden states of the target that the drafter has not read yet, and one past the last token that they are of.
         self._features: torch.Tensor | None = None
         self._features_end = 0
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
+        # Which sessions of a pool this is one of.
+        self.kind: object = None
 
     def prepare(self) -> None:
         """Copy and compile what the head needs to score the policy's shortlists."""
         if self._state.layout is not None:
             self._head.prepare_blocks(self._state.layout)
+
+    def rest(self) -> None:
+        """Forget the text, so that nothing of it is held while the session waits for another one."""
+        self._state.restart()
+        self._backbone = self._drafter.start()
+        self._features, self._features_end = None, 0
+        self._prefix = self._prefix[:0].clone()
+        self._candidates = None
 
     def begin(self, prompt: torch.Tensor, continues: bool) -> int:
         """Start on a text.
@@ -169,9 +202,23 @@ class DraftSession:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
+            self._follow_weights()
             hidden = self._backbone.advance(prefix, self._features, self._show)[-1:]
         self._features = None
         return hidden
+
+    def _follow_weights(self) -> None:
+        """Take up weights of the drafter that changed since the last round."""
+        version = self._drafter.weights_version
+        if version == self._weights_version:
+            return
+        self._weights_version = version
+        if self._head is not self._drafter.head:
+            self._head = self._drafter.head
+            self._rows.forget()
+            self.prepare()
+        if not self._drafter.keeps_states:
+            self._backbone = self._drafter.start()
 
     def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
         """Select the shortlist of a draft step and score it for every token that is expanded, fp32 `[m, width]`."""
@@ -207,3 +254,47 @@ def _probability(logits: torch.Tensor, shortlist: Shortlist, token_id: torch.Ten
     """`[1]`: the probability that the logits `[width]` give to a token of the shortlist."""
     is_token = shortlist.scored_slots == token_id
     return logits.softmax(-1).masked_fill(~is_token, 0.0).amax(keepdim=True)
+
+
+class SessionPool:
+    """Sessions that wait for the next call, with their buffers, the latest used last. Shareable between threads.
+
+    Args:
+        most: how many may wait; of more the one that has waited longest is given up.
+    """
+
+    def __init__(self, most: int = 4):
+        self._most = most
+        self._lock = threading.Lock()
+        self._idle: list[DraftSession] = []
+        # Sessions that were made before the last `clear` are not taken back.
+        self._kind = object()
+
+    def take(self, eos_token_ids: tuple[int, ...], make: Callable[[], DraftSession]) -> DraftSession:
+        """Return a waiting session for these EOS ids, or one that `make` makes."""
+        with self._lock:
+            for place in reversed(range(len(self._idle))):
+                if self._idle[place].vocabulary.eos_token_ids == eos_token_ids:
+                    return self._idle.pop(place)
+            kind = self._kind
+        session = make()
+        session.kind = kind
+        return session
+
+    def give(self, session: DraftSession) -> None:
+        """Keep a session for the next call, without the text that it was for."""
+        session.rest()
+        with self._lock:
+            if session.kind is self._kind:
+                self._idle.append(session)
+                del self._idle[: -self._most]
+
+    def has_made(self, session: DraftSession) -> bool:
+        """Whether a session was made since the last `clear`."""
+        return session.kind is self._kind
+
+    def clear(self) -> None:
+        """Give up all sessions, those that are in use when they are given back."""
+        with self._lock:
+            self._idle.clear()
+            self._kind = object()

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from .errors import UnsupportedError
 from .protocol import Draws
 from .tree_config import TreeConfig
 
 # Of children that are drawn, a later one is asked about seldom and accepted seldom: the tenth that is asked about was
 # accepted once in fifty times, where this was measured.
 MOST_DRAWN_SIBLINGS = 16
+
+# The kinds of attention layers, by transformers' names, that trees have masks for.
+_MASKED_KINDS = ("full_attention", "sliding_attention")
 
 
 class TreeGrowth:
@@ -238,6 +242,20 @@ def attention_mask(
         visible = visible & (distances < window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+
+
+def require_known_kinds(model: Any) -> None:
+    """Make sure that there is a tree mask for every kind of layer that a model has.
+
+    Raises:
+        UnsupportedError: there is none for one of them.
+    """
+    others = sorted(set(attention_windows(model.config.get_text_config())) - set(_MASKED_KINDS))
+    if others:
+        raise UnsupportedError(
+            f"{type(model).__name__} has layers of the kind {', '.join(others)}, for which this package knows no tree "
+            "mask. Draft chains with tree=False."
+        )
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

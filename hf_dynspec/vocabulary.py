@@ -1,11 +1,13 @@
 """Which token ids both models and the tokenizer share."""
 
+import warnings
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .drafters import CausalLMDrafter, Drafter
 from .errors import UnsupportedError
+from .model_parts import output_rows
 
 # Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
 # its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
@@ -16,27 +18,43 @@ _ALTERNATIVE = (
 )
 
 
-def shared_tokenizer(target: PreTrainedModel, drafter: Drafter) -> Any:
-    """Return the tokenizer of both models, looked up where each was loaded from, on this computer only.
+def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = None) -> Any:
+    """Return the tokenizer of both models: the one that is given, or the one found where either was loaded from, on
+    this computer only.
+
+    Warns where two models have sources of their own and their tokenizers cannot both be known.
+
+    Args:
+        target: the model that verifies.
+        drafter: the model that drafts. A head that was made for the target has no tokenizer of its own.
+        given: the tokenizer that the caller says both have.
 
     Returns:
-        The tokenizer, or None where neither model came with one.
+        The tokenizer, or None where it is not known.
 
     Raises:
-        UnsupportedError: the two have different tokenizers.
+        UnsupportedError: the two have different tokenizers, or one of them has another than the given one.
     """
-    ours = local_tokenizer(target)
-    own_source = isinstance(drafter, CausalLMDrafter) and drafter.model.name_or_path != target.name_or_path
-    theirs = local_tokenizer(drafter.model) if own_source else None
-    if ours is None or theirs is None:
-        return ours if theirs is None else theirs
-    own_vocabulary, other_vocabulary = ours.get_vocab(), theirs.get_vocab()
-    if own_vocabulary != other_vocabulary:
-        raise UnsupportedError(
-            f"the target's tokenizer ({len(own_vocabulary):,} entries) and the drafter's ({len(other_vocabulary):,}) "
-            f"differ. {_ALTERNATIVE}"
-        )
-    return ours
+    known = {"the given tokenizer": given, "the target's tokenizer": local_tokenizer(target)}
+    if isinstance(drafter, CausalLMDrafter):
+        is_same_source = bool(target.name_or_path) and drafter.model.name_or_path == target.name_or_path
+        its = "the target's tokenizer" if is_same_source else "the drafter's tokenizer"
+        known[its] = known.get(its) or local_tokenizer(drafter.model)
+        if known[its] is None or (given is None and known["the target's tokenizer"] is None):
+            warnings.warn(
+                "the tokenizers of target and drafter could not be compared, as they are not both known here. If they "
+                "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers.",
+                stacklevel=3,
+            )
+    known = {name: tokenizer for name, tokenizer in known.items() if tokenizer is not None}
+    vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items()}
+    for name, vocabulary in vocabularies.items():
+        first, expected = next(iter(vocabularies.items()))
+        if vocabulary != expected:
+            raise UnsupportedError(
+                f"{first} ({len(expected):,} entries) and {name} ({len(vocabulary):,}) differ. {_ALTERNATIVE}"
+            )
+    return next(iter(known.values()), None)
 
 
 def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer: Any) -> int:
@@ -50,7 +68,7 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
     Raises:
         UnsupportedError: the models' vocabularies differ by more than padding, or the drafter's holds other ids.
     """
-    target_rows = target.get_output_embeddings().weight.shape[0]
+    target_rows = output_rows(target)
     draftable = drafter.head.token_ids
     # A head that leaves tokens out says which ones it has, and was made for this target.
     drafter_rows = drafter.head.weight.shape[0] if draftable is None else target_rows

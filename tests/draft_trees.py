@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 
 from hf_dynspec import TreeConfig
+from hf_dynspec.generation import verification
 from hf_dynspec.generation.processing import draw_several
+from hf_dynspec.generation.verification import Outcome, ProcessRow, followed, outcome_of, walk
 from hf_dynspec.protocol import Candidates, Shortlist
 from hf_dynspec.tree import DrawnTreeGrowth
 
@@ -85,3 +87,11 @@ def drawn_tree(
     token_ids, scores, parents, depths = grown.choose()
     shortlists = (Shortlist(torch.arange(rows.shape[1]), 0),) * levels
     return Candidates(token_ids, shortlists, (), parents, depths, scores, grown.draws())
+
+
+def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outcome:
+    """What the target accepts, by a walk that looks at values as it goes or by one that does not, as
+    `is_free_to_look` says."""
+    device = candidates.token_ids.device
+    looks = verification.is_free_to_look(device)
+    return outcome_of(followed(list(walk(candidates, process, do_sample, device, looks))))

@@ -50,7 +50,7 @@ def tiny_t5() -> T5ForConditionalGeneration:
 def test_unbinding_restores_the_target(target, drafter):
     before = dict(target.__dict__)
     assistant = DynSpecAssistant(drafter, target=target)
-    assert set(target.__dict__) - set(before) == {"generate"}
+    assert set(target.__dict__) - set(before) == {"generate", "_get_candidate_generator"}
     assert assistant.target is target
     assistant.unbind()
     assert target.__dict__ == before
@@ -249,15 +249,13 @@ def test_an_assistant_bound_to_another_model_is_refused(target, drafter):
     refused(NotBoundError, r"bind\(target\)", target, drafter, lambda: greedy(target, assistant))
 
 
-def test_the_method_of_the_class_is_refused(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    refused(
-        NotBoundError,
-        r"target\.generate",
-        target,
-        drafter,
-        lambda: type(target).generate(target, prompt(), assistant_model=assistant, max_new_tokens=3),
-    )
+@pytest.mark.parametrize("policy", POLICY_CASES)
+def test_the_method_of_the_class_drafts_in_transformers_loop(policy, target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target)
+    call = {"max_new_tokens": 16, "do_sample": False}
+    output = type(target).generate(target, prompt(), assistant_model=assistant, **call)
+    assert torch.equal(output, type(target).generate(target, prompt(), **call))
+    assert assistant.stats.accepted > 0 and assistant.stats.tokens == 16
 
 
 UNSUPPORTED = {
@@ -283,12 +281,12 @@ def test_unsupported_arguments_are_refused(name, target, drafter):
 
 
 PASSED = ("by keyword", "by position", "as the target's own")
-# A cache that only the target's defaults name is not what the caller asked for; it has a test of its own.
+# A cache that only the target's defaults name, or none, is not what the caller asked for: tests of their own.
 BY_CONFIG = [
     (name, passed)
     for name in ("beams", "return sequences", "no cache", "a static cache by name")
     for passed in PASSED
-    if (name, passed) != ("a static cache by name", "as the target's own")
+    if (name, passed) not in (("a static cache by name", "as the target's own"), ("no cache", "as the target's own"))
 ]
 
 
@@ -317,6 +315,14 @@ def test_a_static_cache_by_default_gives_way_to_a_dynamic_one(target, drafter):
     assert torch.equal(output.sequences, expected)
     assert type(output.past_key_values) is DynamicCache
     assert target.generation_config.cache_implementation == "static"
+
+
+def test_no_cache_by_default_gives_way_to_one(target, drafter):
+    """MPT's configuration says so, and plain generation then reads everything anew for each token."""
+    expected = greedy(target)
+    target.generation_config.use_cache = False
+    assert torch.equal(greedy(target, DynSpecAssistant(drafter, target=target)), expected)
+    assert target.generation_config.use_cache is False
 
 
 def test_a_configuration_that_says_nothing_leaves_the_targets_own_refused(target, drafter):

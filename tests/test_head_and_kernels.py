@@ -106,17 +106,63 @@ def test_the_heads_weight_is_neither_copied_nor_written_to():
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("spoil", ["removed", "quantised", "not in memory"])
-def test_models_without_a_plain_projection_are_refused(spoil):
+@pytest.mark.parametrize("spoil", ["removed", "of another kind", "not in memory"])
+def test_models_without_a_projection_are_refused(spoil):
     model = tiny()
     if spoil == "removed":
         model.lm_head = torch.nn.Identity()
-    elif spoil == "quantised":
+    elif spoil == "of another kind":
         model.lm_head.weight = torch.nn.Parameter(torch.zeros(301, 32, dtype=torch.int8), requires_grad=False)
     else:
         model.lm_head.to("meta")
-    with pytest.raises(UnsupportedError, match="unquantised and without offloading"):
+    with pytest.raises(UnsupportedError, match="no output projection from hidden states to a vocabulary in memory"):
         DynamicLMHead.from_model(model)
+
+
+class Int8Linear(torch.nn.Linear):
+    """A projection whose weight is held in 8 bits, as quantisation packages hold it."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        rounded = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight, self.bias = torch.nn.Parameter(rounded, requires_grad=False), linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight.to(hidden) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("quantise", [Int8Linear, "by torch"])
+@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantised_projections_are_asked_what_they_do(quantise, family):
+    """Their weights, and biases, are the rows of a matrix as any other's; in either role."""
+    model = tiny(family)
+    if quantise == "by torch":
+        of_one = torch.nn.Sequential(model.lm_head)
+        model.lm_head = torch.ao.quantization.quantize_dynamic(of_one, dtype=torch.qint8)[0]
+    else:
+        model.lm_head = quantise(model.lm_head)
+    head = DynamicLMHead.from_model(model)
+    hidden = random(3, 32)
+    actual, expected = head.scores(hidden, Shortlist(torch.arange(301), 0), PackedRows()), model.lm_head(hidden)
+    assert (actual - expected).abs().max() <= 0.03 * expected.abs().max()
+    target = tiny(family)
+    assistant = DynSpecAssistant(model, "hybrid", target=target)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(
+        target.generate(some_ids(9)[None], assistant_model=assistant, **arguments),
+        target.generate(some_ids(9)[None], **arguments),
+    )
+    assert assistant.stats.accepted > 6
+    if quantise == "by torch":
+        return  # it scales all rows of a batch alike, so that what a target says depends on what is read beside it
+    assistant = DynSpecAssistant(target, "hybrid", target=model)
+    assert torch.equal(
+        model.generate(some_ids(9)[None], assistant_model=assistant, **arguments),
+        model.generate(some_ids(9)[None], **arguments),
+    )
 
 
 # Packed rows ---------------------------------------------------------------------------------------------------------
@@ -440,11 +486,12 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
 
     plain, own, fast = outputs()
     assert own == 0 and fast > 1, "the fast product did not run"
+    output, _, fast = outputs(replace_weight)
+    assert torch.equal(output, plain) and fast > 1, "the fast product did not follow the weight"
     changes = {
         "hook on the model": lambda target: target.register_forward_hook(lambda *args: None),
         "hook before the model": lambda target: target.register_forward_pre_hook(lambda *args: None),
         "hook on the projection": lambda target: target.get_output_embeddings().register_forward_hook(lambda *_: None),
-        "another weight": replace_weight,
         "another projection": replace_projection,
         "a forward of its own": lambda target: setattr(target, "forward", target.forward),
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import draft_trees
 import pytest
 import torch
-from draft_trees import Path, drawn_tree
+from draft_trees import Path, drawn_tree, verify
 from eagle_heads import random_head
 from models import POLICY_CASES, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from scipy import stats as scipy_stats
@@ -31,7 +31,6 @@ from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
 from hf_dynspec.generation import decoding, verification
 from hf_dynspec.generation.processing import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.generation.token_choice import TokenChoice
-from hf_dynspec.generation.verification import verify
 from hf_dynspec.protocol import Candidates, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.
@@ -299,18 +298,18 @@ def test_the_first_two_tokens_from_trees(processors, target, drafter):
 
 def test_a_wrong_acceptance_of_trees_would_be_noticed(target, drafter, monkeypatch):
     """The negative control: what the tree holds is accepted more often than it should be."""
-    verify = decoding.verify
+    walk = decoding.walk
 
-    def wrong(candidates, process, do_sample, device):
+    def wrong(candidates, process, do_sample, device, looks):
         def likelier(row, path):
             scores = process(row, path)
             if candidates is not None:
                 scores[0, candidates.token_ids[candidates.parents + 1 == row]] += 2.0
             return scores
 
-        return verify(candidates, likelier, do_sample, device)
+        return walk(candidates, likelier, do_sample, device, looks)
 
-    monkeypatch.setattr(decoding, "verify", wrong)
+    monkeypatch.setattr(decoding, "walk", wrong)
     torch.manual_seed(7)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
     assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
@@ -349,7 +348,6 @@ def count_texts(p: Table, q: Table, vocabulary: int, length: int, config: TreeCo
                 candidates,
                 lambda row, path, text=text: p((*text, *path[0].tolist())).log().unsqueeze(0),
                 True,
-                torch.device("cpu"),
             )
             deep += max(0, outcome.accepted - 1)
             text = (*text, *outcome.token_ids.tolist())
@@ -390,7 +388,7 @@ WALKS = [(name, True) for name in TABLES] + [("far apart", False), ("fewer token
 def test_texts_from_drawn_trees(name, is_free_to_look, monkeypatch):
     """Several successive tokens together, over as many rounds as they take; by a walk that looks at values as it goes,
     as on a CPU, and by one that does not."""
-    monkeypatch.setattr(verification, "_is_free_to_look", lambda device: is_free_to_look)
+    monkeypatch.setattr(verification, "is_free_to_look", lambda device: is_free_to_look)
     torch.manual_seed(13)
     vocabulary, p, q, length = TABLES[name]
     counts, deep = count_texts(p, q, vocabulary, length, TreeConfig(total_tokens=14, depth=1, top_k=4))
@@ -434,9 +432,7 @@ def test_a_drafter_that_is_the_target_is_always_right():
     p, config = table(1, 6, 1.0), TreeConfig(total_tokens=20, depth=3, top_k=3)
     for _ in range(300):
         candidates = drawn_tree(p, config)
-        outcome = verify(
-            candidates, lambda row, path: p(tuple(path[0].tolist())).log().unsqueeze(0), True, torch.device("cpu")
-        )
+        outcome = verify(candidates, lambda row, path: p(tuple(path[0].tolist())).log().unsqueeze(0), True)
         assert outcome.accepted == 4
         node = -1
         for row in outcome.rows[1:].tolist():
@@ -456,7 +452,7 @@ def test_slots_that_do_not_count_are_not_accepted():
         token_ids, scores, parents, depths = growth.choose()
         assert (scores > -torch.inf).tolist() == [True, True, False, False]
         candidates = Candidates(token_ids, (Shortlist(ids[0], 0),), (), parents, depths, scores, growth.draws())
-        counts[verify(candidates, lambda row, path: p.log().unsqueeze(0), True, p.device).token_ids[0]] += 1
+        counts[verify(candidates, lambda row, path: p.log().unsqueeze(0), True).token_ids[0]] += 1
     assert chi_square(counts, p, at_least=3) > FALSE_ALARM
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..model_parts import unwrapped
 from .base import Drafter, DrafterState
 from .causal_lm import CausalLMDrafter
 from .eagle import EagleDrafter
@@ -11,7 +12,7 @@ __all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_dra
 
 
 def as_drafter(drafter: Any) -> Drafter:
-    """Return a drafter as it is, or wrap a transformers causal language model.
+    """Return a drafter as it is, or wrap a transformers causal language model, also one in a wrapper (`unwrapped`).
 
     Raises:
         UnsupportedError: neither of the two, or a model that cannot draft.
@@ -20,8 +21,9 @@ def as_drafter(drafter: Any) -> Drafter:
 
     if isinstance(drafter, Drafter):
         return drafter
-    if isinstance(drafter, PreTrainedModel):
-        return CausalLMDrafter(drafter)
+    model = unwrapped(drafter)
+    if isinstance(model, PreTrainedModel):
+        return CausalLMDrafter(model)
     raise UnsupportedError(
         f"a drafter must be a transformers causal language model or an EagleDrafter, got {type(drafter).__name__}. "
         "Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."

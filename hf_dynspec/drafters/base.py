@@ -93,12 +93,31 @@ class Drafter(ABC):
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
 
+    @property
+    def weights_version(self) -> int:
+        """A number that changes when the drafter's weights do. Looked at at the start of a round, and nowhere else:
+        then whatever copies there are of weights, the head's among them, are made anew from what is there, and states
+        that remember what old weights said are started anew, except where it could not be had again."""
+        return 0
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states go on when weights change, as what they were computed from is not at hand any more."""
+        return bool(self.reads)
+
     def require_target(self, target: Any) -> None:  # noqa: B027
         """Make sure that the hidden states of a target, a model of transformers, are those that this reads.
 
         Raises:
             ArtifactError: they have another size.
             UnsupportedError: the target has too few layers.
+        """
+
+    def require_trees(self) -> None:  # noqa: B027
+        """Make sure that trees can be drafted.
+
+        Raises:
+            UnsupportedError: they cannot.
         """
 
     @abstractmethod

@@ -1,16 +1,19 @@
 """Any decoder-only causal language model of transformers as an independent drafter."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..head import DynamicLMHead
-from ..tree import attention_mask, attention_windows
+from ..model_parts import decoder_of, input_device
+from ..tree import attention_mask, attention_windows, require_known_kinds
 from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
-from .traced_step import cache_of, layers_of, trace_step
+from .traced_step import TracedStep, cache_of, layers_of, trace_step
+from .weights_watch import WeightsWatch
 
 
 class CausalLMDrafter(Drafter):
@@ -36,15 +39,123 @@ class CausalLMDrafter(Drafter):
                 "Use an attention-only model as the drafter."
             )
         self.model = model
-        self.decoder = model.get_decoder()
-        self.head = DynamicLMHead.from_model(model)
-        if not self.head.agrees_with(model):
-            raise UnsupportedError(
-                f"{type(model).__name__} does something between its decoder and its logits that this package does not "
-                "know, so shortlist logits would be wrong. Use another drafter."
-            )
-        self.step = trace_step(model)
         self.windows = attention_windows(model.config.get_text_config())
+        self._lock = threading.Lock()
+        self._version = 0
+        self.head = self._checked_head()
+        self._projection_watch = WeightsWatch(model.get_output_embeddings(), samples=True)
+        self._watch = WeightsWatch(self.decoder)
+        self.has_own_layers = _has_own_layers(model)
+        self.step = None if self.has_own_layers else trace_step(model, self._watch)
+        self._require_cache()
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The model without its output projection."""
+        return decoder_of(self.model)
+
+    @property
+    def weights_version(self) -> int:
+        with self._lock:
+            projection = self.model.get_output_embeddings()
+            if projection is not self._projection_watch.module:
+                self._projection_watch = WeightsWatch(projection, samples=True)
+                self._take_up_projection()
+            elif self._projection_watch.has_changed():
+                self._take_up_projection()
+            if self.decoder is not self._watch.module:
+                self._watch = WeightsWatch(self.decoder)
+                self._take_up_decoder()
+            elif self._watch.has_changed() or (self.step is not None and not self.step.still_holds()):
+                self._take_up_decoder()
+            return self._version
+
+    def _take_up_projection(self) -> None:
+        self.head = self._checked_head()
+        self._version += 1
+
+    def _take_up_decoder(self) -> None:
+        # Weights are the trace's input; the decoder's parts, settings and hooks are what it must have been made with.
+        self.step = None if self.has_own_layers else trace_step(self.model, self._watch)
+        self._version += 1
+
+    def _checked_head(self) -> DynamicLMHead:
+        head = DynamicLMHead.matching(self.model)
+        if head is not None:
+            return head
+        name = type(self.model).__name__
+        if self.model.training:
+            raise UnsupportedError(
+                f"{name} is in training mode, in which it says something else each time: call eval()."
+            )
+        raise UnsupportedError(
+            f"{name} does something between its decoder and its logits that this package does not know, so shortlist "
+            "logits would be wrong. Use another drafter."
+        )
+
+    @torch.no_grad()
+    def _require_cache(self) -> None:
+        """Make sure that a draft step sees the tokens before it.
+
+        Raises:
+            UnsupportedError: the model's decoder ignores its cache, or keeps one that cannot be rolled back.
+        """
+        text = self._some_tokens(4)
+        name = type(self.model).__name__
+        try:
+            together, one_by_one = self.start(), self.start()
+            expected = together.advance(text)[-1]
+            one_by_one.advance(text[:2])
+            one_by_one.draft(text[3:])
+            one_by_one.truncate(2)
+            one_by_one.draft(text[2:3])
+            actual = one_by_one.draft(text[3:])[-1]
+        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"{name} cannot draft token by token, as its cache cannot be rolled back: {error!s:.200}. Use a "
+                "drafter with attention layers alone."
+            ) from error
+        if not _are_close(actual, expected):
+            raise UnsupportedError(
+                f"{name} cannot draft token by token: its decoder does not heed the cache that it is given. Use "
+                "another drafter."
+            )
+
+    @torch.no_grad()
+    def require_trees(self) -> None:
+        text = self._some_tokens(16)
+        name = type(self.model).__name__
+        require_known_kinds(self.model)
+        if self.has_own_layers:
+            raise UnsupportedError(
+                f"{name} keeps more than keys and values of what it has read, such as positions or convolutions of "
+                "the tokens before, which changes with the others of a tree. Draft chains with tree=False."
+            )
+        try:
+            alone, tree = self.start(), self.start()
+            alone.advance(text[:4])
+            for token_id in text[-2:].split(1):
+                expected = alone.draft(token_id)[-1]
+            tree.advance(text[:4])
+            first = text[4:15]
+            tree.draft(first, torch.zeros_like(first))
+            parents = torch.full((3,), first.shape[0] - 1, dtype=torch.int64, device=text.device)
+            actual = tree.draft(text[-3:], parents)[-1]
+        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"{name} cannot draft a tree of tokens, as it takes no tree mask: {error!s:.200}. Draft chains with "
+                "tree=False."
+            ) from error
+        if not _are_close(actual, expected):
+            raise UnsupportedError(
+                f"{name} cannot draft a tree of tokens: what it says of one changes with the others beside it, as its "
+                "attention goes by places in the cache (a window, or biases by distance). Draft chains with "
+                "tree=False."
+            )
+
+    def _some_tokens(self, count: int) -> torch.Tensor:
+        """int64 `[count]`."""
+        return torch.arange(1, count + 1, device=input_device(self.model)) % self.head.weight.shape[0]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
@@ -61,22 +172,39 @@ class CausalLMDrafter(Drafter):
         return CausalLMState(self)
 
 
+def _has_own_layers(model: PreTrainedModel) -> bool:
+    """Whether the model's cache has more than keys and values, such as an indexer's or a convolution's states."""
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return any(hasattr(one, state) for one in layers for state in ("indexer_keys", "conv_states"))
+
+
+def _are_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
+    return bool(((actual.float() - expected.float()).abs() <= tolerance).all())
+
+
 class CausalLMState(DrafterState):
     """A growing key-value cache that is rolled back to the verified prefix after each round.
 
     Every layer keeps all positions, those with a sliding window too (their masks still hide what lies outside it): a
-    window that forgets could not be rolled back past what a rejected draft pushed out of it.
+    window that forgets could not be rolled back past what a rejected draft pushed out of it. Only models whose layers
+    keep more than keys and values have a cache of transformers' own making.
     """
 
     def __init__(self, drafter: CausalLMDrafter):
         self._drafter = drafter
         self._decoder = drafter.decoder
-        self._step = drafter.step
+        self._step: TracedStep | None = drafter.step
+        self._weights: list[torch.Tensor] = []
         self._windows = drafter.windows
         self._head_weight = drafter.head.weight
         # A target with more rows than the drafter may say a token that the drafter has no embedding for.
         self._largest_id = drafter.head.weight.shape[0] - 1
         self._layers: list[torch.Tensor] = []
+        self._cache: DynamicCache | None = None
+        if drafter.has_own_layers:
+            self._cache = DynamicCache(config=drafter.model.config.get_text_config())
+            self._cache.activate_past_recording()
         self._length = 0
         self._tree: _Tree | None = None
         # The hidden states of the last tokens in the cache, `[r, d]`, from the newest that was verified on; and those
@@ -92,6 +220,8 @@ class CausalLMState(DrafterState):
         self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
     ) -> torch.Tensor:
         self.truncate(self._length)
+        if self._step is not None:
+            self._weights = self._step.weights()
         unread = prefix[self._length :].clamp_max(self._largest_id)
         before = self._hidden[-1:]
         if show is not None and unread.shape[0] == 1:
@@ -129,7 +259,10 @@ class CausalLMState(DrafterState):
     def truncate(self, length: int) -> None:
         # The nodes of a tree lie one after another in the cache, so none of them can stay.
         length = min(length, self._length)
-        if length < self._length or self._tree is not None:
+        if self._cache is not None and self._length:
+            nodes = 0 if self._tree is None else self._tree.level_of.shape[0]
+            self._cache.crop(length - self._length - nodes)
+        elif length < self._length or self._tree is not None:
             self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
         kept = self._hidden.shape[0] - (self._length - length)
         self._hidden = self._hidden[: max(0, kept)]
@@ -139,9 +272,8 @@ class CausalLMState(DrafterState):
     def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Append tokens one after another and return their hidden states, `[m, d]`."""
         if self._step is not None and self._layers and token_ids.shape[0] == 1:
-            position = torch.full((1, 1), self._length, dtype=torch.int64, device=token_ids.device)
-            hidden, *self._layers = self._step(token_ids.unsqueeze(0), position, *self._layers)
-            hidden = hidden[0].to(self._head_weight)
+            hidden, self._layers = self._step.run(self._weights, token_ids, self._length, self._layers)
+            hidden = hidden.to(self._head_weight)
         else:
             hidden = self._run(token_ids)
         self._length += token_ids.shape[0]
@@ -149,9 +281,10 @@ class CausalLMState(DrafterState):
 
     def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the decoder on tokens, `[m]`, and keep their keys and values."""
-        cache = cache_of(self._layers)
+        cache = cache_of(self._layers) if self._cache is None else self._cache
         hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True, **inputs)[0]
-        self._layers = layers_of(cache)
+        if self._cache is None:
+            self._layers = layers_of(cache)
         return hidden[0].to(self._head_weight)
 
     def _tree_inputs(self, width: int) -> dict[str, Any]:

@@ -11,8 +11,11 @@ A step is a handful of operations over fused weights: no modules, no masks for c
 """
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
@@ -25,6 +28,7 @@ from ..errors import ArtifactError, UnsupportedError
 from ..head import DynamicLMHead
 from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
 from .eagle_checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, read_checkpoint, write_checkpoint
+from .weights_watch import WeightsWatch, stamp
 
 _FIRST_CAPACITY = 256
 
@@ -51,18 +55,48 @@ class EagleDrafter(Drafter):
     """
 
     def __init__(self, checkpoint: EagleCheckpoint, target: PreTrainedModel, dtype: torch.dtype | None = None):
-        shared = _head_of(target)
         _require_fit(checkpoint, target)
-        device, dtype = shared.weight.device, dtype or shared.weight.dtype
         self.checkpoint = checkpoint
         self.settings = checkpoint.settings
         self.reads = _hidden_states_read(checkpoint.settings, target.config.get_text_config().num_hidden_layers)
-        self.head = _choose_head(checkpoint, shared, dtype)
-        self.weights = _Weights.fuse(checkpoint, device, dtype)
-        self.rotary = _Rotary(checkpoint.settings, device, dtype)
-        own = checkpoint.tensors.get("embed_tokens.weight")
+        self._target = weakref.ref(target)
+        self._dtype = dtype
+        self._lock = threading.Lock()
+        self._version = 0
+        self._take_up(target)
+        self.rotary = _Rotary(checkpoint.settings, self.head.device, self.weights.qkv.dtype)
+
+    def _take_up(self, target: PreTrainedModel) -> None:
+        """Reference what the target lends, and fuse the checkpoint's own weights."""
+        shared = _head_of(target)
+        device, dtype = shared.weight.device, self._dtype or shared.weight.dtype
+        self.head = _choose_head(self.checkpoint, shared, dtype)
+        self.weights = _Weights.fuse(self.checkpoint, device, dtype)
+        own = self.checkpoint.tensors.get("embed_tokens.weight")
         self.embedding = (
             target.get_input_embeddings().weight.detach() if own is None else own.to(device=device, dtype=dtype)
+        )
+        self._watch = WeightsWatch(target.get_output_embeddings(), samples=True)
+        self._stamp = self._stamp_now(target)
+
+    def _stamp_now(self, target: PreTrainedModel) -> list[Any]:
+        return stamp([*self.checkpoint.tensors.values(), target.get_input_embeddings().weight], samples=True)
+
+    @property
+    def weights_version(self) -> int:
+        with self._lock:
+            target = self._target()
+            # A target that is gone lends what it lent last.
+            if target is not None and self._has_changed(target):
+                self._take_up(target)
+                self._version += 1
+            return self._version
+
+    def _has_changed(self, target: PreTrainedModel) -> bool:
+        return (
+            target.get_output_embeddings() is not self._watch.module
+            or self._watch.has_changed()
+            or self._stamp_now(target) != self._stamp
         )
 
     @classmethod

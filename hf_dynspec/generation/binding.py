@@ -1,13 +1,17 @@
 """How an assistant attaches to one target model, and to nothing else.
 
-Binding sets one attribute on the target object: a `generate` that refuses what cannot work before any work is done,
-and otherwise runs the target's own `generate` with the decoding loop of this package in it. Calls with another
-assistant, or with none, go straight to the method of the class. Unbinding the last assistant removes the attribute.
+Binding sets two attributes on the target object. `generate` refuses what cannot work before any work is done, and
+otherwise runs whatever `generate` the object had before with the decoding loop of this package in it. Where that is
+not what was called, because it was looked up before the assistant was bound, transformers' own loop asks the object's
+`_get_candidate_generator`, which drafts for it. Calls with another assistant, or with none, go straight on. When the
+last assistant is unbound or gone, so are the attributes.
 """
 
 import copy
 import functools
 import inspect
+import threading
+import types
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,9 +19,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..errors import NotBoundError, UnsupportedError
+from ..model_parts import require_real_tokens
+from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
 from .drafting import Drafting
 from .target import TargetForward
@@ -25,6 +39,22 @@ from .target import TargetForward
 _FIX = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
 _CACHES_THAT_CAN_BE_CROPPED = (None, "dynamic", "dynamic_full", "offloaded")
+
+# The attributes that are set on a target.
+_HOOKED = ("generate", "_get_candidate_generator")
+
+# Ways to generate that transformers chooses by a setting, and that leave no place for an assistant.
+_OTHER_METHODS = {
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "prompt_lookup_num_tokens": "prompt lookup, another way of drafting",
+    "assistant_early_exit": "early exit, another way of drafting",
+    "use_mtp": "multi-token prediction, another way of drafting",
+    "speculation_type": "another way of drafting",
+    "assistant_ensemble_weight": "ensemble verification, whose output is not the target's own",
+}
 
 
 class Call(ABC):
@@ -71,69 +101,118 @@ class Bindable(ABC):
 
 
 class TargetHook:
-    """The `generate` that stands in for the target's own while assistants are bound to it."""
+    """What stands on a target in the place of `generate` while assistants are bound to it.
 
-    def __init__(self, target: PreTrainedModel):
+    Args:
+        target: the model. It is not kept alive from here.
+        previous: the attributes of the object that this takes the place of, by name.
+    """
+
+    def __init__(self, target: PreTrainedModel, previous: dict[str, Any]):
         self._target = weakref.ref(target)
-        self.assistants: weakref.WeakSet[Bindable] = weakref.WeakSet()
-
-    @functools.cached_property
-    def forward(self) -> TargetForward:
-        """What runs the target. Made when it is first asked for, as a target that is being copied has no parts yet."""
-        return TargetForward(self._target())
+        self._previous = previous
+        # By assistant, none of which is kept alive from here.
+        self._forwards: dict[weakref.ref[Bindable], TargetForward] = {}
 
     def __reduce__(self):
         # A copied or unpickled target gets a hook of its own, to which no assistant is bound.
-        return TargetHook, (self._target(),)
+        return TargetHook, (self._target(), self._previous)
+
+    def add(self, assistant: Bindable, forward: TargetForward) -> None:
+        """Accept an assistant, for as long as it is there."""
+        this = weakref.ref(self)
+
+        def forget(gone: "weakref.ref[Bindable]") -> None:
+            hook = this()
+            if hook is not None:
+                hook._forget(gone)
+
+        self._forwards[weakref.ref(assistant, forget)] = forward
+
+    def remove(self, assistant: Bindable) -> None:
+        """Accept an assistant no longer."""
+        self._forget(weakref.ref(assistant))
+
+    def _forget(self, assistant: "weakref.ref[Bindable]") -> None:
+        with _lock:
+            self._forwards.pop(assistant, None)
+            if not self._forwards:
+                self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Put back what was there, but for what somebody else has put in its place by now: that calls this hook, which
+        then does nothing but go on to what was there."""
+        target = self._target()
+        for name in _HOOKED if target is not None else ():
+            if getattr(vars(target).get(name), "__self__", None) is not self:
+                continue
+            delattr(target, name)
+            if name in self._previous:
+                setattr(target, name, self._previous[name])
+
+    def forward_of(self, assistant: Bindable) -> TargetForward | None:
+        """What runs the target for an assistant that is bound to it through this."""
+        return self._forwards.get(weakref.ref(assistant))
+
+    def _inner(self, name: str) -> Callable[..., Any]:
+        """What is called in the end: the attribute that the object had, or the method of its class."""
+        target = self._target()
+        return self._previous.get(name) or types.MethodType(getattr(type(target), name), target)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`target.generate`, with a check of the arguments where the assistant is one of ours."""
-        target = self._target()
-        generate = type(target).generate
-        named = _by_name(generate, args, kwargs)
-        assistant = named.get("assistant_model")
+        inner = self._inner("generate")
+        if not self._forwards:
+            self._withdraw()
+            return inner(*args, **kwargs)
+        call = _Arguments(inner, args, kwargs)
+        assistant = call.get("assistant_model")
         if not isinstance(assistant, Bindable):
-            return generate(target, *args, **kwargs)
-        if assistant.owner not in self.assistants:
+            return inner(*args, **kwargs)
+        target = self._target()
+        if assistant.target is not target:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {_FIX}.")
-        check_call(target, named)
-        named = _with_stop_strings(_with_dynamic_cache(target, named))
-        del named["assistant_model"]
-        with assistant.open_call() as call:
-            loop = functools.partial(decode, drafting_call=call, token_streamer=named.get("streamer"))
-            return generate(target, **{**named, "custom_generate": loop})
+        if self.forward_of(assistant.owner) is None or not call.accepts("custom_generate"):
+            # A hook below this one knows it, or a subclass's own `generate` calls transformers' with what it takes.
+            return inner(*args, **kwargs)
+        check_call(target, call)
+        _prepare_cache(target, call)
+        _prepare_stop_strings(target, call)
+        _heal_tokens(target, call)
+        call.remove("assistant_model")
+        with assistant.open_call() as opened:
+            loop = functools.partial(decode, drafting_call=opened, token_streamer=call.get("streamer"))
+            call.set("custom_generate", loop)
+            return inner(*call.args, **call.kwargs)
+
+    def candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """`target._get_candidate_generator`, which transformers' own loop asks with keyword arguments."""
+        assistant = kwargs.get("assistant_model")
+        if not isinstance(assistant, Bindable) or self.forward_of(assistant.owner) is None:
+            return self._inner("_get_candidate_generator")(*args, **kwargs)
+        names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
+        return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 
 
-def attach(target: PreTrainedModel, assistant: Bindable, drafts_trees: bool) -> None:
-    """Let `target.generate` accept an assistant.
-
-    Raises:
-        UnsupportedError: the assistant drafts trees, and the target cannot verify them.
-    """
-    hook = _hook_of(target) or TargetHook(target)
-    if drafts_trees:
-        hook.forward.require_trees()
-    target.generate = hook.generate
-    hook.assistants.add(assistant)
+# Held while attributes of any target are set and taken back. It may be asked for again while it is held, as assistants
+# can go at any time.
+_lock = threading.RLock()
 
 
-def forward_of(target: PreTrainedModel) -> TargetForward:
-    """What runs a target that an assistant is attached to."""
-    return _hook_of(target).forward
-
-
-def detach(target: PreTrainedModel, assistant: Bindable) -> None:
-    """Undo `attach`."""
-    hook = _hook_of(target)
-    if hook is None:
-        return
-    hook.assistants.discard(assistant)
-    if not hook.assistants:
-        del target.generate
+def attach(target: PreTrainedModel, assistant: Bindable, forward: TargetForward) -> TargetHook:
+    """Let `target.generate` accept an assistant. Returns what `TargetHook.remove` takes it back with."""
+    with _lock:
+        hook = _hook_of(target)
+        if hook is None:
+            hook = TargetHook(target, {name: vars(target)[name] for name in _HOOKED if name in vars(target)})
+            target.generate = hook.generate
+            target._get_candidate_generator = hook.candidate_generator
+        hook.add(assistant, forward)
+        return hook
 
 
 def _hook_of(target: PreTrainedModel) -> TargetHook | None:
-    owner = getattr(target.__dict__.get("generate"), "__self__", None)
+    owner = getattr(vars(target).get("generate"), "__self__", None)
     return owner if isinstance(owner, TargetHook) else None
 
 
@@ -174,80 +253,151 @@ def _check_sharding(target: PreTrainedModel) -> None:
         )
 
 
-def _asked_cache_implementation(kwargs: dict[str, Any]) -> str | None:
-    """The cache that the caller asked for, by keyword or in a configuration of this call."""
-    config = kwargs.get("generation_config")
-    return kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+# The arguments of a call ---------------------------------------------------------------------------------------------
 
 
-def _with_dynamic_cache(target: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Ask for a dynamic cache where only the target's own defaults name another, as Gemma 2's do."""
+class _Arguments:
+    """The arguments of a call of some `generate`, by name and yet passed on as they came.
+
+    Args:
+        generate: what is going to be called. Positions past those that it names are those of transformers' own.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    def __init__(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.args, self.kwargs = list(args), dict(kwargs)
+        kinds = {name: one.kind for name, one in inspect.signature(generate).parameters.items()}
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [name for name, kind in kinds.items() if kind in positional]
+        if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+            self._names += list(inspect.signature(GenerationMixin.generate).parameters)[1 + len(self._names) :]
+        self._accepts_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+    def accepts(self, name: str) -> bool:
+        """Whether an argument of this name can be passed."""
+        return self._accepts_any or name in self._names
+
+    def _place(self, name: str) -> int | None:
+        place = self._names.index(name) if name in self._names else len(self.args)
+        return place if place < len(self.args) else None
+
+    def has(self, name: str) -> bool:
+        """Whether the caller passed it."""
+        return self._place(name) is not None or name in self.kwargs
+
+    def get(self, name: str) -> Any:
+        """An argument, or None where it was not passed."""
+        place = self._place(name)
+        return self.kwargs.get(name) if place is None else self.args[place]
+
+    def set(self, name: str, value: Any) -> None:
+        """Pass another value."""
+        place = self._place(name)
+        if place is None:
+            self.kwargs[name] = value
+        else:
+            self.args[place] = value
+
+    def remove(self, name: str) -> None:
+        """Pass no value."""
+        if self._place(name) is not None:
+            self.set(name, None)
+        self.kwargs.pop(name, None)
+
+    def resolved(self, target: PreTrainedModel) -> GenerationConfig:
+        """The configuration that `generate` will come to: the caller's settings, else those of a configuration that
+        was passed, else the target's own."""
+        own = (*inspect.signature(GenerationMixin.generate).parameters, "input_ids", "tokenizer", "trust_remote_code")
+        settings = {name: value for name, value in self.kwargs.items() if name not in own}
+        return target._prepare_generation_config(self.get("generation_config"), **settings)[0]
+
+    def input_ids(self) -> Any:
+        """The tokens that were passed, under either name."""
+        inputs = self.get("inputs")
+        return self.get("input_ids") if inputs is None else inputs
+
+
+def _asked_by_call(call: _Arguments, name: str) -> Any:
+    """A setting that the caller asked for, by keyword or in a configuration of this call."""
+    return call.kwargs.get(name, getattr(call.get("generation_config"), name, None))
+
+
+def _prepare_cache(target: PreTrainedModel, call: _Arguments) -> None:
+    """Ask for a dynamic cache where only the target's own defaults name another, as Gemma 2's, or none, as MPT's."""
     default = target.generation_config.cache_implementation
-    asked = _asked_cache_implementation(kwargs)
-    if default in _CACHES_THAT_CAN_BE_CROPPED or asked is not None or kwargs.get("past_key_values") is not None:
-        return dict(kwargs)
-    return {**kwargs, "cache_implementation": "dynamic"}
+    asked = _asked_by_call(call, "cache_implementation")
+    if default not in _CACHES_THAT_CAN_BE_CROPPED and asked is None and call.get("past_key_values") is None:
+        call.set("cache_implementation", "dynamic")
+    if target.generation_config.use_cache is False:
+        call.set("use_cache", True)
 
 
-def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepare_stop_strings(target: PreTrainedModel, call: _Arguments) -> None:
     """Turn stop strings into a criterion here: `generate` keeps the tokenizer that they need from other loops."""
-    config = kwargs.get("generation_config")
-    strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
+    strings = call.resolved(target).stop_strings
     if strings is None:
-        return kwargs
-    tokenizer = kwargs.get("tokenizer")
+        return
+    tokenizer = call.get("tokenizer")
     if tokenizer is None:
         raise UnsupportedError("stop_strings are found in text: pass the target's tokenizer as tokenizer=… too.")
-    kwargs = {**kwargs, "stop_strings": None}
-    if config is not None and config.stop_strings is not None:
-        kwargs["generation_config"] = copy.deepcopy(config)
-        kwargs["generation_config"].stop_strings = None
+    call.kwargs.pop("stop_strings", None)
+    config = call.get("generation_config")
+    if getattr(config, "stop_strings", None) is not None:
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+        call.set("generation_config", config)
+    if target.generation_config.stop_strings is not None:
+        call.set("stop_strings", None)
     criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
-    return kwargs
+    call.set("stopping_criteria", StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion]))
 
 
-def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by keyword, as `generate` takes its first ones by position too."""
-    names = list(inspect.signature(generate).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _heal_tokens(target: PreTrainedModel, call: _Arguments) -> None:
+    """Heal the prompt's last token here: `generate` keeps the tokenizer that this needs from other loops."""
+    if not call.resolved(target).token_healing:
+        return
+    tokenizer = call.get("tokenizer")
+    if tokenizer is None:
+        raise UnsupportedError("token_healing reads text: pass the target's tokenizer as tokenizer=… too.")
+    name = "input_ids" if call.get("inputs") is None else "inputs"
+    call.set(name, target.heal_tokens(call.get(name), tokenizer))
+    call.set("token_healing", False)
 
 
-def check_call(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def check_call(target: PreTrainedModel, call: _Arguments) -> None:
     """Refuse what assisted generation cannot do, before any work is done.
 
     Raises:
         UnsupportedError: names the argument and the alternative.
     """
-    inputs = kwargs.get("inputs")
-    inputs = kwargs.get("input_ids") if inputs is None else inputs
-
-    def setting(name: str) -> Any:
-        """What transformers resolves it to: the argument, else the call's configuration, else the target's own."""
-        if name in kwargs:
-            return kwargs[name]
-        value = getattr(kwargs.get("generation_config"), name, None)
-        return getattr(target.generation_config, name, None) if value is None else value
-
-    cache_implementation = _asked_cache_implementation(kwargs)
-
+    require_real_tokens(getattr(vars(target).get("prepare_inputs_for_generation"), "__self__", None))
+    inputs = call.input_ids()
+    settings = call.resolved(target)
+    cache_implementation = _asked_by_call(call, "cache_implementation")
+    asked_use_cache = _asked_by_call(call, "use_cache")
     refusals = [
+        (
+            isinstance(inputs, torch.Tensor) and (inputs.dim() != 2 or not inputs.shape[1]),
+            "a prompt is int64 [1, n], n at least 1: pass the input_ids that a tokenizer returns, or leave them out "
+            "to begin with the BOS token.",
+        ),
         (
             isinstance(inputs, torch.Tensor) and inputs.shape[0] > 1,
             "a batch of several sequences is not supported: call generate once for each, or generate without an "
             "assistant, which fills the device better at larger batches.",
         ),
         (
-            kwargs.get("inputs_embeds") is not None,
+            call.get("inputs_embeds") is not None,
             "inputs_embeds is not supported, as the drafter needs token ids: pass input_ids.",
         ),
         (
-            (setting("num_beams") or 1) > 1 or (setting("num_return_sequences") or 1) > 1,
+            (settings.num_beams or 1) > 1 or (settings.num_return_sequences or 1) > 1,
             "beam search and several return sequences are not supported: set num_beams=1 and num_return_sequences=1, "
             "and call generate once for each sequence.",
         ),
         (
-            setting("use_cache") is False,
+            asked_use_cache is False,
             "use_cache=False is not supported, as verification rolls the cache back: leave use_cache at True.",
         ),
         (
@@ -256,21 +406,53 @@ def check_call(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "unset for a dynamic cache.",
         ),
         (
-            isinstance(kwargs.get("past_key_values"), StaticCache),
-            "a StaticCache cannot be rolled back to the accepted tokens: pass a DynamicCache as past_key_values.",
-        ),
-        (
-            kwargs.get("custom_generate") is not None,
+            call.get("custom_generate") is not None,
             "custom_generate replaces the loop that the assistant works in: leave one of the two out.",
         ),
         (
-            setting("prompt_lookup_num_tokens") is not None,
-            "prompt_lookup_num_tokens is another way of drafting: leave it or assistant_model out.",
+            bool(call.get("synced_gpus")),
+            "synced_gpus=True is for FSDP and ZeRO-3, which are not supported: leave it unset.",
         ),
     ]
     for refused, reason in refusals:
         if refused:
             raise UnsupportedError(reason)
-    if kwargs.get("synced_gpus"):
-        raise UnsupportedError("synced_gpus=True is for FSDP and ZeRO-3, which are not supported: leave it unset.")
+    _check_method(settings)
+    _check_passed_cache(call, inputs)
     _check_sharding(target)
+
+
+def _check_method(settings: GenerationConfig) -> None:
+    """Refuse settings by which transformers generates in another way than greedily or by sampling."""
+    ensemble = getattr(settings, "assistant_ensemble_weight", None) is not None
+    is_plain = settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    if is_plain and not ensemble and getattr(settings, "speculation_type", None) is None:
+        return
+    asked = [name for name in _OTHER_METHODS if getattr(settings, name, None)]
+    named = asked[0] if asked else settings.get_generation_mode().value
+    raise UnsupportedError(
+        f"{named} asks for {_OTHER_METHODS.get(named, 'another decoding method')}, in which there is no place for "
+        f"this assistant: leave {named} or assistant_model out."
+    )
+
+
+def _check_passed_cache(call: _Arguments, inputs: Any) -> None:
+    """Refuse caches that cannot be rolled back, and those that leave nothing to read."""
+    cache = call.get("past_key_values")
+    if cache is None:
+        return
+    if not isinstance(cache, DynamicCache):
+        raise UnsupportedError(
+            f"a {type(cache).__name__} cannot be rolled back to the accepted tokens: pass a DynamicCache as "
+            "past_key_values."
+        )
+    mask = call.get("attention_mask")
+    cached = cache.get_seq_length()
+    if not isinstance(inputs, torch.Tensor) or (mask is not None and mask.shape[1] != inputs.shape[1]):
+        return
+    if cached and cached >= inputs.shape[1]:
+        raise UnsupportedError(
+            f"past_key_values holds {cached} tokens, which is all of the prompt's {inputs.shape[1]}, and the target "
+            f"must read at least the last one: call past_key_values.crop({inputs.shape[1] - 1 - cached}) first, or "
+            "pass new tokens alone together with the attention_mask of the whole text."
+        )

@@ -6,18 +6,33 @@ out after the one that stops; a passed-in cache is not read again; processors th
 positions at once; and sampling draws one random number where a multinomial draws one for each token of the vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import UnsupportedError
 from ..protocol import Candidates
+from ..tree import attention_windows
 from .drafting import Drafting
-from .processing import divide
+from .processing import divide, may_keep_state
 from .target import keep_path
-from .verification import Outcome, verify
+from .verification import Outcome, Step, followed, is_free_to_look, outcome_of, walk
+
+# These may be asked about tokens that do not come out. Exactly these classes: a subclass may do anything.
+_PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
 def decode(
@@ -50,14 +65,16 @@ def decode(
         UnsupportedError: a batch of several sequences, or no cache that can be cropped.
     """
     cache = model_kwargs.get("past_key_values")
-    if input_ids.shape[0] != 1 or cache is None or not hasattr(cache, "activate_past_recording"):
+    if input_ids.shape[0] != 1:
+        raise UnsupportedError("speculative decoding takes one sequence: pass one prompt.")
+    if not hasattr(cache, "activate_past_recording"):
         raise UnsupportedError(
-            "speculative decoding takes one sequence and a dynamic cache: pass one prompt, and leave use_cache and "
+            f"speculative decoding takes a dynamic cache, and this is a {type(cache).__name__}: leave use_cache and "
             "cache_implementation as they are."
         )
     cache.activate_past_recording()
-    record = _Record(generation_config, input_ids.shape[1])
-    verifier = _Verifier(logits_processor, bool(generation_config.do_sample))
+    record = _Record(generation_config, target.config.get_text_config())
+    verifier = _Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), input_ids.device)
     drafting: Drafting = drafting_call.drafting(
         generation_config=generation_config,
         input_ids=input_ids,
@@ -71,24 +88,24 @@ def decode(
         k = 0 if candidates is None else candidates.token_ids.shape[0]
         outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
         logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
-        outcome = verifier.verify(logits, input_ids, candidates)
-
-        extended = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
+        outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores)
+        input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
-        kept, is_done = _tokens_until_done(stopping_criteria, extended, length, record.scores)
-        outcome = outcome.first(kept)
-        input_ids = extended[:, : length + kept]
-        record.keep_scores(input_ids.shape[1])
         if token_streamer is not None:
             token_streamer.put(input_ids[0, length:].cpu())
-        cache = outputs.past_key_values
+        if outputs.past_key_values is not cache:
+            # Some models begin another one when the text grows past a limit.
+            cache = outputs.past_key_values
+            cache.activate_past_recording()
         is_tree = candidates is not None and not candidates.is_chain
         if is_tree:
             keep_path(cache, k, outcome.rows[1:] - 1)
         else:
-            cache.crop(kept - 1 - k)
+            cache.crop(outcome.accepted - k)
         drafting.observe(outputs, outcome, is_done)
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
+        model_kwargs = target._update_model_kwargs_for_generation(
+            outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
+        )
         record.add_states(outputs, k, outcome, length, is_tree)
         is_first = False
     if token_streamer is not None:
@@ -96,73 +113,107 @@ def decode(
     return record.result(input_ids, cache)
 
 
-def _tokens_until_done(
-    criteria: StoppingCriteriaList, extended: torch.Tensor, length: int, scores: tuple[torch.Tensor, ...] | None
-) -> tuple[int, bool]:
-    """Ask the criteria after each new token, as plain generation does.
-
-    Returns:
-        How many of the new tokens come out, and whether they are the last. Waits for the device once.
-    """
-    new = extended.shape[1] - length
-    stops = []
-    for count in range(1, new + 1):
-        seen = None if scores is None else scores[: len(scores) - new + count]
-        stops.append(criteria(extended[:, : length + count], seen))
-    stopped = torch.cat(stops).tolist()
-    return (stopped.index(True) + 1, True) if True in stopped else (new, False)
-
-
 class _Verifier:
-    """Processes the target's logits and accepts candidates by them."""
+    """Processes the target's logits, accepts candidates by them, and asks the stopping criteria after every token.
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool):
+    Where a processor or a criterion may remember what it was shown, or looking at a value costs nothing, the target's
+    token at one node is known, and has come out, before anybody sees the next node. Elsewhere, that is on devices that
+    would be waited for, and with processors and criteria that are known to be pure, all nodes are looked at first.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        do_sample: bool,
+        device: torch.device,
+    ):
         self._by_id, self._by_value = divide(list(processors))
+        self._criteria = criteria
         self._do_sample = do_sample
+        self._is_stepwise = (
+            is_free_to_look(device)
+            or may_keep_state(processors)
+            or any(type(one) not in _PURE_CRITERIA for one in criteria)
+        )
 
-    def verify(self, logits: torch.Tensor, input_ids: torch.Tensor, candidates: Candidates | None) -> Outcome:
-        """Accept candidates.
+    def verify(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        candidates: Candidates | None,
+        scores: tuple[torch.Tensor, ...] | None,
+    ) -> tuple[Outcome, bool]:
+        """Accept candidates up to the token that is the last one.
 
         Args:
             logits: fp32 `[k + 1, V]`: the target's.
             input_ids: int64 `[1, n]`: the verified tokens.
             candidates: what follows them (None: nothing).
+            scores: those of the tokens before, if the criteria are to see scores.
+
+        Returns:
+            The tokens that come out, and whether they are the last.
         """
 
         def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
             # A copy, as processors may write into what they are given.
-            scores = logits.index_select(0, row)
+            processed = logits.index_select(0, row)
             if self._by_id:
-                scores = self._by_id(torch.cat([input_ids, path], dim=1), scores)
-            return self._by_value(input_ids, scores)
+                processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
+            return self._by_value(input_ids, processed)
 
-        return verify(candidates, process, self._do_sample, logits.device)
+        steps: list[Step] = []
+        text = input_ids
+        for step in walk(candidates, process, self._do_sample, logits.device, self._is_stepwise):
+            steps.append(step)
+            if self._is_stepwise:
+                text = torch.cat([text, step.token_id.unsqueeze(0)], dim=1)
+                if bool(self._criteria(text, _scores_with(scores, steps))):
+                    return outcome_of(steps), True
+        if self._is_stepwise:
+            return outcome_of(steps), False
+        return self._until_done(steps, input_ids, scores)
+
+    def _until_done(
+        self, steps: Sequence[Step], input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None
+    ) -> tuple[Outcome, bool]:
+        """Ask the criteria about the tokens of a walk that was not looked at. Waits for the device twice."""
+        steps = followed(steps)
+        text = torch.cat([input_ids, outcome_of(steps).token_ids.unsqueeze(0)], dim=1)
+        stops = [
+            self._criteria(text[:, : input_ids.shape[1] + count], _scores_with(scores, steps[:count]))
+            for count in range(1, len(steps) + 1)
+        ]
+        stopped = torch.cat(stops).tolist()
+        if True not in stopped:
+            return outcome_of(steps), False
+        return outcome_of(steps[: stopped.index(True) + 1]), True
+
+
+def _scores_with(scores: tuple[torch.Tensor, ...] | None, steps: Sequence[Step]) -> tuple[torch.Tensor, ...] | None:
+    return None if scores is None else scores + tuple(one.scores for one in steps)
 
 
 class _Record:
     """Collects what `return_dict_in_generate` asks for, one entry per token as plain generation does."""
 
-    def __init__(self, config: GenerationConfig, prompt_length: int):
+    def __init__(self, config: GenerationConfig, text_config: PreTrainedConfig):
         self._returns_dict = bool(config.return_dict_in_generate)
-        self._prompt_length = prompt_length
+        windows = attention_windows(text_config)
+        kinds = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
+        self._windows = [windows[kind] for kind in kinds]
         self.scores = () if self._returns_dict and config.output_scores else None
         self._logits = () if self._returns_dict and config.output_logits else None
         self._attentions = () if self._returns_dict and config.output_attentions else None
         self._hidden_states = () if self._returns_dict and config.output_hidden_states else None
 
     def add_scores(self, logits: torch.Tensor, outcome: Outcome) -> None:
-        """Add the rows of one round's tokens; `keep_scores` takes back those whose tokens do not come out."""
+        """Add the rows of one round's tokens."""
         if self.scores is not None:
             self.scores += outcome.scores
         if self._logits is not None:
             self._logits += logits[outcome.rows].split(1)
-
-    def keep_scores(self, length: int) -> None:
-        """Keep as many rows as there are new tokens in a sequence of this length."""
-        if self.scores is not None:
-            self.scores = self.scores[: length - self._prompt_length]
-        if self._logits is not None:
-            self._logits = self._logits[: length - self._prompt_length]
 
     def add_states(self, outputs: Any, drafted: int, outcome: Outcome, length: int, is_tree: bool) -> None:
         """Add the attentions and hidden states of one round.
@@ -184,9 +235,9 @@ class _Record:
                 continue
             if is_tree:
                 path = tuple(_along_path(layer, drafted, outcome.rows, keys is not None) for layer in states)
-                entries = _split_by_token(path, kept - 1, kept, not collected, keys)
+                entries = _split_by_token(path, kept - 1, kept, not collected, keys, self._windows)
             else:
-                entries = _split_by_token(states, drafted, kept, not collected, keys)
+                entries = _split_by_token(states, drafted, kept, not collected, keys, self._windows)
             setattr(self, wanted, collected + entries)
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -215,7 +266,12 @@ def _along_path(states: torch.Tensor, drafted: int, rows: torch.Tensor, has_keys
 
 
 def _split_by_token(
-    states: tuple[torch.Tensor, ...], drafted: int, kept: int, is_first: bool, keys: int | None
+    states: tuple[torch.Tensor, ...],
+    drafted: int,
+    kept: int,
+    is_first: bool,
+    keys: int | None,
+    windows: list[int | None],
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
     """Give each new token the states of the position that it was predicted at; the first of all has the prompt's too.
 
@@ -225,11 +281,18 @@ def _split_by_token(
         kept: how many new tokens came out.
         is_first: whether the round is the first.
         keys: for attentions, how many positions the first of these tokens looked back on; None for hidden states.
+        windows: for attentions, how many positions each layer looks back on at most; None for all.
     """
     first_row = states[0].shape[-2] - drafted - 1
     entries = []
     for token in range(kept):
-        rows = slice(0 if is_first and token == 0 else first_row + token, first_row + token + 1)
-        width = slice(None if keys is None else keys + token)
-        entries.append(tuple(layer[..., rows, width] for layer in states))
+        is_prompt = is_first and token == 0
+        rows = slice(0 if is_prompt else first_row + token, first_row + token + 1)
+        columns = [slice(None)] * len(states)
+        if keys is not None:
+            ends = [layer.shape[-1] - drafted + token for layer in states]
+            # A layer with a window has its cache's columns before those that are read now, and forgets the oldest.
+            widths = [keys + token if window is None or is_prompt else min(window, keys + token) for window in windows]
+            columns = [slice(max(0, end - width), end) for end, width in zip(ends, widths, strict=True)]
+        entries.append(tuple(layer[..., rows, which] for layer, which in zip(states, columns, strict=True)))
     return tuple(entries)

@@ -1,5 +1,6 @@
 """The drafting side of one call: hands the text to the session, asks for candidates, and feeds the verdicts back."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +9,12 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..configuration import LONGEST_DRAFT
 from ..kernels import top_k_ids
+from ..model_parts import output_rows
 from ..protocol import Candidates, Needs
-from ..session import DraftSession
+from ..session import DraftSession, outside_inference_mode
 from ..stats import DraftingStatistics
 from ..tree_config import TreeConfig
-from .target import RowsBuffer, TargetForward
+from .target import RowsBuffer, TargetForward, entries_with
 from .token_choice import TokenChoice
 from .verification import Outcome
 
@@ -40,6 +42,7 @@ class Drafting:
             vocabulary for every verified position.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         session: DraftSession,
@@ -68,20 +71,55 @@ class Drafting:
         self._is_kept = is_kept
         self._max_length = generation_config.max_length
         self._mask_length = getattr(generation_config, "_mask_length", None)
-        model = target.model
-        rows = model.get_output_embeddings().weight.shape[0]
-        self._choose = TokenChoice(bool(generation_config.do_sample), logits_processor, rows, model.device)
+        self._prefill_chunk_size = generation_config.prefill_chunk_size
         self._measure_coverage = measure_coverage
         self._logits = RowsBuffer()
+        # What the target returned for the chunks of the prompt before the last one.
+        self._read_ahead: list[Any] = []
+        self._prompt_logits: torch.Tensor | None = None
         self._candidates: Candidates | None = None
         self._prefix_length = input_ids.shape[1]
         self._begin(input_ids, model_kwargs, continues)
+        padding = self._padded_length - self._prompt.shape[0]
+        rows = output_rows(target.model)
+        self._choose = TokenChoice(
+            bool(generation_config.do_sample), logits_processor, rows, padding, self._session.vocabulary.device
+        )
 
-    def propose(self, input_ids: torch.Tensor) -> Candidates | None:
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether candidates are trees."""
+        return self._tree is not None
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Width of the target's logits, `V`."""
+        return output_rows(self._target.model)
+
+    @property
+    def wanted_states(self) -> bool | list[int]:
+        """What `output_hidden_states` of the target's next forward has to be: False where none are wanted."""
+        states = self._wanted_states()
+        return entries_with(states) if states else False
+
+    def _wanted_states(self) -> tuple[int, ...]:
+        if self._is_unread and self._needs.prompt_top_k and self._target.has_head_state:
+            return (*self._reads, self._target.num_layers)
+        return self._reads
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether the target has not read the prompt yet."""
+        return self._prefix_length == self._padded_length
+
+    @outside_inference_mode
+    def propose(self, input_ids: torch.Tensor, ends_with_text: bool = False, drafts: bool = True) -> Candidates | None:
         """Draft the candidates of one round.
 
         Args:
             input_ids: int64 `[1, n]`: all verified tokens, padding included.
+            ends_with_text: leave out what a chain has after an end of the text, which waits for the device.
+            drafts: False where nothing is to be drafted.
 
         Returns:
             Candidates, or None where only one more token is wanted, or the target has to read the prompt first.
@@ -89,8 +127,12 @@ class Drafting:
         self._candidates = None
         self._prefix_length = input_ids.shape[1]
         most = self._max_length - input_ids.shape[1] - 1
-        is_unread = self._prefix_length == self._padded_length
-        if most < 1 or (is_unread and (self._tree is not None or self._reads)):
+        room = self._target.room(input_ids.shape[1])
+        if self._tree is None:
+            most = min(most, room)
+        elif room < self._tree.total_tokens - 1:
+            return None
+        if not drafts or most < 1 or (self._is_unread and (self._tree is not None or self._reads)):
             return None
         prefix = self._without_padding(input_ids)
         self._choose.start_round(prefix)
@@ -100,52 +142,80 @@ class Drafting:
         else:
             count = min(self.num_assistant_tokens, most)
             self._candidates = self._session.draft_chain(prefix, count, self._choose, self._threshold)
+            if ends_with_text:
+                self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
         return self._candidates
 
     def verify(
         self, input_ids: torch.Tensor, candidates: Candidates | None, is_first: bool, model_kwargs: dict[str, Any]
     ) -> Any:
         """Run the target on the candidates. See `TargetForward.run`."""
-        unread, states = 1, self._reads
+        unread, states = 1, self._wanted_states()
         if is_first:
             unread = input_ids.shape[1] - self._skipped if self._skipped else None
-            if self._needs.prompt_top_k:
-                states = (*states, self._target.num_layers)
         with self._session.stopwatch.section("verification"):
-            return self._target.run(input_ids, candidates, unread, is_first, model_kwargs, states, self._logits)
+            if is_first and self._prefill_chunk_size:
+                length = input_ids.shape[1] if unread is None else unread
+                size = self._prefill_chunk_size
+                self._read_ahead = self._target.read_ahead(input_ids, length, size, model_kwargs, states)
+                unread = length - size * len(self._read_ahead)
+            rows = self._earlier_rows(input_ids.shape[1] if unread is None else unread)
+            outputs = self._target.run(
+                input_ids, candidates, unread, is_first, model_kwargs, states, self._logits, rows
+            )
+        if rows:
+            self._prompt_logits = outputs.logits[0, : rows + 1]
+            outputs.logits = outputs.logits[:, rows:]
+        return outputs
+
+    def _earlier_rows(self, unread: int) -> int:
+        """How many rows of logits before the last verified token are wanted, as they do not follow from states."""
+        if not (self._is_unread and self._needs.prompt_top_k) or self._target.has_head_state:
+            return 0
+        return min(unread, self._needs.prompt_positions or _PROMPT_CHUNK, _PROMPT_CHUNK) - 1
 
     def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
-        """Count the round, adapt the draft length as transformers' schedules do, and show the session the verdict.
+        """Count the round, and show the session the verdict.
 
         Args:
             outputs: the target's.
             outcome: the tokens that came out.
             is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more.
         """
+        self.count(outcome)
+        if not is_done or self._is_kept:
+            self.learn(outputs, outcome)
+
+    @outside_inference_mode
+    def count(self, outcome: Outcome) -> None:
+        """Count the round, and adapt the draft length as transformers' schedules do."""
         candidates = self._candidates
-        verified = outcome.token_ids.to(self._device)
         self._session.stats.record_verification(outcome.accepted)
         if candidates is not None:
-            self._session.stats.record_verified_tokens(candidates, verified)
+            self._session.stats.record_verified_tokens(candidates, outcome.token_ids.to(self._device))
             if self._measure_coverage:
                 self._record_coverage(candidates, outcome.scores)
         if self._schedule in ("heuristic", "heuristic_transient") and self._tree is None:
             drafted = 0 if candidates is None else candidates.token_ids.shape[0]
             change = 2 if outcome.accepted == drafted else -1
             self.num_assistant_tokens = max(1, self.num_assistant_tokens + change)
-        if is_done and not self._is_kept:
-            return
-        if self._prefix_length == self._padded_length and self._needs.prompt_top_k:
+
+    @outside_inference_mode
+    def learn(self, outputs: Any, outcome: Outcome) -> None:
+        """Show the session the verdict, and the hidden states that the drafter reads."""
+        if self._is_unread and self._needs.prompt_top_k:
             self._observe_prompt_logits(outputs)
         if self._reads:
             self._observe_features(outputs, outcome)
-        if candidates is None:
+        self._read_ahead = []
+        if self._candidates is None:
             return
         top_ids = None
         if self._needs.verify_top_k:
             with self._session.stopwatch.section("policy"):
-                top_ids = top_k_ids(outputs.logits[0][outcome.rows], self._needs.verify_top_k).to(self._device)
-        self._session.observe(verified, top_ids)
+                logits = outputs.logits[0][outcome.rows]
+                top_ids = top_k_ids(logits, min(self._needs.verify_top_k, logits.shape[1])).to(self._device)
+        self._session.observe(outcome.token_ids.to(self._device), top_ids)
 
     # The prompt ----------------------------------------------------------------------------------------------------
 
@@ -175,15 +245,19 @@ class Drafting:
         holds_all = mask_length is None or mask_length == input_ids.shape[1]
         return cached if holds_all else 0
 
+    def _states(self, outputs: Any, index: int) -> torch.Tensor:
+        """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""
+        return torch.cat([self._target.state(one, index) for one in (*self._read_ahead, outputs)])
+
     # The verdict ---------------------------------------------------------------------------------------------------
 
     def _observe_features(self, outputs: Any, outcome: Outcome) -> None:
         """Hand the session the hidden states at the tokens that the drafter will read, the prompt's at first."""
-        states = torch.cat([self._target.state(outputs, index) for index in self._reads], dim=-1)
+        states = torch.cat([self._states(outputs, index) for index in self._reads], dim=-1)
         rows = outputs.logits.shape[1]
         features = states[states.shape[0] - rows :][outcome.rows]
         length = self._prompt.shape[0] + self._prefix_length - self._padded_length
-        if self._prefix_length == self._padded_length:
+        if self._is_unread:
             unseen = states[: states.shape[0] - rows + 1]
             if self._is_token is not None:
                 unseen = unseen[self._is_token[self._padded_length - unseen.shape[0] :].to(unseen.device)]
@@ -192,7 +266,11 @@ class Drafting:
 
     def _observe_prompt_logits(self, outputs: Any) -> None:
         """Find the target's most probable tokens at the prompt positions that the policy has not seen."""
-        states = self._target.state(outputs, self._target.num_layers)
+        if not self._target.has_head_state:
+            self._observe_likely(() if self._prompt_logits is None else (self._prompt_logits,))
+            self._prompt_logits = None
+            return
+        states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
         first_read = self._padded_length - end
         start = max(0, self._padded_length - self._prompt.shape[0] + self._kept - first_read)
@@ -201,11 +279,16 @@ class Drafting:
         if start >= end:
             return
         head = self._target.model.get_output_embeddings()
+        # A scale or cap after the projection does not change which tokens are the most probable.
+        self._observe_likely(head(chunk) for chunk in states[start:end].split(_PROMPT_CHUNK))
+
+    def _observe_likely(self, logits: Iterable[torch.Tensor]) -> None:
+        """Show the session the most probable tokens of rows of logits, each `[m, V]`."""
+        k = min(self._needs.prompt_top_k, self.vocabulary_rows)
         with self._session.stopwatch.section("policy"):
-            # A scale or cap after the projection does not change which tokens are the most probable.
-            chunks = states[start:end].split(_PROMPT_CHUNK)
-            top_ids = [top_k_ids(head(chunk), self._needs.prompt_top_k) for chunk in chunks]
-        self._session.observe_prompt_logits(torch.cat(top_ids).to(self._device))
+            top_ids = [top_k_ids(rows, k).to(self._device) for rows in logits]
+        if top_ids:
+            self._session.observe_prompt_logits(torch.cat(top_ids))
 
     def _record_coverage(self, candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> None:
         mass = [
@@ -213,6 +296,17 @@ class Drafting:
             for row, shortlist in zip(scores, candidates.shortlists, strict=False)
         ]
         self._session.stats.record_coverage(torch.stack(mass))
+
+
+def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
+    """A chain without what comes after its first end of the text."""
+    ends = [place for place, token_id in enumerate(chain.token_ids.tolist()) if token_id in eos_token_ids]
+    if not ends:
+        return chain
+    count = ends[0] + 1
+    return replace(
+        chain, token_ids=chain.token_ids[:count], shortlists=chain.shortlists[:count], logits=chain.logits[:count]
+    )
 
 
 def draft_once(

@@ -1,12 +1,29 @@
-"""Logits processors, divided into those that must know which token a column stands for and those that need not."""
+"""Logits processors, divided into those that must know which token a column stands for and those that need not, and
+into those that are known to keep no memory and all others."""
+
+from collections.abc import Iterable
 
 import torch
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,6 +44,39 @@ _BY_VALUE = (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+
+# What these do to a row follows from the row and the tokens before it, whatever they were shown earlier.
+_BY_ID = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+
+def looks_at_values_only(processor: object) -> bool:
+    """Whether a processor looks at the values of logits only, and at each row by itself."""
+    # Exactly: a subclass may do anything.
+    return type(processor) in _BY_VALUE
+
+
+def may_keep_state(processors: Iterable[object]) -> bool:
+    """Whether any of these processors is not known to be pure.
+
+    Such a one counts calls, follows the tokens that come out or runs a model beside the target, as classifier-free
+    guidance and watermarks do; so it must be shown what comes out, once each and in order, and nothing else.
+    """
+    return any(type(one) not in _BY_VALUE and type(one) not in _BY_ID for one in processors)
 
 
 class ProcessorsByValue:
@@ -65,7 +115,7 @@ def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
 def divide(processors: list) -> tuple[LogitsProcessorList, ProcessorsByValue]:
     """Divide processors, in their order, into a first part that ends with the last one that looks at token ids, and
     the rest, which looks at values only."""
-    cut = max((index + 1 for index, one in enumerate(processors) if type(one) not in _BY_VALUE), default=0)
+    cut = max((index + 1 for index, one in enumerate(processors) if not looks_at_values_only(one)), default=0)
     return LogitsProcessorList(processors[:cut]), ProcessorsByValue(processors[cut:])
 
 

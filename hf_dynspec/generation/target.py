@@ -1,6 +1,7 @@
 """The target's forward pass as verification wants it: the last rows' logits, chosen hidden states, tree masks."""
 
 import copy
+import functools
 import weakref
 from typing import Any
 
@@ -14,13 +15,16 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..configuration import LONGEST_DRAFT
 from ..errors import UnsupportedError
-from ..head import DynamicLMHead
+from ..head import DynamicLMHead, finish_logits
+from ..model_parts import decoder_of, input_device, output_rows, scale_and_cap
 from ..protocol import Candidates
-from ..tree import attention_mask, attention_windows, descent
-from .traced_decoder import MASKED_ATTENTION, TracedDecoder
+from ..tree import attention_mask, attention_windows, descent, require_known_kinds
 
-_MASKED_KINDS = ("full_attention", "sliding_attention")
+# Attention implementations that take any mask.
+MASKED_ATTENTION = ("sdpa", "eager")
+_CHANGING_ROPE = ("dynamic", "longrope")
 
 
 class TargetForward:
@@ -28,27 +32,107 @@ class TargetForward:
 
     On a CPU most of a small verification is the product with the output projection, which torch's matrix product does
     in three times the time that reading the weight takes. Where this package has a faster one, and it agrees with the
-    model, the decoder and the projection are run one after the other, the decoder as a trace where one holds.
+    model, the decoder and the projection are run one after the other. Plain generation could have the same product, so
+    `hf-dynspec bench` shows it as a row of its own.
 
     Args:
         model: the target.
+        fast_head: use the faster product, where there is one.
+        verifies_trees: make sure that it can verify trees.
+
+    Raises:
+        UnsupportedError: it keeps no cache that can be rolled back, or cannot verify trees.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, fast_head: bool = True, verifies_trees: bool = False):
         self._model = weakref.ref(model)
         self.num_layers = model.config.get_text_config().num_hidden_layers
-        self._head = _fast_head(model)
-        self._traced_decoder = None if self._head is None else TracedDecoder(model)
+        self._wants_fast_head = fast_head
+        self._head: DynamicLMHead | None = None
+        self._head_weight: torch.Tensor | None = None
+        if verifies_trees:
+            self._require_tree_masks()
+        self._require_cache()
+        if verifies_trees:
+            require_known_kinds(model)
+        self._rope_limit, self._holds_past_limit = _rope_limit(model.config.get_text_config())
+        self.prepare()
+        if verifies_trees:
+            self._require_trees()
 
     @property
     def model(self) -> PreTrainedModel:
         """The target. It is not kept alive from here."""
         return self._model()
 
-    def prepare(self, states: tuple[int, ...]) -> None:
-        """Trace what verifications use that return these hidden states. May take seconds the first time."""
-        if self._head is not None and _may_be_taken_apart(self.model, self._head):
-            self._traced_decoder.prepare(entries_with(states) if states else False)
+    def prepare(self) -> None:
+        """Take up the output projection, where it is another one than before. Takes about two forwards then."""
+        if not self._wants_fast_head:
+            return
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
+        if weight is not self._head_weight or (self._head is not None and not self._lies_where_it_did(weight)):
+            self._head, self._head_weight = _fast_head(self.model), weight
+
+    @torch.no_grad()
+    def _require_cache(self) -> None:
+        model, name = self.model, type(self.model).__name__
+        if not model._supports_default_dynamic_cache():
+            raise UnsupportedError(
+                f"{name} keeps what it has read in a cache of its own, which cannot be rolled back to the accepted "
+                "tokens. Generate without an assistant."
+            )
+        cache = getattr(self._read_two_tokens(), "past_key_values", None)
+        if cache is None or cache.get_seq_length() != 2:
+            raise UnsupportedError(
+                f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
+                "every round. Generate without an assistant."
+            )
+
+    def _read_two_tokens(self, **inputs: Any) -> CausalLMOutputWithPast:
+        tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(self.model))
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **inputs)
+
+    @functools.cached_property
+    def has_head_state(self) -> bool:
+        """Whether the last hidden state is what the output projection is given, so that logits follow from it. Looked
+        up when hidden states are first wanted, as transformers adds hooks to a model that is asked for them."""
+        model = self.model
+        with torch.no_grad():
+            outputs = self._read_two_tokens(output_hidden_states=True)
+            # What hidden states there are, and what follows them, is a family's own.
+            try:
+                state = self.state(outputs, self.num_layers)[-1:]
+                logits = finish_logits(model.get_output_embeddings()(state).float(), *scale_and_cap(model))[0]
+            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+                return False
+            expected = outputs.logits[0, -1].float()
+            if state.dim() != 2 or logits.shape != expected.shape:
+                return False
+            return bool(((logits - expected).abs() <= 5e-2 * expected.abs().max()).all())
+
+    def require_states(self, reads: tuple[int, ...]) -> None:
+        """Make sure that the target has hidden states as drafters read them.
+
+        Raises:
+            UnsupportedError: it has not.
+        """
+        if reads and not self.has_head_state:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has hidden states of another kind than EAGLE heads read: what its "
+                "output projection is given is none of them. Use an independent drafter."
+            )
+
+    def room(self, length: int) -> int:
+        """How many candidates may be verified after a text of this length, so that positions are turned as they are
+        one after another. Some rotary embeddings (dynamic, longrope) change with the length of what is read."""
+        if self._rope_limit is None or (self._holds_past_limit and length > self._rope_limit + 1):
+            return LONGEST_DRAFT
+        return max(0, self._rope_limit - length)
+
+    def _lies_where_it_did(self, weight: torch.Tensor) -> bool:
+        head = self._head.weight
+        return weight.data_ptr() == head.data_ptr() and weight.dtype == head.dtype
 
     def run(
         self,
@@ -59,6 +143,7 @@ class TargetForward:
         model_kwargs: dict[str, Any],
         states: tuple[int, ...],
         buffer: "RowsBuffer | None" = None,
+        earlier_rows: int = 0,
     ) -> CausalLMOutputWithPast:
         """Run the target on what it has not read and on the candidates.
 
@@ -70,9 +155,11 @@ class TargetForward:
             model_kwargs: of transformers' loop.
             states: hidden states to return, see `state`.
             buffer: may be used for the logits.
+            earlier_rows: how many rows of logits to return of the positions before.
 
         Returns:
-            The model's output; `logits` `[1, k + 1, V]` are those after the last verified token and each candidate.
+            The model's output; the last `k + 1` rows of `logits` `[1, …, V]` are those after the last verified token
+            and each candidate.
         """
         token_ids = input_ids
         k = 0
@@ -94,15 +181,46 @@ class TargetForward:
             inputs |= self._tree_inputs(inputs, candidates, input_ids.shape[1] - 1)
         if states and inputs.get("output_hidden_states") is not True:
             inputs["output_hidden_states"] = entries_with(states)
-        return self._forward(inputs, k + 1, is_first, buffer)
+        return self._forward(inputs, earlier_rows + k + 1, buffer)
+
+    def read_ahead(
+        self,
+        input_ids: torch.Tensor,
+        unread: int,
+        chunk_size: int,
+        model_kwargs: dict[str, Any],
+        states: tuple[int, ...],
+    ) -> list[CausalLMOutputWithPast]:
+        """Read the prompt chunk by chunk, but for the last one, as `prefill_chunk_size` asks for.
+
+        Args:
+            input_ids: int64 `[1, n]`: the prompt.
+            unread: how many of its last tokens are in no cache.
+            chunk_size: how many tokens to read at a time.
+            model_kwargs, states: as for `run`.
+
+        Returns:
+            What the model returned for each chunk.
+        """
+        outputs = []
+        for left in range(unread - chunk_size, 0, -chunk_size):
+            kwargs = copy.copy(model_kwargs)
+            for name in ("attention_mask", "position_ids", "token_type_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][..., :-left]
+            inputs = self.model.prepare_inputs_for_generation(
+                input_ids[:, :-left], next_sequence_length=chunk_size, is_first_iteration=True, **kwargs
+            )
+            if states and inputs.get("output_hidden_states") is not True:
+                inputs["output_hidden_states"] = entries_with(states)
+            outputs.append(self._forward(inputs, 1, None))
+        return outputs
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
         return hidden_state(outputs, index, self.num_layers)
 
-    def _forward(
-        self, inputs: dict[str, Any], rows: int, is_first: bool, buffer: "RowsBuffer | None"
-    ) -> CausalLMOutputWithPast:
+    def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
         if self._head is None or not _may_be_taken_apart(self.model, self._head):
             if "logits_to_keep" in inputs:
                 inputs["logits_to_keep"] = rows
@@ -110,9 +228,7 @@ class TargetForward:
             outputs.logits = outputs.logits[:, -rows:]
             return outputs
         inputs.pop("logits_to_keep", None)
-        outputs = None if is_first else self._traced_decoder.run(inputs)
-        if outputs is None:
-            outputs = self.model.get_decoder()(**inputs)
+        outputs = decoder_of(self.model)(**inputs)
         into = None if buffer is None else buffer.rows(rows, self._head.weight.shape[0], self._head.weight)
         return CausalLMOutputWithPast(
             logits=self._head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
@@ -149,13 +265,7 @@ class TargetForward:
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
         return 0 if kinds is None else kinds.index(kind)
 
-    @torch.no_grad()
-    def require_trees(self) -> None:
-        """Make sure that the target can verify trees, by having it verify one that is small.
-
-        Raises:
-            UnsupportedError: its attention takes no mask, or one token beside another changes what it says.
-        """
+    def _require_tree_masks(self) -> None:
         name = type(self.model).__name__
         config = self.model.config.get_text_config()
         if config._attn_implementation not in MASKED_ATTENTION:
@@ -163,37 +273,102 @@ class TargetForward:
                 f"{name} uses the attention implementation {config._attn_implementation!r}, which takes no tree mask. "
                 f"Load it with attn_implementation='sdpa', or draft chains with tree=False."
             )
-        kinds = set(attention_windows(config))
-        device = self.model.get_input_embeddings().weight.device
-        prefix = torch.arange(1, 5, device=device).unsqueeze(0)
-        first = torch.tensor([5, 6], device=device)
-        tree = Candidates(
-            token_ids=torch.cat([first, first]),
-            shortlists=(None, None),
-            parents=torch.tensor([-1, -1, 0, 1], device=device),
-            depths=torch.tensor([0, 0, 1, 1], device=device),
-        )
-        agrees = kinds <= set(_MASKED_KINDS)
-        if agrees:
-            cache = DynamicCache(config=config)
-            self.model(input_ids=prefix[:, :-1], past_key_values=cache, use_cache=True)
-            kwargs = {"past_key_values": cache, "use_cache": True}
-            try:
-                verified = self.run(prefix, tree, 1, False, kwargs, ()).logits[0, -1]
-            except (TypeError, ValueError, IndexError, RuntimeError) as error:
-                raise UnsupportedError(
-                    f"{name} cannot verify a tree of tokens, as it takes no tree mask: {error}. Draft chains with "
-                    "tree=False."
-                ) from error
-            path = torch.cat([prefix, tree.token_ids[None, 1::2]], dim=1)
-            alone = self.model(input_ids=path, use_cache=False).logits[0, -1]
-            tolerance = (1e-3 if self.model.dtype == torch.float32 else 5e-2) * alone.float().abs().max()
-            agrees = bool(((verified.float() - alone.float()).abs() <= tolerance).all())
-        if not agrees:
+
+    @torch.no_grad()
+    def _require_trees(self) -> None:
+        if not self._tree_agrees_with_its_path():
             raise UnsupportedError(
-                f"{name} cannot verify a tree of tokens: what it says of one changes with the others beside it. Draft "
-                "chains with tree=False."
+                f"{type(self.model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
+                "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "
+                "Draft chains with tree=False."
             )
+
+    def _tree_agrees_with_its_path(self) -> bool:
+        """Whether the target says of a path in a small tree what it says of that path alone, after a text that is
+        longer than any window of its attention. Made-up keys and values stand for the text."""
+        device = input_device(self.model)
+        # The path is the last of many at each level, so that it matters where in the cache a node lies.
+        tree = Candidates(
+            token_ids=torch.arange(2, 18, device=device) % output_rows(self.model),
+            shortlists=(None, None, None),
+            parents=torch.tensor([-1] * 12 + [11] * 3 + [14], device=device),
+            depths=torch.tensor([0] * 12 + [1] * 3 + [2], device=device),
+        )
+        path = tree.token_ids[[11, 14, 15]].unsqueeze(0)
+        try:
+            caches, length = self._caches_of_a_long_text()
+            text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
+            kwargs = {"past_key_values": caches[0], "use_cache": True}
+            verified = self.run(text, tree, 1, False, kwargs, ()).logits[0, -1].float()
+            path = torch.cat([text[:, -1:], path], dim=1)
+            alone = self.model(input_ids=path, past_key_values=caches[1], use_cache=True).logits[0, -1].float()
+        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
+                "Draft chains with tree=False."
+            ) from error
+        tolerance = (1e-3 if self.model.dtype == torch.float32 else 5e-2) * alone.abs().max()
+        return bool(((verified - alone).abs() <= tolerance).all())
+
+    def _caches_of_a_long_text(self) -> tuple[tuple[DynamicCache, DynamicCache], int]:
+        """Two equal caches of a text that reaches past every window, and its length."""
+        config, device = self.model.config.get_text_config(), input_device(self.model)
+        few = DynamicCache(config=config)
+        tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
+        self.model(input_ids=tokens, past_key_values=few, use_cache=True)
+        parts = [(layer.keys, layer.values) for layer in few.layers]
+        held = [one for both in parts for one in both if one is not None]
+        bytes_per_token = sum(one.numel() * one.element_size() for one in held) // 3
+        length = max(3, min(_length_past_windows(config), _MOST_CACHE_BYTES // max(1, bytes_per_token)))
+        generator = torch.Generator().manual_seed(0)
+        caches = DynamicCache(config=config), DynamicCache(config=config)
+        for index, both in enumerate(parts):
+            if both[0] is None:  # of a layer that uses the keys and values of another
+                continue
+            made_up = [
+                _repeated(torch.randn(*one.shape[:2], 61, one.shape[3], generator=generator).to(one), length)
+                for one in both
+            ]
+            for cache in caches:
+                cache.activate_past_recording()
+                cache.update(*(one * both[0].std() for one in made_up), index)
+        return caches, length
+
+
+def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
+    """`[…, length, d]`: the rows of `[…, n, d]` again and again."""
+    return states.repeat(1, 1, -(-length // states.shape[2]), 1)[:, :, :length]
+
+
+# What a check may hold in caches for a moment.
+_MOST_CACHE_BYTES = 2**29
+
+
+def _length_past_windows(config: Any) -> int:
+    """A length of text that reaches past each window that a configuration mentions, by whatever name, where its
+    positions reach as far."""
+    windows = [
+        value
+        for name, value in config.to_dict().items()
+        if ("window" in name or "chunk" in name) and isinstance(value, int) and not isinstance(value, bool)
+    ]
+    positions = getattr(config, "max_position_embeddings", None) or 2**30
+    return min(max(windows, default=0) + 8, positions - 8)
+
+
+def _rope_limit(config: Any) -> tuple[int | None, bool]:
+    """The length of text at which a rotary embedding starts to turn all positions otherwise, None where it never does;
+    and whether it stays the same after that."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    ropes = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
+    kinds = {one.get("rope_type") for one in ropes}
+    named = [one.get("original_max_position_embeddings") for one in ropes if one.get("rope_type") in _CHANGING_ROPE]
+    # Phi-3 reads everything anew at this length, whatever its rotary embedding is.
+    named.append(getattr(config, "original_max_position_embeddings", None))
+    if "dynamic" in kinds:
+        named.append(config.max_position_embeddings)
+    limits = [one for one in named if one]
+    return min(limits, default=None), "dynamic" not in kinds
 
 
 def entries_with(states: tuple[int, ...]) -> bool | list[int]:
@@ -234,7 +409,9 @@ def keep_path(cache: Any, nodes: int, path: torch.Tensor) -> None:
         path: int64 `[a]`: the indices of the path's nodes among them, ascending.
     """
     kept = path.shape[0]
-    for layer in cache.layers if kept else ():
+    # Layers that use the keys and values of others have none.
+    layers = [layer for layer in cache.layers if kept and layer.keys is not None]
+    for layer in layers:
         for tensor in (layer.keys, layer.values):
             tree = tensor[..., tensor.shape[-2] - nodes :, :]
             tree[..., :kept, :] = tree.index_select(-2, path.to(tensor.device))
@@ -247,10 +424,10 @@ def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
     if type(projection) is not nn.Linear or projection.weight.device.type != "cpu":
         return None
     # In a model of images and text, what comes before the decoder must run too.
-    if model.get_decoder() is not model.base_model:
+    if decoder_of(model) is not model.base_model:
         return None
-    head = DynamicLMHead.from_model(model)
-    return head if head.can_speed_up_all_scores and head.agrees_with(model) else None
+    head = DynamicLMHead.matching(model)
+    return head if head is not None and head.can_speed_up_all_scores else None
 
 
 def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
@@ -258,7 +435,10 @@ def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
     model or its projection, and the projection is still the one that the head was made from."""
     projection = model.get_output_embeddings()
     is_plain = not any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or module._compiled_call_impl is not None
         for module in (model, projection)
     )
     return is_plain and type(projection) is nn.Linear and projection.weight.data_ptr() == head.weight.data_ptr()

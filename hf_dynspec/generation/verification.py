@@ -4,7 +4,7 @@ Row 0 of the target's logits is what it says after the last verified token, row 
 `j`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,39 @@ class Outcome:
         """How many candidates were accepted, `a`."""
         return self.token_ids.shape[0] - 1
 
-    def first(self, count: int) -> "Outcome":
-        """The first `count` tokens alone."""
-        return Outcome(self.token_ids[:count], self.rows[:count], self.scores[:count])
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What the target says at one node of a walk along the candidates.
+
+    Args:
+        token_id: int64 `[1]`: its own token there.
+        row: int64 `[1]`: the row of its logits that the token was chosen at.
+        scores: fp32 `[1, V]`: the processed logits that it was chosen by.
+        goes_on: bool `[1]`: a candidate below the node is that token. None where nothing is below any node.
+    """
+
+    token_id: torch.Tensor
+    row: torch.Tensor
+    scores: torch.Tensor
+    goes_on: torch.Tensor | None
 
 
-def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device) -> Outcome:
+def followed(steps: Sequence[Step]) -> Sequence[Step]:
+    """Those steps of a walk that was not looked at that the target agreed to come to. Waits for the device once."""
+    went_on = [one.goes_on for one in steps if one.goes_on is not None]
+    return steps[: 1 + (int(torch.cat(went_on).sum()) if went_on else 0)]
+
+
+def outcome_of(steps: Sequence[Step]) -> Outcome:
+    """The tokens of the first steps of a walk, all of which come out."""
+    tokens, rows = torch.cat([one.token_id for one in steps]), torch.cat([one.row for one in steps])
+    return Outcome(tokens, rows, tuple(one.scores for one in steps))
+
+
+def walk(
+    candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device, looks: bool
+) -> Iterator[Step]:
     """Walk from the last verified token along the candidates for as long as the target agrees.
 
     At every node the target chooses a token: greedily its most probable one, when sampling one that is distributed as
@@ -62,14 +89,19 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
     Either is exact because what a candidate was drawn from is known, and nothing but earlier siblings and other nodes
     decided whether it is there (`tree.DrawnTreeGrowth`).
 
-    Only the nodes on the path are processed, one after another, each with its own path as the context. On a CPU the
-    walk ends where it ends; elsewhere all levels are walked, and the device is waited for once.
+    Only the nodes on the path are processed, one after another, each with its own path as the context.
 
     Args:
         candidates: what was verified (None: nothing).
         process: gives the processed logits at a node.
         do_sample: draw tokens.
         device: where the logits are.
+        looks: end the walk where the target disagrees, which waits for the device at every node. Otherwise all levels
+            are walked, and steps after the first that does not go on say nothing.
+
+    Yields:
+        A step for each node. The next node is processed when it is asked for, so whoever stops asking has it that no
+        later one ever was.
     """
     row = torch.zeros(1, dtype=torch.int64, device=device)
     goes_on = torch.ones(1, dtype=torch.bool, device=device)
@@ -78,7 +110,6 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
         token_ids = candidates.token_ids.to(device)
         steps = torch.arange(token_ids.shape[0], device=device)
         parents = steps - 1 if candidates.is_chain else candidates.parents.to(device)
-    rows, scores, agrees = [], [], []
     for depth in range(1 if candidates is None else len(candidates.shortlists) + 1):
         processed = process(row, path.unsqueeze(0))
         if not do_sample:
@@ -89,20 +120,17 @@ def verify(candidates: Candidates | None, process: ProcessRow, do_sample: bool, 
             token = _draw_at(candidates, depth, _probabilities(processed))
         else:
             token = _draw_among(candidates, depth, parents + 1 == row, _probabilities(processed))
-        rows.append(row)
-        scores.append(processed)
-        path = torch.cat([path, token])
         if candidates is None:
-            break
+            yield Step(token, row, processed, None)
+            return
         is_next = (parents + 1 == row) & (token_ids == token)
         goes_on = goes_on & is_next.any()
-        agrees.append(goes_on)
+        yield Step(token, row, processed, goes_on)
+        if looks and not goes_on:
+            return
+        path = torch.cat([path, token])
         # Of equal siblings, which stand for the same path, the first is taken.
         row = is_next.to(torch.int8).argmax(keepdim=True) + 1
-        if _is_free_to_look(device) and not goes_on:
-            break
-    count = 1 + (int(torch.cat(agrees).sum()) if agrees else 0)
-    return Outcome(path[:count], torch.cat(rows)[:count], tuple(scores[:count]))
 
 
 def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tensor:
@@ -118,7 +146,7 @@ def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tenso
     of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(p.device)
     drafted = drafted.to(p.device)
     is_accepted = torch.rand(1, device=p.device) * of_drafter < p.index_select(0, drafted)
-    if _is_free_to_look(p.device) and is_accepted:
+    if is_free_to_look(p.device) and is_accepted:
         return drafted
     residual = p.scatter_add(0, token_ids.to(p.device), -q.to(p.device)).clamp_min(0.0)
     # Where both distributions are equal to rounding, nothing is left over and the target's own takes its place.
@@ -139,7 +167,7 @@ def _draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: t
     """
     draws, device = candidates.draws, p.device
     count = is_child.sum()
-    most = int(count) if _is_free_to_look(device) else draws.most_siblings
+    most = int(count) if is_free_to_look(device) else draws.most_siblings
     if most == 0:
         return draw(p)
     w, n = draws.probabilities[depth].shape
@@ -166,7 +194,7 @@ def _draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: t
     uniform = torch.rand(most, device=device)
     is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
     accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
-    if _is_free_to_look(device) and is_accepted.any():
+    if is_free_to_look(device) and is_accepted.any():
         return accepted
     residual = p.scatter_add(0, token_ids, p_left[:-1] - p_here).clamp_min(0.0)
     residual = torch.where(residual.sum() > 0, residual, p)
@@ -191,7 +219,7 @@ def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tens
     return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
 
 
-def _is_free_to_look(device: torch.device) -> bool:
+def is_free_to_look(device: torch.device) -> bool:
     """Whether a value can be looked at without waiting for a device."""
     return device.type == "cpu"
 

@@ -1,0 +1,96 @@
+"""Tells whether weights still are what a copy or a trace was made from, at a cost that a round does not notice.
+
+People adapt drafters while they generate: adapters come, go, are switched, disabled and merged, weights are loaded,
+cast and trained. Who holds a copy of weights looks here at the start of a round, and copies anew where they changed.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+# What layers of peft say of the adapters in them, which may change without any tensor.
+_ADAPTER_SETTINGS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+# Numbers of a tensor that are compared, spread over it.
+_SAMPLED = 64
+
+
+class WeightsWatch:
+    """Remembers the parts, weights and adapters of a module.
+
+    A change in place is told by torch's count of such changes. What is changed past that count, through `.data`, is
+    told by a sample of the numbers, on the CPU alone: elsewhere it would have to be waited for.
+
+    Args:
+        module: what to watch.
+        samples: whether to look at numbers too, for weights of which copies are held.
+    """
+
+    def __init__(self, module: nn.Module, samples: bool = False):
+        self.module = module
+        self._samples = samples
+        self._remember()
+
+    def has_changed(self) -> bool:
+        """Whether anything changed since this was last asked, or since the watch began."""
+        if self._is_unchanged():
+            return False
+        self._remember()
+        return True
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters and buffers as they are now, in an order that depends on the modules' classes alone."""
+        return [one for one in chain.from_iterable(map(dict.values, self._tensor_dicts)) if one is not None]
+
+    def _is_unchanged(self) -> bool:
+        parts = self._parts_now()
+        return (
+            len(parts) == len(self._parts_then)
+            and all(map(operator.is_, parts, self._parts_then))
+            and stamp(self.parameters(), self._samples) == self._stamp_then
+            and self._adapters_now() == self._adapters_then
+        )
+
+    def _remember(self) -> None:
+        modules = list(self.module.modules())
+        self._module_dicts = [one._modules for one in modules]
+        self._tensor_dicts = [tensors for one in modules for tensors in (one._parameters, one._buffers)]
+        self._adapted = [one for one in modules if hasattr(one, _ADAPTER_SETTINGS[0])]
+        self._parts_then = self._parts_now()
+        self._stamp_then = stamp(self.parameters(), self._samples)
+        self._adapters_then = self._adapters_now()
+
+    def _parts_now(self) -> list[Any]:
+        dicts = chain(self._module_dicts, self._tensor_dicts)
+        return list(chain.from_iterable(map(dict.values, dicts)))
+
+    def _adapters_now(self) -> list[Any]:
+        # Copies, as peft changes its lists and dictionaries where they are.
+        return [_copied(getattr(one, name, None)) for one in self._adapted for name in _ADAPTER_SETTINGS]
+
+
+def stamp(tensors: Iterable[torch.Tensor], samples: bool = False) -> list[Any]:
+    """What tells tensors from changed ones: where they lie, of which kind they are, how often they were changed in
+    place, and on the CPU, where `samples`, some of their numbers."""
+    return list(chain.from_iterable(_marks_of(one, samples) for one in tensors))
+
+
+def _marks_of(tensor: torch.Tensor, samples: bool) -> Iterator[Any]:
+    try:
+        yield tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # of quantised and other tensors that are made of several
+        yield id(tensor)
+    yield tensor.dtype
+    yield 0 if tensor.is_inference() else tensor._version
+    if samples and tensor.device.type == "cpu" and tensor.numel():
+        numbers = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+        yield numbers[:: max(1, numbers.shape[0] // _SAMPLED)].double().sum().item()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list) else value

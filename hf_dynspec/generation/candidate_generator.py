@@ -1,0 +1,149 @@
+"""Drafting for transformers' own assisted-decoding loop, and for loops of one's own that follow its contract."""
+
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..errors import UnsupportedError
+from ..head import widen
+from ..protocol import Candidates
+from .drafting import Drafting
+from .processing import may_keep_state
+from .verification import Outcome
+
+if TYPE_CHECKING:
+    from .binding import Bindable
+
+
+class DynSpecCandidateGenerator(CandidateGenerator):
+    """Drafts chains with any policy and drafter of an assistant.
+
+    `target.generate` asks for it by itself where the assistant was made within the call. In a loop of one's own:
+
+    ```python
+    generator = DynSpecCandidateGenerator(assistant, input_ids=input_ids, generation_config=generation_config)
+    ```
+
+    The loop passes `generator.model_kwargs_overrides` to every forward of the target, and what that returned to the
+    next `get_candidates`, as transformers' does. That loop shows logits processors all candidates, so where a
+    processor may keep state nothing is drafted, and it asks stopping criteria of a user's own once a round. The
+    assistant's own loop knows neither limit: bind before the call, as in `assistant.bind(target)`, to have it.
+
+    Args:
+        assistant: a bound assistant, or a conversation with one.
+        input_ids: int64 `[1, n]`: the prompt.
+        generation_config: a resolved configuration; `max_length` and `do_sample` are read.
+        logits_processor: those that the loop applies to the target's logits.
+        model_kwargs: what the target is called with: of its `past_key_values` and `attention_mask` is made sure that
+            the one is empty, and known what the other hides.
+
+    Raises:
+        UnsupportedError: the assistant drafts trees, or `past_key_values` holds tokens already.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        assistant: "Bindable",
+        *,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+    ):
+        processors = LogitsProcessorList() if logits_processor is None else logits_processor
+        model_kwargs = model_kwargs or {}
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            raise UnsupportedError(
+                "transformers' own loop would read again what past_key_values holds: bind the assistant before the "
+                "call, as in assistant = DynSpecAssistant(drafter, target=target), and pass it to target.generate."
+            )
+        calls = ExitStack()
+        with calls:
+            self._drafting: Drafting = calls.enter_context(assistant.open_call()).drafting(
+                generation_config=generation_config,
+                input_ids=input_ids,
+                logits_processor=processors,
+                model_kwargs=model_kwargs,
+            )
+            if self._drafting.drafts_trees:
+                raise UnsupportedError(
+                    "transformers' own loop takes chains: set tree=False, or bind the assistant before the call, as "
+                    "in assistant = DynSpecAssistant(drafter, tree=True, target=target), and pass it on."
+                )
+            calls = calls.pop_all()
+        self._drafts = not may_keep_state(processors)
+        self._do_sample = bool(generation_config.do_sample)
+        self._returns_all_states = bool(generation_config.output_hidden_states)
+        self._drafted = 0
+        # The session goes back with this object, whichever way the loop ends.
+        weakref.finalize(self, calls.close)
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """What the target must be called with in this round: the hidden states that are wanted of it."""
+        wanted = self._drafting.wanted_states
+        if self._returns_all_states or not wanted:
+            return {}
+        return {"output_hidden_states": wanted}
+
+    def get_candidates(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        model_outputs: Any = None,
+        n_last_matches: int = 0,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft one round.
+
+        Args:
+            input_ids: int64 `[1, n]`: all verified tokens.
+            model_outputs: what the target returned in the round before; None in the first round.
+            n_last_matches: how many candidates were accepted in it.
+            unused: the loop's `model_kwargs` and `is_first_iteration`.
+
+        Returns:
+            int64 `[1, n + k]`, the tokens and the candidates after them, none past an end of the text; and, when
+            sampling, fp32 `[1, k, V]`: the logits whose softmax each of them was drawn by.
+        """
+        if model_outputs is not None:
+            self._learn(input_ids, model_outputs, int(n_last_matches))
+        candidates = self._drafting.propose(input_ids, ends_with_text=True, drafts=self._drafts)
+        self._drafted = 0 if candidates is None else candidates.token_ids.shape[0]
+        if candidates is None:
+            return input_ids, None
+        token_ids = torch.cat([input_ids, candidates.token_ids.to(input_ids.device).unsqueeze(0)], dim=1)
+        return token_ids, self._widened(candidates) if self._do_sample else None
+
+    def _widened(self, candidates: Candidates) -> torch.Tensor:
+        wide = candidates.logits[0].new_full((1, self._drafted, self._drafting.vocabulary_rows), -torch.inf)
+        for place, (logits, shortlist) in enumerate(zip(candidates.logits, candidates.shortlists, strict=True)):
+            widen(logits, shortlist, wide[0, place])
+        return wide
+
+    def _learn(self, input_ids: torch.Tensor, outputs: Any, accepted: int) -> None:
+        rows = torch.arange(accepted + 1, device=input_ids.device)
+        outcome = Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, ())
+        logits = outputs.logits[:, -self._drafted - 1 :]
+        self._drafting.learn(CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states), outcome)
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Count a round, and adapt the draft length.
+
+        Args:
+            input_ids: int64 `[1, n]`: all verified tokens.
+            scores: fp32 `[1, k + 1, V]`: the target's processed logits.
+            num_matches: how many candidates were accepted.
+        """
+        accepted = int(num_matches)
+        rows = torch.arange(accepted + 1, device=input_ids.device)
+        processed = tuple(scores[:, place] for place in range(accepted + 1))
+        self._drafting.count(Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, processed))
