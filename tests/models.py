@@ -23,6 +23,7 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     MistralConfig,
     MistralForCausalLM,
     PhiConfig,
@@ -33,6 +34,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from hf_dynspec.protocol import Shortlist, VocabularyInfo
@@ -175,6 +178,52 @@ class ForwardCounter:
     def __exit__(self, *exception: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+# Processors that remember --------------------------------------------------------------------------------------------
+
+
+class Counting(LogitsProcessor):
+    """Favours another token in each call, whatever it is shown."""
+
+    def __init__(self):
+        self.texts: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.texts.append(input_ids[0].tolist())
+        scores = scores.clone()
+        scores[:, (7 * len(self.texts)) % (scores.shape[1] - 2)] += 3.0
+        return scores
+
+
+class Tiring(LogitsProcessor):
+    """Counts what its own scores made likeliest, and holds it against those tokens. Writes into what it is given."""
+
+    def __init__(self):
+        self.weariness: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.weariness is None:
+            self.weariness = torch.zeros_like(scores)
+        scores -= self.weariness
+        self.weariness.scatter_add_(1, scores.argmax(-1, keepdim=True), torch.full((1, 1), 1.5))
+        return scores
+
+
+# What a processor may remember; each is made from the target.
+REMEMBERING: dict[str, Callable[[PreTrainedModel], LogitsProcessor]] = {
+    "counting": lambda target: Counting(),
+    "tiring": lambda target: Tiring(),
+    "guidance": lambda target: UnbatchedClassifierFreeGuidanceLogitsProcessor(1.6, target),
+    "watermark": lambda target: SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=3,
+        keys=[654, 400, 836],
+        sampling_table_size=2**12,
+        sampling_table_seed=0,
+        context_history_size=64,
+        device=torch.device("cpu"),
+    ),
+}
 
 
 # Policies ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from draft_trees import Path, drawn_tree, verify
 from eagle_heads import random_head
-from models import POLICY_CASES, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
+from models import POLICY_CASES, REMEMBERING, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from scipy import stats as scipy_stats
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
@@ -108,13 +108,13 @@ def distribution(target: PreTrainedModel, processors: LogitsProcessorList, text:
     return processors(text, target(text).logits[:, -1].float()).softmax(-1)[0].double()
 
 
-def sample(target, input_ids, assistant, arguments, new_tokens: int) -> torch.Tensor:
+def sample(target, input_ids, assistant, arguments, new_tokens: int, more: tuple = ()) -> torch.Tensor:
     return target.generate(
         input_ids,
         max_new_tokens=new_tokens,
         do_sample=True,
         assistant_model=assistant,
-        logits_processor=LogitsProcessorList([ForbidEos()]),
+        logits_processor=LogitsProcessorList([ForbidEos(), *more]),
         **arguments,
     )[0, input_ids.shape[1] :]
 
@@ -228,6 +228,26 @@ def test_every_token_of_long_texts(policy, processors, target, drafter):
     assert uniformity(numbers) > FALSE_ALARM
     assert assistant.stats_total.accepted < assistant.stats_total.drafted
     assert (assistant.stats_total.accepted > 0) == (policy != "eos_only")
+
+
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("looks", [True, False], ids=["cpu", "elsewhere"])
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_every_token_of_long_texts_under_processors_that_remember(kind, looks, tree, target, drafter, monkeypatch):
+    """Also on devices that would be waited for, where the walk does not look at what it comes to."""
+    for module in (decoding, verification):
+        monkeypatch.setattr(module, "is_free_to_look", lambda device: looks)
+    torch.manual_seed(17)
+    assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3, tree=tree)
+    numbers = []
+    for seed in range(TEXTS):
+        input_ids = prompt(3, seed, vocabulary=12)
+        new = sample(target, input_ids, assistant, {"top_k": 0}, TEXT_LENGTH, (REMEMBERING[kind](target),))
+        processors = LogitsProcessorList([ForbidEos(), REMEMBERING[kind](target)])
+        text = torch.cat([input_ids, new[None]], dim=1)
+        numbers.append(uniform_numbers(target, drafter, processors, text, input_ids.shape[1]))
+    assert uniformity(torch.cat(numbers)) > FALSE_ALARM
+    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
 
 
 @pytest.mark.parametrize("lie", ["reports less than it drew from", "argmax drafts"])

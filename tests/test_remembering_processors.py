@@ -1,0 +1,206 @@
+"""Processors with a memory: they are shown what comes out, once for each token and in order, and never a draft."""
+
+import pytest
+import torch
+from models import EOS, POLICY_CASES, REMEMBERING, TERRIBLE, Counting, perturbed, prompt, tiny
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+from hf_dynspec import DynSpecAssistant, TreeConfig
+from hf_dynspec.generation import decoding, draft_processors, verification
+
+SHAPES = {"chain": False, "tree": TreeConfig(16, 3, 4)}
+ALL_POLICIES = POLICY_CASES | TERRIBLE
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def drafter(target) -> PreTrainedModel:
+    return perturbed(target)
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "elsewhere"])
+def looks(request, monkeypatch) -> bool:
+    """Whether a value can be looked at without waiting for a device."""
+    for module in (decoding, verification):
+        monkeypatch.setattr(module, "is_free_to_look", lambda device: request.param)
+    return request.param
+
+
+def generate(target, assistant=None, **arguments) -> torch.Tensor:
+    named = {"max_new_tokens": 24, "do_sample": False, "assistant_model": assistant}
+    return target.generate(prompt(), **named | arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_greedy_output_is_the_targets_own(kind, shape, looks, target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    expected = generate(target, logits_processor=[REMEMBERING[kind](target)])
+    assert torch.equal(generate(target, assistant, logits_processor=[REMEMBERING[kind](target)]), expected)
+    assert not torch.equal(expected, generate(target))
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_every_policy(policy, target, drafter):
+    assistant = DynSpecAssistant(drafter, ALL_POLICIES[policy](), target=target)
+    for kind, make in REMEMBERING.items():
+        expected = generate(target, logits_processor=[make(target)])
+        assert torch.equal(generate(target, assistant, logits_processor=[make(target)]), expected), kind
+
+
+ARGUMENTS = {
+    "guidance": {"guidance_scale": 1.5},
+    "guidance against a prompt": {"guidance_scale": 1.7, "negative_prompt_ids": prompt(5, seed=9)},
+    "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+    "guidance and penalties": {"guidance_scale": 1.5, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_arguments_of_generate_make(name, shape, looks, target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target, tree=SHAPES[shape])
+    assert torch.equal(generate(target, assistant, **ARGUMENTS[name]), generate(target, **ARGUMENTS[name]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("end", ["length", "token", "criterion"])
+def test_a_processor_is_asked_once_for_each_token_in_order(end, shape, looks, target, drafter):
+    """Also where the text ends within an accepted draft. Stopping criteria are asked as often."""
+
+    class Third(StoppingCriteria):
+        def __init__(self):
+            self.asked = 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.asked += 1
+            return torch.full((1,), self.asked == 15, dtype=torch.bool)
+
+    class Silent(Counting):
+        def __call__(self, input_ids, scores):
+            super().__call__(input_ids, scores)
+            return scores
+
+    plain = generate(target)[0].tolist()
+    for place in range(12, 20):
+        criterion, processor = Third(), Silent()
+        stop = {"length": {"max_new_tokens": place - 8}, "token": {"eos_token_id": plain[place]}, "criterion": {}}[end]
+        assistant = DynSpecAssistant(target, "full", target=target, tree=SHAPES[shape])
+        more = {"stopping_criteria": [criterion], "logits_processor": [processor]}
+        output = generate(target, assistant, **stop, **more)[0].tolist()
+        assert processor.texts == [output[:length] for length in range(12, len(output))]
+        assert criterion.asked == len(output) - 12
+        assert assistant.stats.accepted > 0 or len(output) <= 14
+
+
+def test_processors_in_transformers_own_loop(target, drafter):
+    """That loop shows them every candidate, so there are none; without such a processor there are."""
+    for make in REMEMBERING.values():
+        expected = generate(target, logits_processor=[make(target)])
+        assistant = DynSpecAssistant(drafter, target=target)
+        arguments = {"assistant_model": assistant, "logits_processor": LogitsProcessorList([make(target)])}
+        output = type(target).generate(target, prompt(), max_new_tokens=24, do_sample=False, **arguments)
+        assert torch.equal(output, expected)
+        assert assistant.stats.drafted == 0 and assistant.stats.tokens == 24
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
+DRAFTED_UNDER = {
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 20},
+    "min_length": {"min_length": 30},
+    "suppress_tokens": {"suppress_tokens": [5, 9, 40, 77]},
+    "sequence_bias": {"sequence_bias": {(9,): 5.0, (40,): -9.0}},
+    "bad_words_ids": {"bad_words_ids": [[9], [11]]},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED_UNDER)
+def test_twins_say_on_a_shortlist_what_processors_say_of_the_vocabulary(name, target):
+    """Along a text with padding before it, at each draft step of two rounds."""
+    made = []
+    config = GenerationConfig(**DRAFTED_UNDER[name], max_new_tokens=3, eos_token_id=EOS, pad_token_id=0)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt()], dim=1)
+    mask = (padded != 0).long()
+    get_logits_processor = type(target)._get_logits_processor
+
+    def keep(self, *args, **kwargs):
+        made.append(get_logits_processor(self, *args, **kwargs))
+        return made[-1]
+
+    type(target)._get_logits_processor = keep
+    try:
+        target.generate(padded, attention_mask=mask, generation_config=config, do_sample=False)
+    finally:
+        type(target)._get_logits_processor = get_logits_processor
+    processors, twins = made[0], draft_processors.draft_processors(made[0])
+    assert len(processors) == len(twins) > 0
+    context = draft_processors.DraftContext(target.config.vocab_size, 3, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    text = torch.cat([prompt()[0], prompt()[0, 3:7], torch.tensor([9, 40, 9])])
+    changed = False
+    for verified in (10, 14, text.shape[0]):
+        context.start_round(text[:verified])
+        drafted: list[torch.Tensor] = []
+        for _ in range(4):
+            slots = torch.randperm(target.config.vocab_size, generator=generator)[:120]
+            slots[0] = EOS if EOS not in slots[1:] else slots[0]
+            logits = torch.randn(120, generator=generator) * 3
+            context.set_path(drafted)
+            actual = logits
+            for twin in twins:
+                actual = twin(actual, slots, context)
+            whole = torch.cat([torch.zeros(3, dtype=torch.int64), text[:verified], *drafted])
+            wide = torch.zeros(1, target.config.vocab_size).scatter(1, slots[None], logits[None])
+            expected = processors(whole[None], wide)[0, slots]
+            torch.testing.assert_close(actual, expected)
+            changed = changed or not torch.equal(actual, logits)
+            drafted.append(slots[5:6] if len(drafted) % 2 else text[4:5])
+    assert changed
+
+
+def test_no_draft_step_looks_at_the_whole_vocabulary(target, drafter, monkeypatch):
+    """Under any processor; what is as wide as the vocabulary is only ever looked up in."""
+    sizes: list[int] = []
+    operations = {"where": torch.where, "isin": torch.isin, "full": torch.full}
+    in_draft = [False]
+    for name, operation in operations.items():
+
+        def watched(*args, operation=operation, **kwargs):
+            result = operation(*args, **kwargs)
+            if in_draft[0]:
+                sizes.append(result.numel())
+            return result
+
+        monkeypatch.setattr(torch, name, watched)
+    from hf_dynspec.generation.token_choice import TokenChoice
+
+    choose = TokenChoice.__call__
+
+    def chosen(*args):
+        in_draft[0] = True
+        try:
+            return choose(*args)
+        finally:
+            in_draft[0] = False
+
+    monkeypatch.setattr(TokenChoice, "__call__", chosen)
+    for arguments in DRAFTED_UNDER.values():
+        assistant = DynSpecAssistant(drafter, POLICY_CASES["in_context"](), target=target)
+        generate(target, assistant, **arguments)
+    assert sizes and max(sizes) < target.config.vocab_size / 2
