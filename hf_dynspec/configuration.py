@@ -240,7 +240,9 @@ class DynSpecConfig:
         for name, (kind, required) in _SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and (required or value is not None):
-                raise FieldError(name, f"must be a {kind.__name__}, got {shown_value(value)}", f"Give a {kind.__name__}")
+                raise FieldError(
+                    name, f"must be a {kind.__name__}, got {shown_value(value)}", f"Give a {kind.__name__}"
+                )
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
             _require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
@@ -276,7 +278,7 @@ class DynSpecConfig:
         if data.get("library_name") != LIBRARY_NAME:
             raise ArtifactError(
                 f"{source}: library_name",
-                f"is {shown_value(data.get('library_name'))} and not {LIBRARY_NAME!r}, so this is no hf_dynspec artifact",
+                f"is {shown_value(data.get('library_name'))} and not {LIBRARY_NAME!r}: no artifact of hf_dynspec",
                 "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made.",
             )
         values = {key: value for key, value in data.items() if key != "library_name"}
@@ -471,7 +473,9 @@ def _require_integer(name: str, value: Any, least: int, most: int) -> None:
 
 def _require_probability(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise FieldError(name, f"must be a number from 0 to 1, got {shown_value(value)}", "Give a number in that range")
+        raise FieldError(
+            name, f"must be a number from 0 to 1, got {shown_value(value)}", "Give a number in that range"
+        )
 
 
 def _require_text(name: str, value: Any) -> None:

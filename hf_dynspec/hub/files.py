@@ -37,12 +37,12 @@ def open_file(path: Path, field: str) -> BinaryIO:
         field: what errors call it.
 
     Raises:
-        ArtifactError: it is a pipe, a device or a folder, a link that leads elsewhere, or cannot be opened. Its `field`
-            is `field`.
+        ArtifactError: it is a pipe, a device or a folder, a link that leads elsewhere, or cannot be opened. Its
+            `field` is `field`.
     """
     _require_near(path, field)
     try:
-        # Looked at before it is opened, as opening some devices does something; and after, as it may be another by then.
+        # Looked at before it is opened, as to open a device may do something; and after, as it may be another by then.
         _require_regular(os.stat(path), field)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         file = os.fdopen(descriptor, "rb")

@@ -163,7 +163,9 @@ def _as_ids(content: Any, vocabulary_size: int, field: str) -> list[int]:
         return list(content)
     for count in content.values():
         if type(count) not in (int, float) or not 0 <= count < float("inf"):
-            raise ArtifactError(field, f"holds {shown_value(count)} where a count is expected", "Give counts of zero or more")
+            raise ArtifactError(
+                field, f"holds {shown_value(count)} where a count is expected", "Give counts of zero or more"
+            )
     return sorted(content, key=lambda token_id: (-content[token_id], token_id))
 
 

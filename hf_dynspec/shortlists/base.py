@@ -134,7 +134,7 @@ class ShortlistPolicy(ABC):
     anything.
 
     Attributes:
-        setting_rules: what `settings()` may return: each setting by its name, which the constructor's argument has too.
+        setting_rules: what `settings()` may return: each setting by its name, which is the constructor's argument too.
     """
 
     name: ClassVar[str]

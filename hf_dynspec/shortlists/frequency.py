@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -31,13 +31,13 @@ class FrequencyShortlist(ShortlistPolicy):
         position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
 
     Raises:
-        ConfigurationError: the ranking is empty, repeats an id or holds a negative one; a setting is mistyped or out of
-            range.
+        ConfigurationError: the ranking is empty, repeats an id or holds a negative one; a setting is mistyped or out
+            of range.
         ArtifactError: the ranking's artifact is damaged or holds no ranking.
     """
 
     name = "frequency"
-    setting_rules = {"size": WholeNumber(1), "position_aware": Switch()}
+    setting_rules: ClassVar = {"size": WholeNumber(1), "position_aware": Switch()}
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class FrequencyShortlist(ShortlistPolicy):
         leading = torch.cat([eos, ranking])[:size].to(vocabulary.device)
         if not leading.numel():
             raise ConfigurationError(
-                f"no id of the ranking is one of the {vocabulary.size} tokens that the drafter scores. Use the ranking "
-                "of its tokenizer."
+                f"no id of the ranking is one of the {vocabulary.size} tokens that the drafter scores. Use the "
+                "ranking of its tokenizer."
             )
         return leading
 

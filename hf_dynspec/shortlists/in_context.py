@@ -3,7 +3,7 @@
 The state lives on the head's device in tensors of fixed size, and no operation on it waits for the device.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ class InContextShortlist(ShortlistPolicy):
     """
 
     name = "in_context"
-    setting_rules = {
+    setting_rules: ClassVar = {
         "window": WholeNumber(1),
         "prompt_top_k": WholeNumber(0, LARGEST_TOP_K),
         "verify_top_k": WholeNumber(0, LARGEST_TOP_K),
@@ -141,7 +141,8 @@ class InContextState(ShortlistState):
         self._shortlist = self._make_shortlist(replaced)
 
     def _push(self, ids: torch.Tensor, positions: torch.Tensor, admissible: torch.Tensor) -> torch.Tensor:
-        """Take in `n` ids, no more than there are slots, seen at `positions`, and return the slots `[n]` that may have changed."""
+        """Take in `n` ids seen at `positions`, no more than there are slots, and return the slots `[n]` that may have
+        changed."""
         n = ids.shape[0]
         equal = ids.unsqueeze(1) == ids
         # Equal ids are handled by the last of them, so that every token touches one slot.

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -166,7 +166,7 @@ class RouterShortlist(ShortlistPolicy):
     """
 
     name = "router"
-    setting_rules = {
+    setting_rules: ClassVar = {
         "max_clusters": WholeNumber(1),
         "schedule": OneOf(SCHEDULES),
         "mass": Share(),

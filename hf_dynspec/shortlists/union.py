@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,7 +12,6 @@ from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
-
 
 # Policies of a union and of the unions within it, all together, and how deep unions may lie within each other.
 MOST_POLICIES = 32
@@ -67,7 +66,7 @@ class UnionShortlist(ShortlistPolicy):
 
     @classmethod
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        """As for every policy, and the settings of all policies inside, which are counted before they are looked at."""
+        """As for every policy; the policies inside are counted before the settings of any are looked at."""
         from . import policy_class
 
         _count_policies(settings)
@@ -239,7 +238,7 @@ class HybridShortlist(UnionShortlist):
     """
 
     name = "hybrid"
-    setting_rules = {
+    setting_rules: ClassVar = {
         "core_size": FrequencyShortlist.setting_rules["size"],
         **{name: rule for name, rule in InContextShortlist.setting_rules.items() if name != "eviction"},
     }
