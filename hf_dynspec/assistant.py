@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from .configuration import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
+from .configuration import DEFAULT_SHARD_SIZE, LONGEST_DRAFT, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .errors import ArtifactError, ConfigurationError, DynSpecError, NotBoundError, UnsupportedError
+from .drafters.eagle_checkpoint import HEAD_FILES
+from .errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
 from .generation.binding import Bindable, Call, attach, check_target, detach, forward_of
 from .generation.drafting import Drafting, draft_once
 from .protocol import Candidates, VocabularyInfo
@@ -509,22 +510,15 @@ def _drafter_reference(drafter: Drafter) -> ModelReference | None:
 def _load_drafter(
     config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
 ) -> PreTrainedModel | Drafter:
-    """The drafter that an artifact names, at the commit that it names."""
+    """The drafter that an artifact names, at the commit that it names, and without any code that it may bring."""
+    from .hub.models import download_snapshot, drafter_repository, load_named_drafter
+
     reference = config.drafter
-    if reference is None or reference.hub_id is None:
-        raise ArtifactError(
-            "config.json: drafter",
-            "names no drafter" if reference is None else f"{reference.name_or_path!r} is not on the Hub",
-            "Load the drafter yourself and pass it as drafter=….",
-        )
+    repo_id = drafter_repository(reference)
     if reference.architecture == EagleDrafter.__name__:
-        return EagleDrafter.from_pretrained(
-            reference.hub_id, target=target, revision=reference.commit, cache_dir=cache_dir, token=token
-        )
-    model = AutoModelForCausalLM.from_pretrained(
-        reference.hub_id, revision=reference.commit, dtype=target.dtype, cache_dir=cache_dir, token=token
-    )
-    return model.to(target.device)
+        folder = download_snapshot(repo_id, HEAD_FILES, reference.commit, cache_dir, token)
+        return EagleDrafter.from_pretrained(folder, target=target)
+    return load_named_drafter(reference, target.dtype, cache_dir, token).to(target.device)
 
 
 def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
@@ -546,8 +540,11 @@ def _tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
 
 def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
     """The settings of `generation_config` that steer drafting."""
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise ConfigurationError(f"num_assistant_tokens must be a whole number of at least 1, got {tokens!r}")
+    is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= LONGEST_DRAFT
+    if tokens is not None and not is_count:
+        raise ConfigurationError(
+            f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
+        )
     if threshold is not None and not 0.0 <= threshold <= 1.0:
         raise ConfigurationError(f"assistant_confidence_threshold must be between 0 and 1, got {threshold!r}")
     given = getattr(drafter, "generation_config", None)

@@ -77,6 +77,6 @@ def local_tokenizer(model: PreTrainedModel) -> Any:
     if not model.name_or_path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError):
         return None

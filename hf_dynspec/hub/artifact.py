@@ -61,7 +61,7 @@ CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 
 LARGEST_CONFIG = 2**20
-LARGEST_CARD = 2**20
+LARGEST_CARD = 2**22
 
 # While a save is between its files: where it writes them, and the weights that the old config.json was written with.
 _STAGING_PREFIX = ".hf_dynspec-"
