@@ -494,7 +494,8 @@ def _reference(model: PreTrainedModel | None) -> ModelReference | None:
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        local=os.path.isdir(model.name_or_path),
+        # What an absolute path is, a snapshot in the Hub's cache or not, the reference tells itself.
+        local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
     )
 
 
