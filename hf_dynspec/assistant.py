@@ -541,13 +541,6 @@ def _tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
 
 def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
     """The settings of `generation_config` that steer drafting."""
-    is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= LONGEST_DRAFT
-    if tokens is not None and not is_count:
-        raise ConfigurationError(
-            f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
-        )
-    if threshold is not None and not 0.0 <= threshold <= 1.0:
-        raise ConfigurationError(f"assistant_confidence_threshold must be between 0 and 1, got {threshold!r}")
     given = getattr(drafter, "generation_config", None)
     config = copy.deepcopy(given) if isinstance(given, GenerationConfig) else GenerationConfig()
     defaults = {
@@ -558,4 +551,14 @@ def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) 
     for name, (argument, default) in defaults.items():
         choices = (argument, getattr(config, name, None), default)
         setattr(config, name, next(choice for choice in choices if choice is not None))
+    # What the drafter's own file says is looked at too.
+    tokens, threshold = config.num_assistant_tokens, config.assistant_confidence_threshold
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= LONGEST_DRAFT:
+        raise ConfigurationError(
+            f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
+        raise ConfigurationError(
+            f"assistant_confidence_threshold must be between 0 and 1, got {shown_value(threshold)}"
+        )
     return config

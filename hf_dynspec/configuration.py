@@ -20,6 +20,7 @@ FORMAT_VERSION = 1
 # Several times the largest vocabularies in use. It bounds what a file's claim about itself can make a reader allocate.
 LARGEST_VOCABULARY = 2**22
 LONGEST_DRAFT = 1024
+MOST_TREE_NODES = 2048  # `top_k` at each of a tree's depths
 DEEPEST_JSON = 32
 # Several times what the index of the largest models holds. Small values take far more memory than room in a file.
 MOST_JSON_VALUES = 2**18
@@ -205,7 +206,8 @@ class DynSpecConfig:
         target: the model that verifies.
         num_assistant_tokens: draft length, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
-        tree: the shape of the trees to draft, or None for chains.
+        tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
+            its `top_k` at each depth may not be more than 2,048 nodes together.
         provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
             `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
             measured: numbers by name, or a list of objects that are the rows of a table).
@@ -246,6 +248,11 @@ class DynSpecConfig:
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
             _require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
+        if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
+            problem = (
+                f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"
+            )
+            raise FieldError("tree", problem, "Give a smaller top_k or depth")
         if self.assistant_confidence_threshold is not None:
             _require_probability("assistant_confidence_threshold", self.assistant_confidence_threshold)
         _require_name("hf_dynspec_version", self.hf_dynspec_version)

@@ -78,5 +78,5 @@ def local_tokenizer(model: PreTrainedModel) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError):
+    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
         return None

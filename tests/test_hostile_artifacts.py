@@ -43,7 +43,8 @@ from test_artifact import container, forge_weights
 
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.build.corpus import CorpusError
+from hf_dynspec.build.corpus import CorpusError, plan_corpus
+from hf_dynspec.build.frequency import load_tokenizer
 from hf_dynspec.configuration import (
     LARGEST_VOCABULARY,
     LONGEST_DRAFT,
@@ -57,6 +58,7 @@ from hf_dynspec.drafters.eagle_checkpoint import read_checkpoint
 from hf_dynspec.drafters.eagle_conversion import read_output_rows
 from hf_dynspec.errors import LONGEST_MESSAGE, ArtifactError, ConfigurationError, DynSpecError, shown_text
 from hf_dynspec.hub import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
+from hf_dynspec.hub.artifact import card_to_publish
 from hf_dynspec.hub.frequency_list import import_frequency_list
 from hf_dynspec.hub.weights import serialize_tensors
 from hf_dynspec.protocol import Prompt, Verdict, VocabularyInfo
@@ -370,6 +372,40 @@ def test_clusters_that_claim_a_huge_number_take_no_memory():
     clusters = torch.zeros(VOCABULARY, dtype=torch.int64)
     clusters[3] = 2**40
     refusal(lambda: RouterShortlist(hf_dynspec.shortlists.Router(clusters, torch.zeros(1, 4))))
+
+
+def test_an_artifact_does_not_ask_for_endless_trees(tmp_path):
+    stored(tmp_path, FullShortlist())
+    edit(tmp_path, lambda config: config.update(tree={"total_tokens": 4096, "depth": 128, "top_k": 512}))
+    assert refusal(lambda: read_artifact(tmp_path)).field == "config.json: tree"
+    edit(tmp_path, lambda config: config.update(tree={"total_tokens": 60, "depth": 5, "top_k": 10}))
+    assert read_artifact(tmp_path)[0].tree == hf_dynspec.TreeConfig()
+
+
+@pytest.mark.parametrize("setting", ["num_assistant_tokens", "assistant_confidence_threshold"])
+@pytest.mark.parametrize("value", ["many", 2**70, -1, [1], True])
+def test_what_a_drafters_own_file_says_of_drafting_is_checked(setting, value):
+    drafter = tiny()
+    setattr(drafter.generation_config, setting, value)
+    assert str(refusal(lambda: DynSpecAssistant(drafter))).startswith(f"{setting} must be")
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", '""', "7", '[""]', '{"a": 1}'])
+@pytest.mark.parametrize("place", ["provenance", "results", "settings", "eos_token_ids"])
+def test_many_small_values_take_little_time_and_memory(tmp_path, item, place):
+    stored(tmp_path, FullShortlist())
+    items = ",".join([item] * (1_000_000 // (len(item) + 1)))
+    data = json.loads((tmp_path / "config.json").read_text())
+    holder = {"results": data, "settings": data["policy"], "eos_token_ids": data["tokenizer"]}.get(place, data)
+    holder[place] = "HERE"
+    text = json.dumps(data).replace('"HERE"', f'{{"log": [{items}]}}' if place == "provenance" else f"[{items}]")
+    for kept in (text, text.replace(items, items[: len(items) // 8].rpartition(",")[0])):
+        (tmp_path / "config.json").write_text(kept)
+        with within_limits():
+            try:
+                render_card(read_artifact(tmp_path)[0])
+            except ArtifactError as error:
+                assert str(error).isprintable()
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -771,6 +807,37 @@ def test_archives_that_claim_too_much_are_refused(tmp_path):
     refusal(lambda: import_frequency_list(path, 50_000_000))
 
 
+def test_a_head_of_countless_tensors_is_refused_before_they_are_looked_at(tmp_path):
+    folder = random_head("eagle3").write(tmp_path)
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    (folder / "model.safetensors").write_bytes(container({f"t{n}": entry for n in range(150_000)}, b""))
+    assert "150000 tensors" in str(refusal(lambda: read_checkpoint(folder)))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    assert refusal(lambda: read_checkpoint(folder)).field == "model.safetensors: header"
+
+
+def test_a_damaged_tokenizer_is_told(tmp_path):
+    for number, text in enumerate(['{"model": 3}', "[]", "", '{"version": "1.0", "model": {"type": "BPE"}}', "\x00"]):
+        folder = tmp_path / str(number)
+        word_tokenizer().save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(text)
+        assert isinstance(refusal(lambda folder=folder: load_tokenizer(folder)), ConfigurationError)
+    refusal(lambda: load_tokenizer(tmp_path / "missing"))
+
+
+def test_a_corpus_that_is_none_is_told(tmp_path):
+    put_pipe(tmp_path / "pipe.jsonl")
+    (tmp_path / "numbers.jsonl").write_text('{"text": ' + "9" * 5000 + "}")
+    (tmp_path / "nested.jsonl").write_text("[" * 10**5)
+    (tmp_path / "steering.jsonl").write_text(json.dumps({STEERING.replace("\ud800", ""): 1}))
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1" + b"\xff" * 100 + b"PAR1")
+    (tmp_path / "damaged.txt.xz").write_bytes(b"\xfd7zXZ\0" + b"\xff" * 100)
+    for path in sorted(tmp_path.iterdir()):
+        error = refusal(lambda path=path: list(plan_corpus([path]).units))
+        assert isinstance(error, CorpusError) and path.name in str(error)
+    refusal(lambda: plan_corpus([tmp_path / ("a" * 5000)]))
+
+
 def test_views_in_a_pickled_head_take_no_memory(tmp_path):
     head = random_head("eagle3")
     folder = head.write(tmp_path / "head", pickled=True)
@@ -872,6 +939,8 @@ def mutated_json(rng: random.Random, data: Any) -> str:
         places = list(walk(data))
         if not 0 < len(places) < 5000:
             break
+        if isinstance(data, dict) and isinstance(data.get("policy"), dict | list) and rng.random() < 0.5:
+            places = list(walk(data["policy"])) or places  # what is built of an artifact
         holder, key = rng.choice(places)
         change = rng.randrange(8)
         if change < 4:
@@ -1083,6 +1152,9 @@ def test_mutated_artifacts_load_or_end_in_an_error_of_ours(tmp_path):
         card = render_card(config)
         assert card.replace("\n", "").isprintable() and len(card) < 2**22
         use(policy)
+        assert len(card_to_publish(folder, config, "acme/dynspec")) < 2**22
+        if rng.random() < 0.1:
+            write_artifact(folder, config, tensors)
 
     fuzz(tmp_path, sources, 0.6, act)
 

@@ -230,7 +230,7 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
     import json
 
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
+    if os.path.lexists(directory) and not os.path.isdir(directory):
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".hf_dynspec-", dir=directory) as staging:
@@ -307,14 +307,19 @@ def safetensors_files(folder: Path) -> list[Path] | None:
 
 def _read_headers(files: Iterable[Path]) -> dict[str, _Header]:
     headers: dict[str, _Header] = {}
-    total = 0
+    total, count = 0, 0
     for path in files:
         with open_safetensors(path) as file:
             total += path.stat().st_size
             if total > _LARGEST_TOTAL:
                 problem = f"{total} bytes in all, and {_LARGEST_TOTAL} are the most"
                 raise ArtifactError(path.name, problem, _FETCH_AGAIN)
-            for name in file.keys():
+            names = file.keys()
+            count += len(names)
+            if count > _MOST_TENSORS:
+                problem = f"holds {count} tensors, and {_MOST_TENSORS} are the most"
+                raise ArtifactError(path.name, problem, "Give the folder or the repository of an EAGLE head.")
+            for name in names:
                 part = file.get_slice(name)
                 dtype = part.get_dtype()
                 known = {**_FLOATS, **_IDS, "BOOL": torch.bool}
@@ -470,9 +475,6 @@ def _recognise(
     Raises:
         ArtifactError: no format fits, or the tensors are not those of the settings.
     """
-    if len(headers) > _MOST_TENSORS:
-        problem = f"holds {len(headers)} tensors, and {_MOST_TENSORS} are the most"
-        raise ArtifactError(source, problem, "Give the folder or the repository of an EAGLE head.")
     checkpoint_format: CheckpointFormat = "official"
     if "speculators_model_type" in config:
         checkpoint_format, generation = "speculators", 3

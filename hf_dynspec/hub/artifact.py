@@ -348,7 +348,7 @@ class _FolderFiles:
 
     def _weights_path(self, name: str, digest: WeightsDigest) -> Path:
         path, previous = self.directory / name, _previous(self.directory / name)
-        if previous.is_file() and not _has_digest(path, digest) and _has_digest(previous, digest):
+        if is_there(previous) and not _has_digest(path, digest) and _has_digest(previous, digest):
             return previous
         if not is_there(path):
             raise _missing(name, str(self.directory), self._names())
@@ -561,7 +561,7 @@ def naming_hub_errors(repo_id: str, filename: str) -> Iterator[None]:
 
 def _require_own_folder(directory: Path) -> None:
     """Refuse to replace the files of another library's model."""
-    if directory.exists() and not directory.is_dir():
+    if is_there(directory) and not os.path.isdir(directory):
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
     config = directory / CONFIG_FILE
     if is_there(config):
@@ -707,7 +707,7 @@ def _may_replace_card(path: Path) -> bool:
     if not is_there(path):
         return True
     try:
-        return not path.is_symlink() and is_unedited_card(_read_card(path))
+        return is_unedited_card(_read_card(path))
     except ArtifactError:
         return False
 

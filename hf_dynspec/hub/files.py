@@ -21,7 +21,7 @@ def require_own_file(path: Path, field: str) -> None:
     Raises:
         ArtifactError: it is one. Its `field` is `field`.
     """
-    if path.is_symlink():
+    if os.path.islink(path):
         problem = f"is a link to {os.path.realpath(path)}, and links are not followed"
         raise ArtifactError(field, problem, "Put a copy of the file in its place.")
 
@@ -75,7 +75,7 @@ def read_file(path: Path, field: str, most: int) -> bytes:
 
 def _require_near(path: Path, field: str) -> None:
     """Refuse a link out of the folder: what it leads to is none of the folder's."""
-    if not path.is_symlink():
+    if not os.path.islink(path):
         return
     folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     # The Hub's client keeps `snapshots/<commit>/<name>` as a link to `blobs/<digest>`.
