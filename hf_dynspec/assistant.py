@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from .configuration import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
+from .configuration import DEFAULT_SHARD_SIZE, LONGEST_DRAFT, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .errors import ArtifactError, ConfigurationError, NotBoundError, UnsupportedError
+from .drafters.eagle_checkpoint import HEAD_FILES
+from .errors import ConfigurationError, NotBoundError, UnsupportedError, shown_value
 from .generation.binding import Bindable, Call, TargetHook, attach, check_target
 from .generation.drafting import Drafting, draft_once
 from .generation.target import TargetForward
@@ -603,7 +604,8 @@ def _reference(model: PreTrainedModel | None) -> ModelReference | None:
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
         vocab_size=output_rows(model),
-        local=os.path.isdir(model.name_or_path),
+        # What an absolute path is, a snapshot in the Hub's cache or not, the reference tells itself.
+        local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
     )
 
 
@@ -619,22 +621,15 @@ def _drafter_reference(drafter: Drafter) -> ModelReference | None:
 def _load_drafter(
     config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
 ) -> PreTrainedModel | Drafter:
-    """The drafter that an artifact names, at the commit that it names."""
+    """The drafter that an artifact names, at the commit that it names, and without any code that it may bring."""
+    from .hub.models import download_snapshot, drafter_repository, load_named_drafter
+
     reference = config.drafter
-    if reference is None or reference.hub_id is None:
-        raise ArtifactError(
-            "config.json: drafter",
-            "names no drafter" if reference is None else f"{reference.name_or_path!r} is not on the Hub",
-            "Load the drafter yourself and pass it as drafter=….",
-        )
+    repo_id = drafter_repository(reference)
     if reference.architecture == EagleDrafter.__name__:
-        return EagleDrafter.from_pretrained(
-            reference.hub_id, target=target, revision=reference.commit, cache_dir=cache_dir, token=token
-        )
-    model = AutoModelForCausalLM.from_pretrained(
-        reference.hub_id, revision=reference.commit, dtype=target.dtype, cache_dir=cache_dir, token=token
-    )
-    return model.to(target.device)
+        folder = download_snapshot(repo_id, HEAD_FILES, reference.commit, cache_dir, token)
+        return EagleDrafter.from_pretrained(folder, target=target)
+    return load_named_drafter(reference, target.dtype, cache_dir, token).to(target.device)
 
 
 def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
@@ -656,10 +651,6 @@ def _tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
 
 def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
     """The settings of `generation_config` that steer drafting."""
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise ConfigurationError(f"num_assistant_tokens must be a whole number of at least 1, got {tokens!r}")
-    if threshold is not None and not 0.0 <= threshold <= 1.0:
-        raise ConfigurationError(f"assistant_confidence_threshold must be between 0 and 1, got {threshold!r}")
     given = getattr(drafter, "generation_config", None)
     config = copy.deepcopy(given) if isinstance(given, GenerationConfig) else GenerationConfig()
     defaults = {
@@ -670,4 +661,14 @@ def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) 
     for name, (argument, default) in defaults.items():
         choices = (argument, getattr(config, name, None), default)
         setattr(config, name, next(choice for choice in choices if choice is not None))
+    # What the drafter's own file says is looked at too.
+    tokens, threshold = config.num_assistant_tokens, config.assistant_confidence_threshold
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= LONGEST_DRAFT:
+        raise ConfigurationError(
+            f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
+        raise ConfigurationError(
+            f"assistant_confidence_threshold must be between 0 and 1, got {shown_value(threshold)}"
+        )
     return config

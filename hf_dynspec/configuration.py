@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields
@@ -11,7 +11,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from . import __version__
-from .errors import ArtifactError, ConfigurationError
+from .errors import ArtifactError, ConfigurationError, shown_value
 from .tree_config import TreeConfig
 
 LIBRARY_NAME = "hf_dynspec"
@@ -20,7 +20,12 @@ FORMAT_VERSION = 1
 # Several times the largest vocabularies in use. It bounds what a file's claim about itself can make a reader allocate.
 LARGEST_VOCABULARY = 2**22
 LONGEST_DRAFT = 1024
+MOST_TREE_NODES = 2048  # `top_k` at each of a tree's depths
 DEEPEST_JSON = 32
+# Several times what the index of the largest models holds. Small values take far more memory than room in a file.
+MOST_JSON_VALUES = 2**18
+MOST_EOS_TOKENS = 256
+LONGEST_NAME = 1024
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,6 +39,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# What every reader of JSON takes for a whole number.
+_LARGEST_NUMBER = 2**63
 _WRITE_AGAIN = "Write the artifact again with save_pretrained(), or download it again"
 _Section = TypeVar("_Section")
 
@@ -59,7 +66,8 @@ class TokenizerFingerprint:
     Args:
         size: one past the largest token id.
         sha256: hexadecimal digest of the pairs of token and id (`hf_dynspec.hub.fingerprint_tokenizer`).
-        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats. A list is taken as a tuple.
+        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats, 256 at most. A list is taken as a
+            tuple.
 
     Raises:
         ConfigurationError: a value is mistyped or out of range.
@@ -74,8 +82,11 @@ class TokenizerFingerprint:
         _require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
         if not isinstance(self.eos_token_ids, list | tuple):
             raise FieldError(
-                "eos_token_ids", f"must be a list of ids, got {_shown(self.eos_token_ids)}", "Give a list"
+                "eos_token_ids", f"must be a list of ids, got {shown_value(self.eos_token_ids)}", "Give a list"
             )
+        if len(self.eos_token_ids) > MOST_EOS_TOKENS:
+            problem = f"holds {len(self.eos_token_ids)} ids, and {MOST_EOS_TOKENS} are the most"
+            raise FieldError("eos_token_ids", problem, "Give the ids that end a text")
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         for token_id in self.eos_token_ids:
             _require_integer("eos_token_ids", token_id, 0, self.size - 1)
@@ -110,13 +121,13 @@ class ModelReference:
     local: bool = False
 
     def __post_init__(self):
-        _require_text("name_or_path", self.name_or_path)
+        _require_name("name_or_path", self.name_or_path)
         if self.architecture is not None:
-            _require_text("architecture", self.architecture)
+            _require_name("architecture", self.architecture)
         if self.vocab_size is not None:
             _require_integer("vocab_size", self.vocab_size, 1, LARGEST_VOCABULARY)
         if not isinstance(self.local, bool):
-            raise FieldError("local", f"must be true or false, got {_shown(self.local)}", "Give true or false")
+            raise FieldError("local", f"must be true or false, got {shown_value(self.local)}", "Give true or false")
         name, cached_commit, local = _without_folders(self.name_or_path)
         object.__setattr__(self, "name_or_path", name)
         object.__setattr__(self, "local", self.local or local)
@@ -137,7 +148,8 @@ class PolicyConfig:
 
     Args:
         name: a key of `hf_dynspec.shortlists.POLICIES`. Whether it is one is checked when the policy is built.
-        settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file.
+        settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file. Which
+            settings there are, and within which bounds, the policy's class says (`ShortlistPolicy.setting_rules`).
 
     Raises:
         ConfigurationError: a value is mistyped or not JSON.
@@ -147,7 +159,7 @@ class PolicyConfig:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        _require_text("name", self.name)
+        _require_name("name", self.name)
         object.__setattr__(self, "settings", _json_object("settings", self.settings))
 
 
@@ -194,7 +206,8 @@ class DynSpecConfig:
         target: the model that verifies.
         num_assistant_tokens: draft length, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
-        tree: the shape of the trees to draft, or None for chains.
+        tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
+            its `top_k` at each depth may not be more than 2,048 nodes together.
         provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
             `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
             measured: numbers by name, or a list of objects that are the rows of a table).
@@ -229,13 +242,20 @@ class DynSpecConfig:
         for name, (kind, required) in _SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and (required or value is not None):
-                raise FieldError(name, f"must be a {kind.__name__}, got {_shown(value)}", f"Give a {kind.__name__}")
+                raise FieldError(
+                    name, f"must be a {kind.__name__}, got {shown_value(value)}", f"Give a {kind.__name__}"
+                )
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
             _require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
+        if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
+            problem = (
+                f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"
+            )
+            raise FieldError("tree", problem, "Give a smaller top_k or depth")
         if self.assistant_confidence_threshold is not None:
             _require_probability("assistant_confidence_threshold", self.assistant_confidence_threshold)
-        _require_text("hf_dynspec_version", self.hf_dynspec_version)
+        _require_name("hf_dynspec_version", self.hf_dynspec_version)
         object.__setattr__(self, "provenance", _json_object("provenance", self.provenance))
         object.__setattr__(self, "results", _checked_results(self.results))
         object.__setattr__(self, "weights", _checked_weights(self.weights))
@@ -261,11 +281,11 @@ class DynSpecConfig:
                 range. Its `field` is `"<source>: <dotted key>"`.
         """
         if not isinstance(data, Mapping):
-            raise ArtifactError(source, f"must hold a JSON object, got {_shown(data)}", f"{_WRITE_AGAIN}.")
+            raise ArtifactError(source, f"must hold a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
         if data.get("library_name") != LIBRARY_NAME:
             raise ArtifactError(
                 f"{source}: library_name",
-                f"is {_shown(data.get('library_name'))} and not {LIBRARY_NAME!r}, so this is no hf_dynspec artifact",
+                f"is {shown_value(data.get('library_name'))} and not {LIBRARY_NAME!r}: no artifact of hf_dynspec",
                 "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made.",
             )
         values = {key: value for key, value in data.items() if key != "library_name"}
@@ -297,15 +317,19 @@ def parse_strict_json(text: bytes, source: str) -> dict[str, Any]:
         source: what errors call the file.
 
     Raises:
-        ArtifactError: not UTF-8, not JSON, not an object, a key given twice, a number that is not finite, or nested
-            too deeply. Its `field` is `source`.
+        ArtifactError: not UTF-8, not JSON, not an object, a key given twice, a number that is not finite, too many
+            values, or nested too deeply. Its `field` is `source`.
     """
+    # Commas in texts count too: an upper bound that costs next to nothing.
+    if sum(map(text.count, (b",", b"[", b"{"))) > MOST_JSON_VALUES:
+        raise ArtifactError(source, f"holds more than {MOST_JSON_VALUES} values", f"{_WRITE_AGAIN}.")
     try:
         data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-        return _json_object(source, data, DEEPEST_JSON + 4)  # settings lie a few levels below the file's top
+        # Settings lie a few levels below the file's top. How large a number may be is its own field's to say.
+        return _json_object(source, data, DEEPEST_JSON + 4, largest=math.inf)
     except FieldError as error:
         raise ArtifactError(source, error.problem, f"{_WRITE_AGAIN}.") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(source, f"is not strict JSON: {error}", f"{_WRITE_AGAIN}.") from error
 
 
@@ -352,7 +376,7 @@ def _read_weights(data: Any, where: str) -> dict[str, WeightsDigest]:
 def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -> _Section:
     """Build one section from exactly the keys that it has."""
     if not isinstance(data, Mapping):
-        raise ArtifactError(where, f"must be a JSON object, got {_shown(data)}", f"{_WRITE_AGAIN}.")
+        raise ArtifactError(where, f"must be a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
     known = {item.name: item for item in fields(kind)}
     for key in data:
         if key not in known:
@@ -392,7 +416,7 @@ def _without_folders(name: str) -> tuple[str, str | None, bool]:
 
 def _checked_results(results: Any) -> list[dict[str, Any]]:
     if not isinstance(results, list | tuple):
-        raise FieldError("results", f"must be a list of rows, got {_shown(results)}", "Give a list")
+        raise FieldError("results", f"must be a list of rows, got {shown_value(results)}", "Give a list")
     rows = [_json_object("results", row) for row in results]
     for row in rows:
         if not isinstance(row.get("workload"), str):
@@ -411,27 +435,31 @@ def _checked_weights(weights: Any) -> dict[str, WeightsDigest]:
     return {name: given[name] for name in names}
 
 
-def _json_object(name: str, value: Any, deepest: int = DEEPEST_JSON) -> dict[str, Any]:
+def _json_object(
+    name: str, value: Any, deepest: int = DEEPEST_JSON, largest: float = _LARGEST_NUMBER
+) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise FieldError(name, f"must be a JSON object, got {_shown(value)}", "Give a dictionary of JSON values")
-    return _plain_json(name, value, deepest)
+        raise FieldError(name, f"must be a JSON object, got {shown_value(value)}", "Give a dictionary of JSON values")
+    return _plain_json(name, value, deepest, largest)
 
 
-def _plain_json(name: str, value: Any, deepest: int) -> Any:
+def _plain_json(name: str, value: Any, deepest: int, largest: float) -> Any:
     """A deep copy made of nothing but what JSON can say."""
     if deepest < 0:
         raise FieldError(name, "is nested too deeply", f"Nest values at most {DEEPEST_JSON} deep")
     if isinstance(value, Mapping):
         for key in value:
             _require_text(f"{name}: a key", key)
-        return {key: _plain_json(name, item, deepest - 1) for key, item in value.items()}
+        return {key: _plain_json(name, item, deepest - 1, largest) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_json(name, item, deepest - 1) for item in value]
+        return [_plain_json(name, item, deepest - 1, largest) for item in value]
     if isinstance(value, str) and value:
         _require_text(name, value)
     elif not (value is None or isinstance(value, bool | str | int)):
         if not isinstance(value, float) or not math.isfinite(value):
-            raise FieldError(name, f"holds {_shown(value)}, which JSON cannot say", "Give only JSON values")
+            raise FieldError(name, f"holds {shown_value(value)}, which JSON cannot say", "Give only JSON values")
+    if isinstance(value, int) and abs(value) > largest:
+        raise FieldError(name, f"holds {shown_value(value)}", "Give numbers of at most 64 bits")
     return value
 
 
@@ -439,37 +467,35 @@ def _require_format_version(value: Any) -> None:
     if isinstance(value, bool) or value != FORMAT_VERSION:
         raise FieldError(
             "format_version",
-            f"is {_shown(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
+            f"is {shown_value(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
             "Install the hf_dynspec that wrote the artifact",
         )
 
 
 def _require_integer(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        problem = f"must be a whole number from {least} to {most}, got {_shown(value)}"
+        problem = f"must be a whole number from {least} to {most}, got {shown_value(value)}"
         raise FieldError(name, problem, "Give a number in that range")
 
 
 def _require_probability(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise FieldError(name, f"must be a number from 0 to 1, got {_shown(value)}", "Give a number in that range")
+        raise FieldError(
+            name, f"must be a number from 0 to 1, got {shown_value(value)}", "Give a number in that range"
+        )
 
 
 def _require_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value or _LONE_SURROGATE.search(value):
-        raise FieldError(name, f"must be text, got {_shown(value)}", "Give Unicode text that is not empty")
+        raise FieldError(name, f"must be text, got {shown_value(value)}", "Give Unicode text that is not empty")
+
+
+def _require_name(name: str, value: Any) -> None:
+    _require_text(name, value)
+    if len(value) > LONGEST_NAME:
+        raise FieldError(name, f"has {len(value)} characters, and {LONGEST_NAME} are the most", "Give a name")
 
 
 def _require_pattern(name: str, value: Any, pattern: re.Pattern[str], description: str) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FieldError(name, f"must be {description}, got {_shown(value)}", f"Give {description}")
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: never longer than a line, whatever a file held."""
-    if isinstance(value, Mapping | Iterable) and not isinstance(value, str | bytes):
-        return f"a {type(value).__name__}"
-    if isinstance(value, int) and abs(value) >= 10**60:
-        return "an absurdly large number"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise FieldError(name, f"must be {description}, got {shown_value(value)}", f"Give {description}")

@@ -1,8 +1,46 @@
 """The errors that hf_dynspec raises on purpose. Each message names what was wrong and how to mend it."""
 
+from collections.abc import Iterable
+
+LONGEST_MESSAGE = 4000
+_LONGEST_FIELD = 200
+_LONGEST_FIX = 800
+
+
+def shown_text(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Make a text that may come out of a file fit to be shown: in a message, on a card, on a terminal.
+
+    Args:
+        text: any text.
+        longest: characters that are kept; the rest is left out from the end, which then says so by an ellipsis.
+
+    Returns:
+        The text without control characters, line breaks, marks that reverse the direction of writing, invisible
+        characters and lone surrogates; what they were is written out, as Python's `repr` does. A text that has been
+        through this once stays as it is.
+    """
+    # A character becomes ten at most, so that a huge text need not be looked at as a whole.
+    start = text[: longest + 1]
+    if not start.isprintable():
+        start = "".join([one if one.isprintable() else ascii(one)[1:-1] for one in start])
+    return start if len(start) <= longest else f"{start[: longest - 1]}…"
+
+
+def shown_value(value: object) -> str:
+    """A value for a message: no longer than a line, whatever a file held."""
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "an absurdly large number"
+    return shown_text(repr(value), 80)
+
 
 class DynSpecError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose. Whatever a message repeats of a file is escaped
+    here, and long messages are cut off."""
+
+    def __init__(self, *arguments: object):
+        super().__init__(*(shown_text(one) if isinstance(one, str) else one for one in arguments))
 
 
 class NotBoundError(DynSpecError, RuntimeError):
@@ -25,5 +63,12 @@ class ArtifactError(DynSpecError, ValueError):
     """
 
     def __init__(self, field: str, problem: str, fix: str):
-        self.field = field
-        super().__init__(f"{field}: {problem}. {fix}")
+        # Each part is bounded by itself, so that a long name does not crowd out how to mend the file.
+        self.field = shown_text(field, _LONGEST_FIELD)
+        fix = shown_text(fix, _LONGEST_FIX)
+        self._problem = shown_text(problem, LONGEST_MESSAGE - len(self.field) - len(fix) - len(": . "))
+        self._fix = fix
+        super().__init__(f"{self.field}: {self._problem}. {fix}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.field, self._problem, self._fix)

@@ -95,6 +95,6 @@ def local_tokenizer(model: PreTrainedModel) -> Any:
     if not model.name_or_path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
-    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
+    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
         return None

@@ -135,9 +135,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"files": modes})
         if what[:1] == ["commit"]:
             return self.commit(repo_id, repository, what[1], [json.loads(line) for line in body.splitlines()])
-        commit = repository.resolve(what[1] if what[:1] == ["revision"] else "main")
+        commit = repository.resolve(what[1] if what[:1] in (["revision"], ["tree"]) else "main")
         if commit is None:
             return self.fail(404, "RevisionNotFound")
+        if what[:1] == ["tree"]:
+            files = repository.commits[commit].items()
+            digests = [(name, data, hashlib.sha256(data).hexdigest()) for name, data in files]
+            return self.reply(
+                [{"type": "file", "path": name, "size": len(data), "oid": digest} for name, data, digest in digests]
+            )
         names = [{"rfilename": name} for name in repository.commits[commit]]
         return self.reply({"id": repo_id, "sha": commit, "siblings": names, "private": repository.private})
 
@@ -172,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         pull_request_url = f"{url}/discussions/1" if pull_request else None
         return self.reply({"commitUrl": f"{url}/commit/{name}", "commitOid": name, "pullRequestUrl": pull_request_url})
 
-    def reply(self, value: dict, status: int = 200):
+    def reply(self, value: dict | list, status: int = 200):
         self.send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def fail(self, status: int, code: str, headers: dict[str, str] | None = None):

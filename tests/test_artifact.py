@@ -161,10 +161,12 @@ def test_the_configuration_names_everything(folder):
 
 def test_a_snapshot_of_links_is_read(folder, tmp_path):
     """The Hub's cache keeps files as links to blobs."""
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    repository = tmp_path / "models--acme--dynspec"
+    snapshot = repository / "snapshots" / ("3" * 40)
+    snapshot.mkdir(parents=True)
+    folder.rename(repository / "blobs")
     for name in ("config.json", "model.safetensors"):
-        (snapshot / name).symlink_to(folder / name)
+        (snapshot / name).symlink_to(Path("../../blobs", name))
     assert torch.equal(read_artifact(snapshot)[1]["ranking"], RANKING)
 
 
@@ -799,10 +801,11 @@ def test_tensors_and_policies_must_match(tmp_path):
     ):
         write_artifact(tmp_path, configuration(policy), tensors)
         assert refusal(tmp_path).field == f"model.safetensors: {field}"
-    # A ranking among the settings would get past the checks of tensors.
+    # A ranking among the settings would get past the checks of tensors, and one by name lead to another artifact.
     write_artifact(tmp_path, configuration(FrequencyShortlist()), {})
-    edit_config(tmp_path, _set("policy", "settings", "ranking", to=[3, 1, 2]))
-    assert refusal(tmp_path).field == "model.safetensors: ranking"
+    for ranking in ([3, 1, 2], str(tmp_path), "acme/dynspec"):
+        edit_config(tmp_path, _set("policy", "settings", "ranking", to=ranking))
+        assert refusal(tmp_path).field == "config.json: policy.settings"
 
 
 @pytest.mark.parametrize("position", [0, 9, 60, -200, -1])

@@ -58,6 +58,7 @@ def hub_on_disk(monkeypatch, tmp_path) -> Path:
             return loaded
 
         monkeypatch.setattr(loader, "from_pretrained", load)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
 
     def push(directory: str, repo_id: str, **_: Any) -> None:
         shutil.copytree(directory, LOCAL[repo_id])

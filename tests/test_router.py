@@ -1,6 +1,7 @@
 """The policy that chooses token clusters: its budget, its blocks, and the head that scores them."""
 
 import gc
+import json
 import weakref
 
 import pytest
@@ -346,9 +347,11 @@ def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):
     assert loaded.tokenizer_fingerprints == (tokenizer,)
     changed = RouterShortlist(str(tmp_path / "router"), max_clusters=2, schedule="dynaspec", mass=1.0, pinned=0)
     assert changed.settings() == {**RouterShortlist(random_router(), 2).settings(), "packed": False}
-    older = DynSpecConfig(PolicyConfig(stored.name, {"position_aware": True}), tokenizer=tokenizer)
-    write_artifact(tmp_path / "older", older, random_router().tensors())
-    with pytest.raises(ArtifactError, match="unknown settings position_aware"):
+    write_artifact(tmp_path / "older", DynSpecConfig(PolicyConfig(stored.name), tokenizer=tokenizer), stored.tensors())
+    older = json.loads((tmp_path / "older" / "config.json").read_text())
+    older["policy"]["settings"] = {"position_aware": True}
+    (tmp_path / "older" / "config.json").write_text(json.dumps(older))
+    with pytest.raises(ArtifactError, match="no setting 'position_aware'"):
         RouterShortlist(tmp_path / "older")
     write_artifact(tmp_path / "damaged", config, {**stored.tensors(), "budgets": fitted_budgets() + 1})
     with pytest.raises(ArtifactError, match="budgets must run from 1 to 12"):

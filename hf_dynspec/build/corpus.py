@@ -11,7 +11,6 @@ import json
 import lzma
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,13 +159,15 @@ def _walk(paths: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
     """Yield the resolved path of each file once, and whether the caller named it (not just a directory around it)."""
     seen = set()
     for path in map(Path, paths):
-        if not path.is_dir() and not path.is_file():
+        # Those of pathlib raise what the system says of a path that may not be looked at.
+        is_file = os.path.isfile(path)
+        if not is_file and not os.path.isdir(path):
             raise CorpusError(f"{path}: no such file or directory")
-        for found in [path] if path.is_file() else _files_below(path):
+        for found in [path] if is_file else _files_below(path):
             resolved = str(found.resolve())
             if resolved not in seen:
                 seen.add(resolved)
-                yield resolved, path.is_file()
+                yield resolved, is_file
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -174,7 +175,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             found = Path(folder, name)
-            if not name.startswith(".") and found.is_file():
+            if not name.startswith(".") and os.path.isfile(found):
                 yield found
 
 
@@ -279,7 +280,7 @@ def _naming_damage(part: FilePart) -> Iterator[None]:
         raise
     except (PermissionError, FileNotFoundError) as error:
         raise CorpusError(f"{part.path}: cannot be opened: {error.strerror}") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow raises OSError, ValueError
+    except Exception as error:  # what pyarrow and the decompressors raise for damaged files has no common class
         raise CorpusError(f"{part.path}: the file is damaged or not what its suffix says: {error}") from error
 
 

@@ -277,10 +277,11 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigurationError(
-            f"no tokenizer can be loaded from {name_or_path}: {str(error).splitlines()[0]} Pass --tokenizer the "
-            "folder or the Hub id of the target"
+            f"no tokenizer can be loaded from {name_or_path}: {problem} Pass --tokenizer the folder or the Hub id of "
+            "the target"
         ) from error
 
 

@@ -12,28 +12,51 @@ Inside the package every tensor has one name: the layer is `layer.…`, all else
 """
 
 import os
-import pickle
-from collections.abc import Iterable, Mapping
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, shown_value
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
+# What is fetched of a repository.
+HEAD_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors")
 
 CheckpointFormat = Literal["official", "speculators"]
 
 _LARGEST_JSON = 16 * 2**20
+# All files of tensors together.
+_LARGEST_TOTAL = 2**35
+_MOST_TENSORS = 256
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")
+# Several times what the largest models have.
+_MOST_COUNTS = {
+    "vocab_size": 2**22,
+    "draft_vocab_size": 2**22,
+    "intermediate_size": 2**20,
+    "hidden_size": 2**17,
+    "target_hidden_size": 2**17,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+}
+_MOST_LAYERS = 2**12
+_MOST_LAYER_IDS = 64
+_LONGEST_FACTORS = 2**12
+_LARGEST_ROPE_NUMBER = 1e12
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _IDS = {"I32": torch.int32, "I64": torch.int64}
 _FETCH_AGAIN = "Download or convert the checkpoint again."
@@ -207,7 +230,7 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
     import json
 
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
+    if os.path.lexists(directory) and not os.path.isdir(directory):
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".hf_dynspec-", dir=directory) as staging:
@@ -244,76 +267,103 @@ def _local_folder(
     allow_pickle: bool,
 ) -> Path:
     """The folder itself, or a repository's files in the cache, all of one commit."""
-    from huggingface_hub import snapshot_download
-
-    from ..hub.artifact import is_folder, naming_hub_errors
+    from ..hub.artifact import is_folder
+    from ..hub.models import download_snapshot
 
     if is_folder(directory_or_repo):
         return Path(directory_or_repo)
-    patterns = [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors"] + [PICKLE_FILE] * allow_pickle
-    repo_id = str(directory_or_repo)
-    with naming_hub_errors(repo_id, CONFIG_FILE):
-        return Path(
-            snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, token=token, allow_patterns=patterns)
-        )
+    patterns = [*HEAD_FILES, *[PICKLE_FILE] * allow_pickle]
+    return download_snapshot(str(directory_or_repo), patterns, revision, cache_dir, token)
 
 
 def read_json(folder: Path, filename: str) -> dict[str, Any]:
     from ..configuration import parse_strict_json
+    from ..hub.files import is_there, read_file
 
     path = folder / filename
-    if not path.is_file():
+    if not is_there(path):
         raise ArtifactError(filename, f"is not in {folder}", f"A checkpoint needs it. {_FETCH_AGAIN}")
-    if path.stat().st_size > _LARGEST_JSON:
-        raise ArtifactError(filename, f"has {path.stat().st_size} bytes", f"At most {_LARGEST_JSON} are read.")
-    return parse_strict_json(path.read_bytes(), filename)
+    return parse_strict_json(read_file(path, filename, _LARGEST_JSON), filename)
 
 
 def safetensors_files(folder: Path) -> list[Path] | None:
     """The one file, or those that an index names; None where there are no safetensors."""
-    if (folder / WEIGHTS_FILE).is_file():
+    from ..hub.files import is_there
+
+    if is_there(folder / WEIGHTS_FILE):
         return [folder / WEIGHTS_FILE]
-    if not (folder / INDEX_FILE).is_file():
+    if not is_there(folder / INDEX_FILE):
         return None
     shards = read_json(folder, INDEX_FILE).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise ArtifactError(f"{INDEX_FILE}: weight_map", "must map tensors to files", _FETCH_AGAIN)
-    for name in set(shards.values()):
+    for name in sorted(set(shards.values())):
         # A name with a folder in it could lead anywhere on the disk.
-        if Path(name).name != name or not name.endswith(".safetensors") or not (folder / name).is_file():
-            raise ArtifactError(f"{INDEX_FILE}: weight_map", f"names {name!r}, which is not there", _FETCH_AGAIN)
+        if not _SHARD_NAME.fullmatch(name) or not is_there(folder / name):
+            problem = f"names {shown_value(name)}, which is not there"
+            raise ArtifactError(f"{INDEX_FILE}: weight_map", problem, _FETCH_AGAIN)
     return [folder / name for name in sorted(set(shards.values()))]
 
 
 def _read_headers(files: Iterable[Path]) -> dict[str, _Header]:
     headers: dict[str, _Header] = {}
+    total, count = 0, 0
     for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():
-                    part = file.get_slice(name)
-                    dtype = part.get_dtype()
-                    known = {**_FLOATS, **_IDS, "BOOL": torch.bool}
-                    if name in headers:
-                        raise ArtifactError(f"{path.name}: {name}", "is in two files", _FETCH_AGAIN)
-                    headers[name] = _Header(tuple(part.get_shape()), known.get(dtype, dtype))
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(path.name, f"cannot be read: {error}", _FETCH_AGAIN) from error
+        with open_safetensors(path) as file:
+            total += path.stat().st_size
+            if total > _LARGEST_TOTAL:
+                problem = f"{total} bytes in all, and {_LARGEST_TOTAL} are the most"
+                raise ArtifactError(path.name, problem, _FETCH_AGAIN)
+            names = file.keys()
+            count += len(names)
+            if count > _MOST_TENSORS:
+                problem = f"holds {count} tensors, and {_MOST_TENSORS} are the most"
+                raise ArtifactError(path.name, problem, "Give the folder or the repository of an EAGLE head.")
+            for name in names:
+                part = file.get_slice(name)
+                dtype = part.get_dtype()
+                known = {**_FLOATS, **_IDS, "BOOL": torch.bool}
+                if name in headers:
+                    raise ArtifactError(f"{path.name}: {name}", "is in two files", _FETCH_AGAIN)
+                headers[name] = _Header(tuple(part.get_shape()), known.get(dtype, dtype))
     return headers
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file that may be anything; whatever goes wrong within the block names it.
+
+    Raises:
+        ArtifactError: it is no file, its header is damaged or too long, or it cannot be read.
+    """
+    from ..hub.files import open_file
+
+    with open_file(path, path.name) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_JSON:
+        problem = f"claims {length} bytes, and {_LARGEST_JSON} are the most"
+        raise ArtifactError(f"{path.name}: header", problem, _FETCH_AGAIN)
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise ArtifactError(path.name, f"cannot be read: {error}", _FETCH_AGAIN) from error
 
 
 def _load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        with safe_open(path, "pt") as file:
+        with open_safetensors(path) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}
     return tensors
 
 
 def _load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
     """Load `pytorch_model.bin` without running code that it may hold, and only when told to."""
+    from ..hub.files import is_there, open_file
+
     path = folder / PICKLE_FILE
-    if not allow_pickle or not path.is_file():
+    if not allow_pickle or not is_there(path):
         pickles = sorted(file.name for file in folder.glob("*.bin"))
         if allow_pickle or not pickles:
             problem = f"is not in {folder}"
@@ -323,16 +373,45 @@ def _load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
             raise ArtifactError(WEIGHTS_FILE, problem, fix)
         fix = "If you trust its author, pass allow_pickle=True; it is loaded with weights_only=True."
         raise ArtifactError(pickles[0], f"is a pickle, and {folder} has no {WEIGHTS_FILE}", fix)
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        problem = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ArtifactError(PICKLE_FILE, f"holds more than tensors, or is damaged: {problem}", _FETCH_AGAIN) from error
+    with open_file(path, PICKLE_FILE) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            _require_sound_archive(file)
+            file.seek(0)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a hostile file can make the reader raise anything
+            problem = next(iter(str(error).splitlines()), "") or type(error).__name__
+            problem = f"holds more than tensors, or is damaged: {problem}"
+            raise ArtifactError(PICKLE_FILE, problem, _FETCH_AGAIN) from error
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
         raise ArtifactError(PICKLE_FILE, "is not a dictionary of tensors", _FETCH_AGAIN)
+    if any(one.layout != torch.strided or one.device.type != "cpu" for one in tensors.values()):
+        raise ArtifactError(PICKLE_FILE, "holds tensors without their values", _FETCH_AGAIN)
+    # Views can make a few bytes look like any number of them.
+    claimed = sum(one.numel() * one.element_size() for one in tensors.values())
+    if claimed > size:
+        problem = f"holds tensors of {claimed} bytes in a file of {size}"
+        raise ArtifactError(PICKLE_FILE, problem, _FETCH_AGAIN)
     return tensors
+
+
+def _require_sound_archive(file: BinaryIO) -> None:
+    """Hold the members of an archive against their checksums, which torch does not look at. Compressed ones, which
+    torch never writes, could unpack to anything.
+
+    Raises:
+        ValueError: a member is damaged or compressed.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise ValueError("it is compressed")
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} does not have its checksum")
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -351,15 +430,16 @@ class _Section:
     def count(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise self.fail(key, f"must be a whole number of at least 1, got {value!r:.60}")
+        most = _MOST_COUNTS.get(key, 2**31 - 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.fail(key, f"must be a whole number from 1 to {most}, got {shown_value(value)}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.fail(key, f"must be true or false, got {value!r:.60}")
+            raise self.fail(key, f"must be true or false, got {shown_value(value)}")
         return value
 
     def section(self, key: str) -> "_Section":
@@ -373,14 +453,18 @@ class _Section:
         value = self.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not value or not all(type(item) is int and item >= 0 for item in value):
-            raise self.fail(key, f"must be a list of layers, got {value!r:.60}")
+        if not isinstance(value, list) or not 1 <= len(value) <= _MOST_LAYER_IDS:
+            raise self.fail(key, f"must be a list of 1 to {_MOST_LAYER_IDS} layers, got {shown_value(value)}")
+        if not all(type(item) is int and 0 <= item <= _MOST_LAYERS for item in value):
+            raise self.fail(key, f"must be a list of layers from 0 to {_MOST_LAYERS}, got {value!r:.60}")
         return tuple(value)
 
     def refuse(self, switches: Mapping[str, tuple[Any, ...]]) -> None:
         for key, off in switches.items():
             if not any(self.values.get(key) is value for value in off):
-                raise self.fail(key, f"is {self.values[key]!r:.60}, which this package does not do", _CANNOT_HONOUR)
+                raise self.fail(
+                    key, f"is {shown_value(self.values[key])}, which this package does not do", _CANNOT_HONOUR
+                )
 
 
 def _recognise(
@@ -397,7 +481,7 @@ def _recognise(
         kind = config["speculators_model_type"]
         if kind != "eagle3":
             fix = "Use an EAGLE-3 head of speculators, or the official checkpoint of this one."
-            raise ArtifactError(f"{CONFIG_FILE}: speculators_model_type", f"is {kind!r:.60}", fix)
+            raise ArtifactError(f"{CONFIG_FILE}: speculators_model_type", f"is {shown_value(kind)}", fix)
     elif any(name.startswith("midlayer.") for name in headers):
         generation = 3
     elif "fc.weight" in headers and any(name.startswith("layers.0.") for name in headers):
@@ -434,7 +518,7 @@ def _read_settings(
         raise layer.fail("num_attention_heads", f"is {heads}, which does not divide hidden_size {hidden}")
     eps = layer.values.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
-        raise layer.fail("rms_norm_eps", f"must be a small number, got {eps!r:.60}")
+        raise layer.fail("rms_norm_eps", f"must be a small number, got {shown_value(eps)}")
     vocab = layer.count("vocab_size")
     draft_vocab = top.count("draft_vocab_size", vocab) if generation == 3 else vocab
     if draft_vocab > vocab:
@@ -484,7 +568,7 @@ def _refuse_unknown_switches(top: _Section, layer: _Section, checkpoint_format: 
         return
     model_type = layer.values.get("model_type", "llama")
     if model_type not in ("llama", "qwen3"):
-        raise layer.fail("model_type", f"is {model_type!r:.60}, not llama or qwen3", _CANNOT_HONOUR)
+        raise layer.fail("model_type", f"is {shown_value(model_type)}, not llama or qwen3", _CANNOT_HONOUR)
     known = {"norm_before_residual", "norm_before_fc", "has_own_embed_tokens", "tie_word_embeddings"}
     for key, value in top.values.items():
         if value is True and key not in known | _NEUTRAL_SWITCHES:
@@ -527,7 +611,7 @@ def _activation(layer: _Section) -> str:
 
     name = layer.values.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACT2FN:
-        raise layer.fail("hidden_act", f"is {name!r:.60}, which transformers does not know")
+        raise layer.fail("hidden_act", f"is {shown_value(name)}, which transformers does not know")
     return name
 
 
@@ -536,13 +620,28 @@ def _rope_settings(layer: _Section) -> dict[str, Any]:
     rope: dict[str, Any] = {"max_position_embeddings": layer.count("max_position_embeddings", 2048)}
     theta = layer.values.get("rope_theta")
     if theta is not None:
-        if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
-            raise layer.fail("rope_theta", f"must be a positive number, got {theta!r:.60}")
+        if not _is_rope_number(theta) or not theta > 0:
+            raise layer.fail("rope_theta", f"must be a positive number, got {shown_value(theta)}")
         rope["rope_theta"] = theta
     for key in ("rope_parameters", "rope_scaling"):
-        if layer.section(key).values:
-            rope[key] = dict(layer.section(key).values)
+        section = layer.section(key)
+        for name, value in section.values.items():
+            if not _is_rope_value(value):
+                raise section.fail(name, f"must be a number, a name or a list of numbers, got {shown_value(value)}")
+        if section.values:
+            rope[key] = dict(section.values)
     return rope
+
+
+def _is_rope_value(value: Any) -> bool:
+    """Whether transformers can compute with it: whether it is the right one it says itself."""
+    if isinstance(value, list):
+        return len(value) <= _LONGEST_FACTORS and all(map(_is_rope_number, value))
+    return value is None or isinstance(value, bool | str) or _is_rope_number(value)
+
+
+def _is_rope_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_ROPE_NUMBER
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import ArtifactError
-from .eagle_checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, read_json, safetensors_files
+from .eagle_checkpoint import (
+    CONFIG_FILE,
+    EagleCheckpoint,
+    EagleSettings,
+    open_safetensors,
+    read_json,
+    safetensors_files,
+)
 
 ConversionTarget = Literal["official", "speculators", "sglang"]
 
@@ -79,17 +85,17 @@ def read_output_rows(folder: str | os.PathLike) -> tuple[torch.Tensor, tuple[str
     # Families differ in what they take for granted, so an embedding is used only where no head is stored.
     found: dict[str, tuple[Path, str]] = {}
     for path in safetensors_files(folder) or ():
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {name.split(".")[-2]: (path, name) for name in file.keys() if name.endswith(_ROWS)}
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(path.name, f"cannot be read: {error}", "Download the target again.") from error
+        with open_safetensors(path) as file:
+            found |= {name.split(".")[-2]: (path, name) for name in file.keys() if name.endswith(_ROWS)}
     tied = text_config.get("tie_word_embeddings", True)
     path, name = found.get("lm_head") or (tied and found.get("embed_tokens")) or (None, "")
     if path is None:
         raise ArtifactError("target", f"{folder} has no {_ROWS[0]}", "Give the target's folder with its safetensors.")
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name), tuple(config.get("architectures") or ())
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+        raise ArtifactError(f"{CONFIG_FILE}: architectures", "must be a list of names", "Download the target again.")
+    with open_safetensors(path) as file:
+        return file.get_tensor(name), tuple(architectures)
 
 
 def _to_official(checkpoint: EagleCheckpoint, for_sglang: bool) -> EagleCheckpoint:

@@ -39,7 +39,7 @@ def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, A
         return [_without_missing({**row, **conditions}) for row in rows(data, lambda label: names.get(label, label))]
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(

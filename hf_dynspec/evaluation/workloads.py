@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DynSpecError
+from ..errors import DynSpecError, shown_text
 
 TEXT_FIELDS = ("prompt", "text")
 
@@ -60,7 +60,7 @@ def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list
                 f"{row.file}, line {row.line}: a second prompt {identifier}; rename the file or the question_id"
             )
         domain = row.category if files_of[row.category] == 1 else f"{row.file.stem}/{row.category}"
-        prompts[identifier] = WorkloadPrompt(identifier, domain, row.text)
+        prompts[identifier] = WorkloadPrompt(identifier, shown_text(domain, 80), row.text)
     return list(prompts.values())
 
 

@@ -6,6 +6,7 @@ as transformers splits a model. `config.json` holds the digest of each of these 
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,9 @@ from ..configuration import (
 )
 from ..errors import ArtifactError, ConfigurationError
 from ..shortlists import ShortlistPolicy, policy_class
+from ..shortlists.union import MOST_POLICIES
 from .card import is_unedited_card, render_card
+from .files import is_there, open_file, read_file, require_own_file
 from .fingerprint import require_same_tokenizer
 from .weights import (
     digest_bytes,
@@ -58,12 +61,15 @@ CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 
 LARGEST_CONFIG = 2**20
+LARGEST_CARD = 2**22
 
 # While a save is between its files: where it writes them, and the weights that the old config.json was written with.
 _STAGING_PREFIX = ".hf_dynspec-"
 _PREVIOUS_PREFIX, _PREVIOUS_SUFFIX = ".", ".previous"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _FETCH_AGAIN = "Download or write the artifact again."
+# All but the white space that text files have.
+_CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")
 
 
 def read_artifact(
@@ -101,7 +107,7 @@ def read_artifact(
         api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
         files = _RepositoryFiles(str(directory_or_repo), revision, api, cache_dir, token)
     config = _read_config(files.config_path())
-    _require_known_policies(config)
+    _require_policies(config)
     eos_token_ids = config.tokenizer.eos_token_ids if config.tokenizer else ()
     if tokenizer_fingerprint is not None and config.tokenizer is not None:
         require_same_tokenizer(config.tokenizer, tokenizer_fingerprint)
@@ -111,7 +117,7 @@ def read_artifact(
     require_weights_sizes(config.weights)
     with ExitStack() as stack:
         paths = files.weights_paths(config.weights)
-        opened = {name: stack.enter_context(path.open("rb")) for name, path in paths.items()}
+        opened = {name: stack.enter_context(open_file(path, name)) for name, path in paths.items()}
         return config, read_tensors(opened, config.weights, _require_tokenizer(config), eos_token_ids)
 
 
@@ -121,11 +127,9 @@ def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         ArtifactError: a setting is unknown, mistyped or out of range, or a tensor belongs to no policy.
     """
-    _require_known_policies(config)
-    try:
+    _require_policies(config)
+    with _naming_settings():
         policy = policy_class(config.policy.name).from_settings(config.policy.settings, tensors)
-    except ConfigurationError as error:
-        raise ArtifactError(f"{CONFIG_FILE}: policy.settings", str(error), _FETCH_AGAIN) from error
     astray = set(tensors) ^ set(policy.tensors())
     if astray:
         problem = f"the policy {config.policy.name!r} with its settings does not match this tensor"
@@ -162,7 +166,7 @@ def write_artifact(
     """
     directory = Path(directory)
     _require_own_folder(directory)
-    _require_known_policies(config)
+    _require_policies(config)
     weights = _serialize_checked(config, tensors, max_shard_size)
     digests = {name: digest_bytes(data) for name, data in weights.items()}
     config = replace(config, weights=digests, hf_dynspec_version=__version__)
@@ -260,6 +264,10 @@ def push_artifact(
     api = api or HfApi(library_name=LIBRARY_NAME, library_version=__version__)
     files = _FolderFiles(Path(directory))
     config, _ = read_artifact(files.directory)
+    paths = {CONFIG_FILE: files.config_path(), **files.weights_paths(config.weights)}
+    for name, path in paths.items():
+        require_own_file(path, name)
+    card_to_publish(files.directory, config, repo_id)  # one that cannot be published is told before the Hub is asked
     if constants.HF_HUB_OFFLINE:
         raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
     with naming_hub_errors(repo_id, CONFIG_FILE):
@@ -268,13 +276,10 @@ def push_artifact(
             api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
         published = _PublishedFiles(api, repo_id, revision, token)
     published.require_own()
-    operations: list[Any] = [CommitOperationAdd(CONFIG_FILE, files.config_path())]
-    operations += [CommitOperationAdd(name, path) for name, path in files.weights_paths(config.weights).items()]
+    operations: list[Any] = [CommitOperationAdd(name, path) for name, path in paths.items()]
     stale = sorted(name for name in published.names if is_weights_name(name) and name not in config.weights)
     operations += [CommitOperationDelete(name) for name in stale]
-    there = published.read(CARD_FILE)
-    edited_there = there is not None and not is_unedited_card(there.decode("utf-8", errors="replace"))
-    if not (edited_there and _may_replace_card(files.directory / CARD_FILE)):
+    if not (published.has_edited_card() and _may_replace_card(files.directory / CARD_FILE)):
         card = card_to_publish(files.directory, config, repo_id)
         operations.append(CommitOperationAdd(CARD_FILE, card.encode("utf-8")))
     return api.create_commit(
@@ -296,9 +301,14 @@ def published_sizes(config: DynSpecConfig) -> dict[str, int]:
 
 def card_to_publish(directory: str | os.PathLike, config: DynSpecConfig, repo_id: str) -> str:
     """The model card that `push_artifact` uploads, unless somebody edited the one on the Hub: the folder's own if that
-    was edited, or a generated one."""
+    was edited, or a generated one.
+
+    Raises:
+        ArtifactError: the folder's own is a link, not a file, too large, not UTF-8, or holds what steers terminals.
+    """
     path = Path(directory, CARD_FILE)
-    return render_card(config, repo_id) if _may_replace_card(path) else path.read_text(encoding="utf-8")
+    text = _read_card(path) if is_there(path) else None
+    return render_card(config, repo_id) if text is None or is_unedited_card(text) else text
 
 
 def require_repository_name(name: str, field: str = "repository") -> None:
@@ -321,8 +331,8 @@ class _FolderFiles:
 
     def config_path(self) -> Path:
         path = self.directory / CONFIG_FILE
-        if not path.is_file():
-            raise _missing(CONFIG_FILE, str(self.directory), os.listdir(self.directory))
+        if not is_there(path):
+            raise _missing(CONFIG_FILE, str(self.directory), self._names())
         return path
 
     def weights_paths(self, weights: Mapping[str, WeightsDigest]) -> dict[str, Path]:
@@ -338,11 +348,18 @@ class _FolderFiles:
 
     def _weights_path(self, name: str, digest: WeightsDigest) -> Path:
         path, previous = self.directory / name, _previous(self.directory / name)
-        if previous.is_file() and not _has_digest(path, digest) and _has_digest(previous, digest):
+        if is_there(previous) and not _has_digest(path, digest) and _has_digest(previous, digest):
             return previous
-        if not path.is_file():
-            raise _missing(name, str(self.directory), os.listdir(self.directory))
+        if not is_there(path):
+            raise _missing(name, str(self.directory), self._names())
         return path
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.directory)
+        except OSError as error:
+            problem = f"{self.directory} cannot be looked into: {error.strerror}"
+            raise ArtifactError("directory", problem, "Make the folder readable, or give another one.") from error
 
 
 class _RepositoryFiles:
@@ -402,14 +419,26 @@ class _PublishedFiles:
         self.repo_id = repo_id
         self._download = partial(api.hf_hub_download, repo_id, revision=info.sha, token=token)
 
-    def read(self, filename: str) -> bytes | None:
-        """The contents of a file, None where there is no such file."""
-        return Path(self._download(filename)).read_bytes() if filename in self.names else None
+    def _path(self, filename: str, most: int) -> Path | None:
+        """A file's path, None where it is too large to be one that this package wrote."""
+        size = self._download(filename, dry_run=True).file_size
+        return Path(self._download(filename)) if size is None or size <= most else None
+
+    def has_edited_card(self) -> bool:
+        """Whether there is a card that somebody edited, or wrote."""
+        if CARD_FILE not in self.names:
+            return False
+        path = self._path(CARD_FILE, LARGEST_CARD)
+        text = b"" if path is None else read_file(path, CARD_FILE, LARGEST_CARD)
+        return not is_unedited_card(text.decode("utf-8", errors="replace"))
 
     def require_own(self) -> None:
         """Refuse to replace the files of another library's model."""
-        config = self.read(CONFIG_FILE)
-        own = _is_own_config(config) if config is not None else not any(map(is_weights_name, self.names))
+        if CONFIG_FILE in self.names:
+            path = self._path(CONFIG_FILE, LARGEST_CONFIG)
+            own = path is not None and _is_own_config(path)
+        else:
+            own = not any(map(is_weights_name, self.names))
         if not own:
             problem = f"{self.repo_id} holds a model that is not an hf_dynspec artifact"
             raise ArtifactError("repository", problem, "Push to a repository of its own.")
@@ -435,8 +464,8 @@ def is_folder(directory_or_repo: str | os.PathLike) -> bool:
 
 
 def _read_config(path: Path) -> DynSpecConfig:
-    _require_config_size(path.stat().st_size)
-    return DynSpecConfig.from_dict(parse_strict_json(path.read_bytes(), CONFIG_FILE), CONFIG_FILE)
+    data = read_file(path, CONFIG_FILE, LARGEST_CONFIG)
+    return DynSpecConfig.from_dict(parse_strict_json(data, CONFIG_FILE), CONFIG_FILE)
 
 
 def _require_config_size(size: int | None) -> None:
@@ -445,18 +474,29 @@ def _require_config_size(size: int | None) -> None:
         raise ArtifactError(CONFIG_FILE, problem, "Keep the settings, provenance and results shorter.")
 
 
-def _require_known_policies(config: DynSpecConfig) -> None:
-    """Check the names of the policy and of every policy nested in its settings, which are stored in the same shape."""
-    pending: list[tuple[str, Any]] = [(f"{CONFIG_FILE}: policy", config.to_dict()["policy"])]
+def _require_policies(config: DynSpecConfig) -> None:
+    """Check the names and settings of the policy and of every policy inside it, before any of them is built."""
+    pending: list[tuple[str, Any]] = [
+        (f"{CONFIG_FILE}: policy", {"name": config.policy.name, "settings": config.policy.settings})
+    ]
     while pending:
         field, value = pending.pop()
-        if isinstance(value, list):
-            pending += [(f"{field}[{index}]", item) for index, item in enumerate(value)]
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or set(value) != {"name", "settings"}:
             continue
-        pending += [(f"{field}.{key}", item) for key, item in value.items()]
-        if set(value) == {"name", "settings"}:
-            _require_known_policy(field, value)
+        _require_known_policy(field, value)
+        parts = value["settings"].get("policies")
+        for index, part in enumerate(parts[: MOST_POLICIES + 1] if isinstance(parts, list) else ()):
+            pending.append((f"{field}.settings.policies[{index}]", part))
+    with _naming_settings():
+        policy_class(config.policy.name).require_settings(config.policy.settings)
+
+
+@contextmanager
+def _naming_settings() -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ArtifactError(f"{CONFIG_FILE}: policy.settings", str(error), _FETCH_AGAIN) from error
 
 
 def _require_known_policy(field: str, policy: dict[str, Any]) -> None:
@@ -514,15 +554,18 @@ def naming_hub_errors(repo_id: str, filename: str) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         problem = f"of {repo_id} is not in the cache, and the Hub cannot be reached"
         raise ArtifactError(filename, problem, "Load the artifact once with a network.") from error
+    except (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        problem = f"of {repo_id} cannot be kept in the Hub's cache: {error}"
+        raise ArtifactError(filename, problem, "Make the cache writable, or give another cache_dir.") from error
 
 
 def _require_own_folder(directory: Path) -> None:
     """Refuse to replace the files of another library's model."""
-    if directory.exists() and not directory.is_dir():
+    if is_there(directory) and not os.path.isdir(directory):
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
     config = directory / CONFIG_FILE
-    if config.is_file():
-        own = config.stat().st_size <= LARGEST_CONFIG and _is_own_config(config.read_bytes())
+    if is_there(config):
+        own = _is_own_config(config)
     else:
         weights = _weights_of_any_artifact(directory)
         shards = [path for path in weights if path.name != INDEX_FILE]
@@ -532,8 +575,9 @@ def _require_own_folder(directory: Path) -> None:
         raise ArtifactError("directory", problem, "Save to a folder of its own.")
 
 
-def _is_own_config(text: bytes) -> bool:
+def _is_own_config(path: Path) -> bool:
     try:
+        text = read_file(path, CONFIG_FILE, LARGEST_CONFIG)
         return parse_strict_json(text, CONFIG_FILE).get("library_name") == LIBRARY_NAME
     except ArtifactError:
         return False
@@ -542,8 +586,9 @@ def _is_own_config(text: bytes) -> bool:
 def _is_own_weights(path: Path) -> bool:
     """Whether a first save that was killed between its files left this one."""
     try:
-        with path.open("rb") as file:
-            return read_header(file, path.stat().st_size, path.name).metadata.get("library_name") == LIBRARY_NAME
+        with open_file(path, path.name) as file:
+            size = file.seek(0, os.SEEK_END)
+            return read_header(file, size, path.name).metadata.get("library_name") == LIBRARY_NAME
     except ArtifactError:
         return False
 
@@ -633,10 +678,12 @@ def _committed_weights(directory: Path) -> dict[str, Path]:
 
 
 def _has_digest(path: Path, digest: WeightsDigest) -> bool:
-    if not path.is_file() or path.stat().st_size != digest.size:
+    """Whether this is the file of a digest; what cannot be read is not."""
+    try:
+        with open_file(path, path.name) as file:
+            return os.fstat(file.fileno()).st_size == digest.size and digest_file(file) == digest
+    except (ArtifactError, OSError):
         return False
-    with path.open("rb") as file:
-        return digest_file(file) == digest
 
 
 def _copy_through(source: Path, target: Path) -> None:
@@ -656,4 +703,32 @@ def _write_through(path: Path, data: bytes) -> None:
 
 
 def _may_replace_card(path: Path) -> bool:
-    return not path.exists() or is_unedited_card(path.read_text(encoding="utf-8", errors="replace"))
+    """Whether there is no card, or one that `render_card` made. What cannot be read as a card is somebody's own."""
+    if not is_there(path):
+        return True
+    try:
+        return is_unedited_card(_read_card(path))
+    except ArtifactError:
+        return False
+
+
+def _read_card(path: Path) -> str:
+    """The text of a card that somebody may have edited.
+
+    Raises:
+        ArtifactError: it is a link, not a file, too large, not UTF-8, or holds what steers terminals.
+    """
+    require_own_file(path, CARD_FILE)
+    return _decoded_card(read_file(path, CARD_FILE, LARGEST_CARD))
+
+
+def _decoded_card(data: bytes) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(CARD_FILE, f"is not UTF-8 text: {error.reason}", "Save it as UTF-8.") from error
+    steering = _CONTROL_CHARACTER.search(text)
+    if steering:
+        problem = f"holds the control character {steering[0]!r}, which steers the terminals it is shown on"
+        raise ArtifactError(CARD_FILE, problem, "Remove it.")
+    return text

@@ -2,12 +2,15 @@
 
 import hashlib
 import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..configuration import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
+from ..errors import shown_text
 
 # What a policy is, for a reader who does not know it, and what such readers search for.
 _POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -41,6 +44,12 @@ _CAPTIONS = {
     "coverage": "Mass is the target's probability mass on the shortlist, and oracle mass the most that as many tokens "
     "can hold; OOV is the share of the target's tokens that the shortlist lacks.",
 }
+
+# What a card shows of a configuration that holds more than anybody would read.
+_MOST_ROWS = 500
+_MOST_COLUMNS = 64
+_MOST_TABLES = 16
+_LONGEST_CELL = 1000
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _TAGS = ("speculative-decoding", "assisted-generation", "dynamic-vocabulary")
@@ -87,10 +96,11 @@ def is_unedited_card(text: str) -> bool:
 
 def _card_data(config: DynSpecConfig, name: str) -> ModelCardData:
     base_models = [model.hub_id for model in (config.target, config.drafter) if model and model.hub_id]
-    datasets = config.provenance.get("datasets")
+    license_id, datasets = config.provenance.get("license"), config.provenance.get("datasets")
+    named = [item for item in datasets if isinstance(item, str)] if isinstance(datasets, list) else []
     optional: dict[str, Any] = {
-        "license": config.provenance.get("license"),
-        "datasets": [item for item in datasets if isinstance(item, str)] if isinstance(datasets, list) else None,
+        "license": _label(license_id) if isinstance(license_id, str) else None,
+        "datasets": [_label(item) for item in named[:_MOST_ROWS]],
         "base_model": list(dict.fromkeys(base_models)),
         # Of the relations that the Hub knows (adapter, merge, quantized, finetune) the one for something small that is
         # loaded beside a model; of two base models the Hub would conclude that this is a merge of them.
@@ -123,18 +133,17 @@ def _eval_results(config: DynSpecConfig) -> list[EvalResult]:
     metrics = config.provenance.get("metrics")
     if isinstance(metrics, dict):
         rows = [*rows, {**metrics, "workload": "held-out text"}]
+    numbers = ((row, metric, value) for row in rows for metric, value in row.items() if _is_number(value))
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=row["workload"],
-            dataset_name=_measured_on(row),
-            metric_type=metric,
-            metric_name=metric.replace("_", " "),
+            dataset_type=_label(row["workload"]),
+            dataset_name=_label(_measured_on(row)),
+            metric_type=_label(metric),
+            metric_name=_label(metric.replace("_", " ")),
             metric_value=value,
         )
-        for row in rows
-        for metric, value in row.items()
-        if _is_number(value)
+        for row, metric, value in islice(numbers, _MOST_ROWS)
     ]
 
 
@@ -147,7 +156,7 @@ def _measured_on(row: dict[str, Any]) -> str:
 def _settings(config: DynSpecConfig) -> dict[str, Any]:
     return {
         "policy": config.policy.name,
-        **_flattened("", config.policy.settings),
+        **_flattened(config.policy.settings),
         "num_assistant_tokens": config.num_assistant_tokens,
         "assistant_confidence_threshold": config.assistant_confidence_threshold,
         "tokenizer size": config.tokenizer and config.tokenizer.size,
@@ -164,8 +173,8 @@ def _metrics(config: DynSpecConfig) -> str:
         return ""
     tables = {name: rows for name, rows in metrics.items() if _is_table(rows)}
     single = {name: value for name, value in metrics.items() if name not in tables}
-    texts = [_table(("Metric", "Value"), [(_words(name), value) for name, value in _flattened("", single).items()])]
-    for name, rows in tables.items():
+    texts = [_table(("Metric", "Value"), [(_words(name), value) for name, value in _flattened(single).items()])]
+    for name, rows in islice(tables.items(), _MOST_TABLES):
         texts.append(f"{_cell(_words(name)).capitalize()}:")
         texts.append(_table_of_objects(rows))
     return "\n\n".join(text for text in texts if text)
@@ -180,24 +189,30 @@ def _other_provenance(config: DynSpecConfig) -> dict[str, Any]:
     metrics, command = config.provenance.get("metrics"), config.provenance.get("command")
     shown = {"metrics"} if isinstance(metrics, dict) else set()
     shown |= {"command"} if isinstance(command, str) else set()
-    return _flattened("", {key: value for key, value in config.provenance.items() if key not in shown})
+    return _flattened({key: value for key, value in config.provenance.items() if key not in shown})
 
 
 def _one_line(command: Any) -> str:
     """A command for a code block, which nothing in it may end."""
-    return " ".join(command.replace("```", "").split()) if isinstance(command, str) else ""
+    return shown_text(" ".join(command.replace("```", "").split())) if isinstance(command, str) else ""
+
+
+def _label(text: str) -> str:
+    """A text for the metadata."""
+    return shown_text(text, _LONGEST_CELL)
 
 
 def _results(config: DynSpecConfig) -> str:
     """A table for each kind of measurement, below a line of the conditions that all of its rows share."""
-    kinds = list(dict.fromkeys(row.get("measurement") for row in config.results))
+    kinds: dict[Any, list[dict[str, Any]]] = {}
+    for row in config.results[:_MOST_ROWS]:
+        kinds.setdefault(row.get("measurement"), []).append(row)
     texts = []
-    for kind in kinds:
-        rows = [row for row in config.results if row.get("measurement") == kind]
+    for kind, rows in kinds.items():
         first = rows[0]
         shared = [
             key
-            for key, value in first.items()
+            for key, value in islice(first.items(), _MOST_COLUMNS)
             if len(rows) > 1 and isinstance(value, str) and all(row.get(key) == value for row in rows)
         ]
         hidden = {*shared, "measurement"}
@@ -213,7 +228,8 @@ def _results(config: DynSpecConfig) -> str:
 
 def _table_of_objects(rows: list[dict[str, Any]]) -> str:
     """One column for each key, texts before numbers."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    rows = rows[:_MOST_ROWS]
+    keys = list(dict.fromkeys(key for row in rows for key in row))[:_MOST_COLUMNS]
     keys.sort(key=lambda key: any(_is_number(row.get(key)) for row in rows))
     return _table([_words(key) for key in keys], [[row.get(key) for key in keys] for row in rows])
 
@@ -236,22 +252,25 @@ def _cell(value: Any) -> str:
     if isinstance(value, float) and abs(value) < 1000:
         text = f"{value:.4g}"
     # Nothing that came from elsewhere may end the cell, the table or the comment that marks the card.
-    text = " ".join(text.split())
+    text = shown_text(" ".join(text.split()), _LONGEST_CELL)
     for character, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
         text = text.replace(character, escaped)
     return text
 
 
-def _flattened(prefix: str, value: Any) -> dict[str, Any]:
+def _flattened(value: dict[str, Any]) -> dict[str, Any]:
     """Nested JSON values by their dotted paths; lists of plain values stay together."""
+    return dict(islice(_leaves("", value), _MOST_ROWS))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         value = {str(index): item for index, item in enumerate(value)}
     if not isinstance(value, dict):
-        return {prefix: ", ".join(map(str, value)) if isinstance(value, list) else value}
-    flat = {}
+        yield path, ", ".join(map(str, value)) if isinstance(value, list) else value
+        return
     for key, item in value.items():
-        flat.update(_flattened(f"{prefix}.{key}" if prefix else key, item))
-    return flat
+        yield from _leaves(shown_text(f"{path}.{key}" if path else key, _LONGEST_CELL), item)
 
 
 def _described(model: ModelReference | None) -> str:

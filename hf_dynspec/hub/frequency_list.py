@@ -7,16 +7,20 @@ the same; speculators keeps `token_freq.pt`, the count of each id.
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ArtifactError, ConfigurationError
+from ..errors import ArtifactError, ConfigurationError, shown_value
+from .files import is_there, read_file
 
-# Bounds what a file can make this process allocate. Real files hold at most one entry, of some ten bytes, for each id.
-_MOST_BYTES_PER_ID = 64
+# Bounds what a file can make this process allocate, which is up to sixty times as much. Real files hold at most one
+# entry, of some ten bytes, for each id.
+_MOST_BYTES_PER_ID = 24
 _MOST_ENTRIES_PER_ID = 4
+_MOST_MEMBERS = 64
 
 
 def import_frequency_list(
@@ -40,15 +44,17 @@ def import_frequency_list(
     """
     path = Path(path)
     field = field or path.name
-    _refuse_oversized(path, vocabulary_size, field)
-    ids = _as_ids(_load(path, field), vocabulary_size, field)
+    if not is_there(path):
+        raise ArtifactError(field, f"there is no file {path}", "Give the path of a .pt file")
+    data = _unpacked(read_file(path, field, _most_bytes(vocabulary_size)), vocabulary_size, field)
+    ids = _as_ids(_load(data, field), vocabulary_size, field)
     if not ids:
         raise ArtifactError(field, "holds no token ids", "Give a list that was counted on some text")
     outside = next((token_id for token_id in ids if not 0 <= token_id < vocabulary_size), None)
     if outside is not None:
         raise ArtifactError(
             field,
-            f"holds the id {outside}, but the tokenizer's ids are 0 … {vocabulary_size - 1}",
+            f"holds the id {shown_value(outside)}, but the tokenizer's ids are 0 … {vocabulary_size - 1}",
             "Give the list of this tokenizer, or the tokenizer of this list",
         )
     present = set(ids)
@@ -82,28 +88,47 @@ def export_frequency_list(ranking: Sequence[int] | torch.Tensor, size: int, path
         scratch.unlink(missing_ok=True)
 
 
-def _refuse_oversized(path: Path, vocabulary_size: int, field: str) -> None:
-    """Compare the unpacked size with what a list for this vocabulary can need, before anything is unpacked."""
-    if not path.is_file():
-        raise ArtifactError(field, f"there is no file {path}", "Give the path of a .pt file")
-    try:
-        size = path.stat().st_size
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                size = max(size, sum(member.file_size for member in archive.infolist()))
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ArtifactError(field, f"cannot be read: {error}", "Download or write the file again") from error
-    if size > _MOST_BYTES_PER_ID * vocabulary_size + (1 << 20):
-        raise ArtifactError(
-            field,
-            f"unpacks to {size} bytes, too many for a list of {vocabulary_size} ids",
-            "Give a file that holds only the list",
-        )
+def _most_bytes(vocabulary_size: int) -> int:
+    return _MOST_BYTES_PER_ID * vocabulary_size + (1 << 20)
 
 
-def _load(path: Path, field: str) -> Any:
+def _unpacked(data: bytes, vocabulary_size: int, field: str) -> bytes:
+    """The same file without compression, where it is an archive. Sizes are held against what a list can need before
+    anything is unpacked, and every member against its checksum, which torch does not look at.
+
+    What is loaded is made of what was checked, so that nothing depends on two readers finding the same members.
+    """
+    if not data.startswith(b"PK") and not zipfile.is_zipfile(BytesIO(data)):
+        return data
+    unpacked = BytesIO()
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(BytesIO(data)) as archive, zipfile.ZipFile(unpacked, "w") as copy:
+            _refuse_oversized(archive.infolist(), vocabulary_size, field)
+            for member in archive.infolist():
+                copy.writestr(member.filename, archive.read(member))
+    except ArtifactError:
+        raise
+    except Exception as error:  # what damaged archives make zipfile raise is not written down anywhere
+        problem = f"is a damaged archive: {error}"
+        raise ArtifactError(field, problem, "Download or write the file again") from error
+    return unpacked.getvalue()
+
+
+def _refuse_oversized(members: list[zipfile.ZipInfo], vocabulary_size: int, field: str) -> None:
+    """Compare the unpacked size with what a list for this vocabulary can need."""
+    size = sum(member.file_size for member in members)
+    problem = None
+    if size > _most_bytes(vocabulary_size):
+        problem = f"unpacks to {size} bytes, too many for a list of {vocabulary_size} ids"
+    elif len({member.filename for member in members}) < len(members) or len(members) > _MOST_MEMBERS:
+        problem = f"holds {len(members)} parts, where a list has half a dozen of different names"
+    if problem is not None:
+        raise ArtifactError(field, problem, "Give a file that holds only the list")
+
+
+def _load(data: bytes, field: str) -> Any:
+    try:
+        return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile file can make the reader raise anything
         problem = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ArtifactError(
@@ -138,7 +163,9 @@ def _as_ids(content: Any, vocabulary_size: int, field: str) -> list[int]:
         return list(content)
     for count in content.values():
         if type(count) not in (int, float) or not 0 <= count < float("inf"):
-            raise ArtifactError(field, f"holds {count!r:.40} where a count is expected", "Give counts of zero or more")
+            raise ArtifactError(
+                field, f"holds {shown_value(count)} where a count is expected", "Give counts of zero or more"
+            )
     return sorted(content, key=lambda token_id: (-content[token_id], token_id))
 
 

@@ -94,8 +94,9 @@ def check_token_ranking(
         ArtifactError: it does not. Its `field` is `field`.
     """
     check_token_ids(field, ranking, tokenizer, eos_token_ids)
+    is_ranked = torch.zeros(tokenizer.size, dtype=torch.bool).index_fill(0, ranking.to(torch.int64), True)
     for token_id in eos_token_ids:
-        if token_id >= tokenizer.size or not bool((ranking == token_id).any()):
+        if token_id >= tokenizer.size or not bool(is_ranked[token_id]):
             problem = f"lacks the end-of-sequence id {token_id}, so that no draft could ever end"
             raise ArtifactError(field, problem, "Append the id to the ranking and write the artifact again.")
 
@@ -156,7 +157,8 @@ def is_weights_name(filename: str) -> bool:
 def serialize_tensors(
     tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = DEFAULT_SHARD_SIZE
 ) -> dict[str, bytes]:
-    """Return the contents of the files that hold these tensors, by the names of `weights_files`.
+    """Return the contents of the files that hold these tensors, by the names of `weights_files`. The same tensors give
+    the same bytes, in whichever order they come and however they lie in memory.
 
     Args:
         tensors: by name.
@@ -172,6 +174,7 @@ def serialize_tensors(
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ArtifactError(f"{WEIGHTS_FILE}: {name}", f"is a {type(tensor).__name__}", "Give a tensor by name.")
+    for name, tensor in sorted(tensors.items()):
         # A clone: safetensors refuses tensors that share memory, and they would not be split.
         copies[name] = tensor.detach().cpu().contiguous().clone()
     files = {}
@@ -179,13 +182,21 @@ def serialize_tensors(
     try:
         split = split_torch_state_dict_into_shards(copies, max_shard_size=max_shard_size)
         for filename, names in split.filename_to_tensors.items():
-            files[filename] = save({name: copies[name] for name in names}, metadata=metadata)
+            files[filename] = _canonical(save({name: copies[name] for name in names}, metadata=metadata))
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise ArtifactError(WEIGHTS_FILE, f"cannot hold these tensors: {error}", "Give dense tensors.") from error
     if split.is_sharded:
         index = _index(split.filename_to_tensors, split.metadata["total_size"])
         files[INDEX_FILE] = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
     return files
+
+
+def _canonical(data: bytes) -> bytes:
+    """The same file with its header in one fixed order, as safetensors shuffles the metadata."""
+    end = PREFIX_LENGTH + int.from_bytes(data[:PREFIX_LENGTH], "little")
+    header = json.dumps(json.loads(data[PREFIX_LENGTH:end]), sort_keys=True, separators=(",", ":")).encode("utf-8")
+    header += b" " * (-len(header) % PREFIX_LENGTH)  # so that the tensors stay aligned
+    return len(header).to_bytes(PREFIX_LENGTH, "little") + header + data[end:]
 
 
 def require_shard_size(max_shard_size: int | str) -> None:
@@ -286,8 +297,11 @@ def read_tensors(
 
 
 def _read_whole(files: Mapping[str, BinaryIO], name: str, weights: Mapping[str, WeightsDigest]) -> bytes:
-    files[name].seek(0)
-    data = files[name].read(weights[name].size)
+    try:
+        files[name].seek(0)
+        data = files[name].read(weights[name].size)
+    except (OSError, MemoryError) as error:
+        raise ArtifactError(name, f"cannot be read: {error}", _FETCH_AGAIN) from error
     if digest_bytes(data) != weights[name]:
         problem = "is not the file that config.json was written with: their SHA-256 differ"
         raise ArtifactError(name, problem, _FETCH_AGAIN)
@@ -297,7 +311,7 @@ def _read_whole(files: Mapping[str, BinaryIO], name: str, weights: Mapping[str, 
 def _load(name: str, data: bytes) -> dict[str, torch.Tensor]:
     try:
         return load(data)
-    except (SafetensorError, ValueError, RuntimeError) as error:
+    except (SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         raise ArtifactError(name, f"cannot be read: {error}", _FETCH_AGAIN) from error
 
 

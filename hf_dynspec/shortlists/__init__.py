@@ -3,7 +3,7 @@
 To add a policy, write one file beside this one and one line in `POLICIES`; the contract tests then cover it.
 """
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, shown_value
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
@@ -28,7 +28,7 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
         ConfigurationError: there is no such policy.
     """
     if not isinstance(name, str) or name not in POLICIES:
-        raise ConfigurationError(f"there is no policy {name!r}; the policies are {', '.join(POLICIES)}")
+        raise ConfigurationError(f"there is no policy {shown_value(name)}; the policies are {', '.join(POLICIES)}")
     return POLICIES[name]
 
 

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..errors import ArtifactError, ConfigurationError
 from ..protocol import Shortlist, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import ShortlistPolicy, ShortlistState, Switch, WholeNumber
 
 if TYPE_CHECKING:
     from ..configuration import TokenizerFingerprint
@@ -31,11 +31,13 @@ class FrequencyShortlist(ShortlistPolicy):
         position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
 
     Raises:
-        ConfigurationError: the ranking is empty, repeats an id or holds a negative one; `size` is not positive.
+        ConfigurationError: the ranking is empty, repeats an id or holds a negative one; a setting is mistyped or out
+            of range.
         ArtifactError: the ranking's artifact is damaged or holds no ranking.
     """
 
     name = "frequency"
+    setting_rules: ClassVar = {"size": WholeNumber(1), "position_aware": Switch()}
 
     def __init__(
         self,
@@ -43,12 +45,9 @@ class FrequencyShortlist(ShortlistPolicy):
         size: int = 32768,
         position_aware: bool = False,
     ):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigurationError(f"size must be a positive number of tokens, got {size!r}")
-        if not isinstance(position_aware, bool):
-            raise ConfigurationError(f"position_aware must be True or False, got {position_aware!r}")
         self.size = size
         self.position_aware = position_aware
+        self.require_settings(self.settings())
         self.tokenizer: TokenizerFingerprint | None = None
         if isinstance(ranking, (str, os.PathLike)):
             ranking, self.tokenizer = _read_ranking(ranking)
@@ -59,6 +58,11 @@ class FrequencyShortlist(ShortlistPolicy):
         return () if self.tokenizer is None else (self.tokenizer,)
 
     def start(self, vocabulary: VocabularyInfo) -> "FrequencyState":
+        """Begin a session over `vocabulary`.
+
+        Raises:
+            ConfigurationError: the ranking holds no token that the drafter can score.
+        """
         return FrequencyState(self._leading_ids(vocabulary), vocabulary, self.position_aware)
 
     def _leading_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
@@ -68,7 +72,13 @@ class FrequencyShortlist(ShortlistPolicy):
         ranking = torch.arange(vocabulary.size) if self.ranking is None else self.ranking
         ranking = ranking[vocabulary.can_draft(ranking.to(vocabulary.device)).cpu()]
         ranking = ranking[~torch.isin(ranking, eos)]
-        return torch.cat([eos, ranking])[:size].to(vocabulary.device)
+        leading = torch.cat([eos, ranking])[:size].to(vocabulary.device)
+        if not leading.numel():
+            raise ConfigurationError(
+                f"no id of the ranking is one of the {vocabulary.size} tokens that the drafter scores. Use the "
+                "ranking of its tokenizer."
+            )
+        return leading
 
     def settings(self) -> dict[str, Any]:
         return {"size": self.size, "position_aware": self.position_aware}

@@ -3,13 +3,12 @@
 The state lives on the head's device in tensors of fixed size, and no operation on it waits for the device.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ..errors import ConfigurationError
 from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import LARGEST_TOP_K, OneOf, ShortlistPolicy, ShortlistState, WholeNumber
 
 EVICTIONS = ("stream", "lru")
 
@@ -26,9 +25,9 @@ class InContextShortlist(ShortlistPolicy):
     decoding are among them anyway. The shortlist is what the window holds, made unique, and the EOS ids.
 
     Args:
-        window: `W_max`, the size of the window.
-        prompt_top_k: `K_pre`.
-        verify_top_k: `K_ver`.
+        window: `W_max`, the size of the window. A session takes no more room than the vocabulary needs.
+        prompt_top_k: `K_pre`, at most 1,024. Of a smaller vocabulary all tokens are taken.
+        verify_top_k: `K_ver`, likewise.
         eviction: `"stream"` keeps the last `window` elements of the stream (equation 4); `"lru"` keeps the last
             `window` distinct tokens, which covers more with the same rows.
         prompt_positions: take `prompt_top_k` at the last so many prompt positions only (None: at all of them).
@@ -38,6 +37,13 @@ class InContextShortlist(ShortlistPolicy):
     """
 
     name = "in_context"
+    setting_rules: ClassVar = {
+        "window": WholeNumber(1),
+        "prompt_top_k": WholeNumber(0, LARGEST_TOP_K),
+        "verify_top_k": WholeNumber(0, LARGEST_TOP_K),
+        "eviction": OneOf(EVICTIONS),
+        "prompt_positions": WholeNumber(1, optional=True),
+    }
 
     def __init__(
         self,
@@ -47,19 +53,12 @@ class InContextShortlist(ShortlistPolicy):
         eviction: str = "stream",
         prompt_positions: int | None = None,
     ):
-        limits = {"window": (window, 1), "prompt_top_k": (prompt_top_k, 0), "verify_top_k": (verify_top_k, 0)}
-        if prompt_positions is not None:
-            limits["prompt_positions"] = (prompt_positions, 1)
-        for setting, (value, least) in limits.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{setting} must be a whole number of at least {least}, got {value!r}")
-        if eviction not in EVICTIONS:
-            raise ConfigurationError(f"eviction must be one of {', '.join(EVICTIONS)}, got {eviction!r}")
         self.window = window
         self.prompt_top_k = prompt_top_k
         self.verify_top_k = verify_top_k
         self.eviction = eviction
         self.prompt_positions = prompt_positions
+        self.require_settings(self.settings())
 
     @property
     def needs(self) -> Needs:
@@ -82,21 +81,23 @@ class InContextState(ShortlistState):
     """The window as slots: which token each slot holds, and at which position of the stream it was last seen.
 
     A token is in a stream window exactly if its last position is among the last `window` ones, and in an LRU window
-    exactly if fewer than `window` distinct tokens were seen since. Both never hold more than `window` tokens, so a new
-    token always finds a slot by taking the one that was seen longest ago. The EOS ids sit in slots of their own.
+    exactly if fewer than `window` distinct tokens were seen since. Both never hold more than `window` tokens, nor more
+    than the vocabulary has, so with a slot for each a new token always finds one by taking that which was seen longest
+    ago. The EOS ids sit in slots of their own.
     """
 
     def __init__(self, window: int, keeps_distinct: bool, vocabulary: VocabularyInfo):
         self._window = window
+        self._slot_count = min(window, vocabulary.size)
         self._keeps_distinct = keeps_distinct
         self._vocabulary = vocabulary
         device = vocabulary.device
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=device)
         # What slots hold that never held a token of the context: any id that the head has a row for.
         self._filler = self._eos.new_zeros(()) if vocabulary.draftable is None else vocabulary.draftable[0]
-        self._slots = torch.cat([self._eos, self._filler.expand(window)])
+        self._slots = torch.cat([self._eos, self._filler.expand(self._slot_count)])
         # Stream positions count from 1; 0 marks a slot that never held a token.
-        self._last_seen = torch.zeros(window, dtype=torch.int64, device=device)
+        self._last_seen = torch.zeros(self._slot_count, dtype=torch.int64, device=device)
         self._length = torch.zeros((), dtype=torch.int64, device=device)
         # Which slot a token was last put into. The entry past the vocabulary takes what must not be remembered.
         self._slot_of = torch.zeros(vocabulary.size + 1, dtype=torch.int64, device=device)
@@ -131,7 +132,7 @@ class InContextState(ShortlistState):
         counts = admissible & torch.cat([all_count, *(_is_last_occurrence(part) for part in sets)])
         positions = self._length + counts.cumsum(0)
         self._length = positions[-1]
-        if ids.shape[0] <= min(_LARGEST_PUSH, self._window):
+        if ids.shape[0] <= min(_LARGEST_PUSH, self._slot_count):
             replaced = self._push(ids, positions, admissible)
         else:
             replaced = None
@@ -140,7 +141,8 @@ class InContextState(ShortlistState):
         self._shortlist = self._make_shortlist(replaced)
 
     def _push(self, ids: torch.Tensor, positions: torch.Tensor, admissible: torch.Tensor) -> torch.Tensor:
-        """Take in `n` ids, `n <= window`, seen at `positions`, and return the slots `[n]` that may have changed."""
+        """Take in `n` ids seen at `positions`, no more than there are slots, and return the slots `[n]` that may have
+        changed."""
         n = ids.shape[0]
         equal = ids.unsqueeze(1) == ids
         # Equal ids are handled by the last of them, so that every token touches one slot.
@@ -172,11 +174,11 @@ class InContextState(ShortlistState):
         """Take in any number of ids by sorting them together with what the window holds. Position 0 does not count."""
         ids = torch.cat([self._slots[self._eos.shape[0] :], ids])
         last_seen = torch.cat([self._last_seen, positions])
-        latest = torch.where(_is_latest(ids, last_seen), last_seen, 0).topk(self._window)
+        latest = torch.where(_is_latest(ids, last_seen), last_seen, 0).topk(self._slot_count)
         self._last_seen = latest.values
         self._slots = torch.cat([self._eos, torch.where(latest.values > 0, ids[latest.indices], self._filler)])
         entries = torch.where(latest.values > 0, ids[latest.indices], self._vocabulary.size)
-        self._slot_of.scatter_(0, entries, torch.arange(self._window, device=entries.device))
+        self._slot_of.scatter_(0, entries, torch.arange(self._slot_count, device=entries.device))
 
     def _admissible(self, ids: torch.Tensor) -> torch.Tensor:
         """bool: ids that the drafter can score and that do not sit in the EOS slots already."""

@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn import functional
 
 from ..errors import ArtifactError, ConfigurationError
 from ..protocol import BlockLayout, BlockShortlist, Needs, Shortlist, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import OneOf, Share, ShortlistPolicy, ShortlistState, Switch, WholeNumber
 from .frequency import as_ranking
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class Router:
             raise ConfigurationError(
                 f"clusters must be int32 or int64, one for each token id, got {_described(clusters)}"
             )
-        sizes = torch.bincount(clusters) if int(clusters.min()) >= 0 else torch.zeros(1)
+        # Looked at first, as a count is taken up to the largest number.
+        is_in_range = int(clusters.min()) >= 0 and int(clusters.max()) < clusters.numel()
+        sizes = torch.bincount(clusters) if is_in_range else torch.zeros(1)
         if not bool((sizes > 0).all()):
             raise ConfigurationError("clusters must be numbered from 0 without gaps, so that each of them has a token")
         self._require_shapes(sizes.shape[0])
@@ -78,9 +80,9 @@ class Router:
         if self.centroids is not None:
             if any(one is not None for one in network):
                 raise ConfigurationError("a router has centroids or a network, not both")
-            wanted = {"centroids": (count, self.centroids.shape[-1])}
+            wanted = {"centroids": (count, _columns(self.centroids))}
         else:
-            hidden, inputs = self.output_weight.shape[-1], self.input_weight.shape[-1]
+            hidden, inputs = _columns(self.output_weight), _columns(self.input_weight)
             wanted = dict(zip(NETWORK_TENSORS, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
         for name, shape in wanted.items():
             tensor = getattr(self, name)
@@ -164,6 +166,13 @@ class RouterShortlist(ShortlistPolicy):
     """
 
     name = "router"
+    setting_rules: ClassVar = {
+        "max_clusters": WholeNumber(1),
+        "schedule": OneOf(SCHEDULES),
+        "mass": Share(),
+        "pinned": WholeNumber(0),
+        "packed": Switch(),
+    }
 
     def __init__(
         self,
@@ -193,7 +202,8 @@ class RouterShortlist(ShortlistPolicy):
             "packed": packed,
         }
         settings |= {name: value for name, value in given.items() if value is not None}
-        _require_settings(settings, router, ranking)
+        self.require_settings(settings)
+        _require_fit(settings, router, ranking)
         _require_budgets(settings["schedule"], router, budgets)
         self.router = router
         self.ranking = None if ranking is None else as_ranking(ranking)
@@ -267,32 +277,21 @@ class RouterShortlist(ShortlistPolicy):
         return self.router.tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "RouterShortlist":
+    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         known = {one.name for one in fields(Router)}
         own = {name: tensor for name, tensor in tensors.items() if name in known}
         if "clusters" not in own:
             raise ConfigurationError("the policy 'router' cannot be built without its clusters")
         rest = {name: tensor for name, tensor in tensors.items() if name not in known}
-        return super().from_settings({**settings, "router": Router(**own)}, rest)
+        return {"router": Router(**own), **rest}
 
 
 _DEFAULTS = {"max_clusters": 64, "schedule": "dynaspec", "mass": 1.0, "pinned": 0, "packed": True}
 
 
-def _require_settings(settings: Mapping[str, Any], router: Router, ranking: Any) -> None:
-    """Refuse settings that are mistyped, out of range, or do not fit the router."""
-    for name, least in (("max_clusters", 1), ("pinned", 0)):
-        value = settings[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if not isinstance(settings["packed"], bool):
-        raise ConfigurationError(f"packed must be True or False, got {settings['packed']!r}")
-    if settings["schedule"] not in SCHEDULES:
-        raise ConfigurationError(f"schedule must be one of {', '.join(SCHEDULES)}, got {settings['schedule']!r}")
-    mass = settings["mass"]
-    if isinstance(mass, bool) or not isinstance(mass, (int, float)) or not 0 < mass <= 1:
-        raise ConfigurationError(f"mass must be a share above 0 and up to 1, got {mass!r}")
-    if mass < 1 and router.centroids is not None:
+def _require_fit(settings: Mapping[str, Any], router: Router, ranking: Any) -> None:
+    """Refuse settings that do not fit the router or the ranking."""
+    if settings["mass"] < 1 and router.centroids is not None:
         raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
     if settings["pinned"] and ranking is None:
         raise ConfigurationError("pinned tokens need a ranking")
@@ -475,6 +474,10 @@ def _is_same(one: VocabularyInfo, other: VocabularyInfo) -> bool:
     return same and one.draftable is other.draftable
 
 
+def _columns(tensor: torch.Tensor) -> int:
+    return tensor.shape[-1] if tensor.dim() else 0
+
+
 def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
@@ -494,9 +497,6 @@ def _read_router(
         raise ArtifactError(
             "config.json: policy", f"is {config.policy.name!r}", "Name an artifact of the policy 'router'."
         )
-    unknown = sorted(set(settings) - set(_DEFAULTS))
-    if unknown:
-        raise ArtifactError("config.json: policy", f"has unknown settings {', '.join(unknown)}", "Build it again.")
     known = {one.name for one in fields(Router)}
     try:
         router = Router(**{name: tensor for name, tensor in tensors.items() if name in known})

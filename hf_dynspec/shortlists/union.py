@@ -3,15 +3,19 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, shown_value
 from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
+
+# Policies of a union and of the unions within it, all together, and how deep unions may lie within each other.
+MOST_POLICIES = 32
+DEEPEST_UNION = 4
 
 
 class UnionShortlist(ShortlistPolicy):
@@ -21,7 +25,7 @@ class UnionShortlist(ShortlistPolicy):
         policies: at least one policy. Put those whose shortlists never change first: their rows are then never moved.
 
     Raises:
-        ConfigurationError: no policies, or something that is not a policy.
+        ConfigurationError: no policies, too many of them, or something that is not a policy.
     """
 
     name = "union"
@@ -31,8 +35,10 @@ class UnionShortlist(ShortlistPolicy):
             raise ConfigurationError("a union needs at least one policy")
         for policy in policies:
             if not isinstance(policy, ShortlistPolicy):
-                raise ConfigurationError(f"a union is made of policies, got {policy!r}")
+                raise ConfigurationError(f"a union is made of policies, got {shown_value(policy)}")
         self.policies = policies
+        if self.name == UnionShortlist.name:
+            _count_policies(self.settings())
 
     @property
     def needs(self) -> Needs:
@@ -59,20 +65,49 @@ class UnionShortlist(ShortlistPolicy):
         }
 
     @classmethod
+    def require_settings(cls, settings: Mapping[str, Any]) -> None:
+        """As for every policy; the policies inside are counted before the settings of any are looked at."""
+        from . import policy_class
+
+        _count_policies(settings)
+        for part in settings["policies"]:
+            policy_class(part["name"]).require_settings(part["settings"])
+
+    @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
         from . import policy_class
 
-        parts = settings.get("policies") if isinstance(settings, Mapping) else None
-        if not isinstance(parts, list) or set(settings) != {"policies"}:
-            raise ConfigurationError("a union's settings are a list named 'policies' and nothing else")
+        cls.require_settings(settings)
         policies = []
-        for index, part in enumerate(parts):
-            if not isinstance(part, Mapping) or set(part) != {"name", "settings"}:
-                raise ConfigurationError(f"policy {index} of a union must have exactly a name and settings")
+        for index, part in enumerate(settings["policies"]):
             prefix = f"{index}."
             own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             policies.append(policy_class(part["name"]).from_settings(part["settings"], own))
         return cls(*policies)
+
+
+def _count_policies(settings: Mapping[str, Any], depth: int = 1) -> int:
+    """The number of policies inside a union of these settings, those of unions within it too.
+
+    Raises:
+        ConfigurationError: the settings are not those of a union, or the policies are too many or lie too deep.
+    """
+    parts = settings.get("policies") if isinstance(settings, Mapping) else None
+    if not isinstance(parts, list) or not parts or set(settings) != {"policies"}:
+        raise ConfigurationError("a union's settings are a list named 'policies' and nothing else")
+    if depth > DEEPEST_UNION:
+        raise ConfigurationError(f"unions lie within each other more than {DEEPEST_UNION} deep")
+    count = len(parts)
+    for index, part in enumerate(parts[: MOST_POLICIES + 1]):
+        if not isinstance(part, Mapping) or set(part) != {"name", "settings"}:
+            raise ConfigurationError(f"policy {index} of a union must have exactly a name and settings")
+        if not isinstance(part["settings"], Mapping):
+            raise ConfigurationError(f"the settings of policy {index} of a union must be an object")
+        if part["name"] == UnionShortlist.name:
+            count += _count_policies(part["settings"], depth + 1)
+        if count > MOST_POLICIES:
+            raise ConfigurationError(f"a union holds {count} policies or more, and {MOST_POLICIES} are the most")
+    return count
 
 
 class UnionState(ShortlistState):
@@ -203,6 +238,10 @@ class HybridShortlist(UnionShortlist):
     """
 
     name = "hybrid"
+    setting_rules: ClassVar = {
+        "core_size": FrequencyShortlist.setting_rules["size"],
+        **{name: rule for name, rule in InContextShortlist.setting_rules.items() if name != "eviction"},
+    }
 
     def __init__(
         self,
@@ -213,6 +252,8 @@ class HybridShortlist(UnionShortlist):
         verify_top_k: int = 50,
         prompt_positions: int | None = 32,
     ):
+        # The core calls its size by another name.
+        self.require_settings({"core_size": core_size})
         self._core = FrequencyShortlist(ranking, size=core_size)
         self._window = InContextShortlist(window, prompt_top_k, verify_top_k, "lru", prompt_positions)
         super().__init__(self._core, self._window)
@@ -224,6 +265,10 @@ class HybridShortlist(UnionShortlist):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._core.tensors()
+
+    @classmethod
+    def require_settings(cls, settings: Mapping[str, Any]) -> None:
+        super(UnionShortlist, cls).require_settings(settings)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "HybridShortlist":
