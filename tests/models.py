@@ -97,7 +97,14 @@ def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **c
     special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     config = configuration(**{"vocab_size": vocabulary, **shape, **special, **changes})
     torch.manual_seed(seed)
-    model = architecture(config).eval()
+    return with_clear_preferences(architecture(config).eval())
+
+
+def with_clear_preferences(model: PreTrainedModel, bias: float = 0.5) -> PreTrainedModel:
+    """The model with other random weights, by torch's default generator: large enough to prefer some tokens clearly.
+
+    Biases have the spread `bias`; in some families large ones drown what depends on the text.
+    """
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     with torch.no_grad():
@@ -109,7 +116,7 @@ def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **c
                     torch.randn_like(parameter) * (spread if parameter is not embedding else 1 - tied * 0.9)
                 )
             elif name.endswith("bias"):
-                parameter.copy_(torch.randn_like(parameter) * 0.5)
+                parameter.copy_(torch.randn_like(parameter) * bias)
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = EOS
     return model

@@ -1,0 +1,197 @@
+"""Tiny random models of nearly every decoder-only family of text models in transformers."""
+
+from typing import Any
+
+import torch
+import transformers
+from models import BOS, EOS, PAD, SLIDING_WINDOW, VOCABULARY, with_clear_preferences
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+# By every name that families have for it. A family takes those that its configuration declares.
+_SHAPE: dict[str, Any] = {
+    **{name: 32 for name in ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim")},
+    **{name: 64 for name in ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size")},
+    **{name: 2 for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")},
+    **{name: 4 for name in ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")},
+    **{name: 512 for name in ("max_position_embeddings", "n_positions", "max_seq_len")},
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": SLIDING_WINDOW,
+    # Mixtures of experts.
+    **{name: 4 for name in ("num_experts", "num_local_experts", "n_routed_experts")},
+    **{name: 2 for name in ("num_experts_per_tok", "moe_topk")},
+    **{name: 1 for name in ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")},
+    # Compressed keys and values.
+    **{name: 8 for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")},
+    # Recurrent states.
+    **{name: 8 for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state")},
+    **{name: 2 for name in ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_n_groups")},
+    **{name: 4 for name in ("mamba_n_heads", "n_mamba_heads")},
+    **{name: 16 for name in ("mamba_d_head", "mamba_chunk_size")},
+}
+
+_ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"]}
+_RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
+_ALL_HEADS = {"num_key_value_heads": 4}
+_LATENT = _ALL_HEADS | {"head_dim": 8}
+_DECODER = {"is_decoder": True}
+_UNTIED = {"tie_word_embeddings": False}
+
+# What a family needs beside the common shape. Windows of attention are shorter than the texts of the tests.
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Llama and its kin.
+    "llama": {},
+    "arcee": {},
+    "apertus": {},
+    "bitnet": {},
+    "cwm": _ONE_OF_EACH,
+    "diffllama": {},
+    "doge": {},
+    "ernie4_5": {},
+    "exaone4": _ONE_OF_EACH,
+    "glm": {},
+    "glm4": {},
+    "granite": {"logits_scaling": 4.0},
+    "granite_swa": _ONE_OF_EACH,
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {"logits_scaling": 2.0},
+    "jais2": {},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _ONE_OF_EACH,
+    "persimmon": {},
+    "phi": _ALL_HEADS,
+    "phi3": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    # Mistral and Qwen.
+    "mistral": {},
+    "ministral": _ONE_OF_EACH,
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+    # Gemma and Cohere.
+    "gemma": {},
+    "gemma2": _ONE_OF_EACH | {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": _ONE_OF_EACH | {"query_pre_attn_scalar": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": _ONE_OF_EACH
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 16},
+    "gemma4_unified_text": _ONE_OF_EACH | {"global_head_dim": 16},
+    "vaultgemma": _ONE_OF_EACH | {"query_pre_attn_scalar": 8},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": _ONE_OF_EACH | {"logit_scale": 0.25},
+    "cohere2_moe": _ONE_OF_EACH,
+    # The first generations.
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
+    "gpt_neox": {},
+    "gpt_neox_japanese": {},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "openai-gpt": {},
+    "ctrl": {"dff": 64},
+    "opt": {},
+    "xglm": {},
+    "biogpt": {},
+    "bloom": {},
+    "falcon": {},
+    "mpt": {},
+    # Mixtures of experts.
+    "afmoe": _ONE_OF_EACH,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "hidden_size": 32},
+    },
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": _ONE_OF_EACH,
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "gpt_oss": _ONE_OF_EACH,
+    "granitemoe": {"logits_scaling": 4.0},
+    "granitemoeshared": {"logits_scaling": 4.0},
+    "hunyuan_v1_moe": {},
+    "jetmoe": {"kv_channels": 8},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": SLIDING_WINDOW,
+        "intermediate_size_mlp": 64,
+    },
+    "mimo_v2_flash": {},
+    "minimax_m2": {},
+    "mixtral": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 32},
+    "qwen3_moe": {},
+    "solar_open": {},
+    # Compressed keys and values.
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+    "deepseek_v4": {},
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+    "longcat_flash": _LATENT | {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 64, "zero_expert_num": 2},
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+    # Recurrent and convolutional states.
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_mamba": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": _LATENT | _RECURRENT,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba": {},
+    "mamba2": {"head_dim": 16, "n_groups": 2, "state_size": 8},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {},
+    "olmo_hybrid": {},
+    "qwen3_5_text": _RECURRENT,
+    "qwen3_next": _RECURRENT | {"shared_expert_intermediate_size": 32},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": SLIDING_WINDOW},
+    "rwkv": {},
+    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
+    # Encoders that can be told to look back only.
+    "bert": _DECODER,
+    "bert-generation": _DECODER,
+    "electra": _DECODER,
+    "roberta": _DECODER,
+    "roformer": _DECODER,
+    "modernbert-decoder": {"local_attention": SLIDING_WINDOW},
+    "bart": {"is_decoder": True, "is_encoder_decoder": False},
+    "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
+    "xlnet": {},
+}
+
+
+def model_of(family: str, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedModel:
+    """A random model of a family of `SETTINGS`, whose weights are large enough for clear preferences among tokens."""
+    configuration = CONFIG_MAPPING[family]
+    declared = set(getattr(configuration, "attribute_map", {}))
+    for one in configuration.__mro__:
+        declared |= set(vars(one).get("__annotations__", {}))
+    common = {name: value for name, value in _SHAPE.items() if name in declared}
+    special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    config = configuration(**{"vocab_size": vocabulary, **common, **special, **SETTINGS[family], **changes})
+    torch.manual_seed(seed)
+    architecture = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    return with_clear_preferences(architecture(config).eval(), bias=0.1)
