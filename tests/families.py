@@ -144,10 +144,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Compressed keys and values.
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+    "deepseek_v32": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
     "deepseek_v4": {},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+    "glm_moe_dsa": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
     "longcat_flash": _LATENT | {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 64, "zero_expert_num": 2},
     "minicpm3": _LATENT,
     "youtu": _LATENT,
