@@ -1,0 +1,399 @@
+"""Every family of transformers, in every role: output that is the target's own, drafts that are the drafter's own, or a
+refusal that says why."""
+
+import copy
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import SETTINGS, model_of
+from models import SLIDING_WINDOW, VOCABULARY, perturbed, prompt, tiny
+from transformers import PreTrainedModel
+
+from hf_dynspec import DynSpecAssistant, TreeConfig, UnsupportedError
+from hf_dynspec.drafters import Drafter, DrafterState
+from hf_dynspec.drafters.base import UnrolledStep
+from hf_dynspec.head import DynamicLMHead
+from hf_dynspec.protocol import Candidates, Needs, Prompt, Shortlist, VocabularyInfo
+from hf_dynspec.session import DraftSession
+from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+
+PROMPT_LENGTH, NEW_TOKENS = 10, 34
+TREE = TreeConfig(total_tokens=16, depth=3, top_k=4)
+# All nodes that the drafter scores at four levels.
+WHOLE_TREE = TreeConfig(total_tokens=53, depth=3, top_k=4)
+# fp32 logits of these models, up to 20, by one forward and by several.
+CLOSE = {"atol": 1e-3, "rtol": 1e-4}
+
+_RECURRENT = {
+    family: "recurrent state"
+    for family in (
+        "bamba",
+        "deepseek_v4",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "mamba",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "zamba2",
+    )
+}
+# What the message of a refusal must hold, of families that cannot be a target at all, …
+NO_TARGET = _RECURRENT | {"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"}
+# … that verify chains, but no trees, …
+NO_TREE_TARGET = {
+    "bart": "position|changes with the others",
+    "bloom": "mask|position",
+    "deepseek_v32": "index|changes with the others",
+    "glm_moe_dsa": "index|changes with the others",
+    "gpt_neo": "window|local",
+    "lfm2": "convolution|changes with the others",
+    "lfm2_moe": "convolution|changes with the others",
+    "llama4_text": "chunk",
+    "mpt": "position|changes with the others",
+    "roberta": "position|changes with the others",
+    "roformer": "position|changes with the others",
+    "trocr": "position|changes with the others",
+}
+_HEAD = "between its decoder and its logits"
+# … that cannot draft, …
+NO_DRAFTER = _RECURRENT | {
+    "bert": _HEAD,
+    "electra": _HEAD,
+    "minimax": "roll|recurrent|cache",
+    "modernbert-decoder": _HEAD,
+    "openai-gpt": "cache",
+    "roberta": _HEAD,
+    "roformer": _HEAD,
+    "xlnet": "cache",
+}
+# … and that draft chains, but no trees.
+NO_TREE_DRAFTER = NO_TREE_TARGET
+# What no message may blame: all of these tests pass one prompt and ask for no particular cache.
+BLAMELESS = "pass one prompt|leave use_cache|leave it unset"
+
+# MPT's configuration says that no cache is used unless a call asks for one.
+CALLS = {"mpt": {"use_cache": True}}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def model(request) -> PreTrainedModel:
+    """A random model of each family; `family` is its name in the table. Its texts do not end early."""
+    model = without_end(model_of(request.param))
+    model.family = request.param
+    return model
+
+
+def without_end(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(target: PreTrainedModel, assistant: DynSpecAssistant | None, **arguments) -> torch.Tensor:
+    named = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **CALLS.get(getattr(target, "family", None), {})}
+    return target.generate(prompt(PROMPT_LENGTH), assistant_model=assistant, **named | arguments)
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> torch.Tensor:
+    return generate(model, None)
+
+
+def assert_names(refusal: pytest.ExceptionInfo, cause: str) -> None:
+    message = str(refusal.value)
+    assert re.search(cause, message), message
+    assert not re.search(BLAMELESS, message), message
+
+
+# A drafter that takes no part in what is tested ----------------------------------------------------------------------
+
+
+class WellInformed(Drafter):
+    """Knows the text, and prefers another token at every third position. It fits any target, costs nothing, and has
+    drafts accepted and refused whatever the target says."""
+
+    def __init__(self, text: torch.Tensor, vocabulary: int = VOCABULARY):
+        self.head = DynamicLMHead(torch.eye(vocabulary))
+        positions = torch.arange(text.shape[0])
+        others = torch.randn(text.shape[0], vocabulary, generator=torch.Generator().manual_seed(5)) / 10
+        self.scores = others.index_put((positions, text), torch.tensor(4.0))
+        wrong = (text + 1) % vocabulary
+        self.scores[positions, wrong] = torch.where(positions % 3 == 0, 5.0, 3.0)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.head.weight[token_ids]
+
+    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+        raise NotImplementedError
+
+    def start(self) -> "WellInformedState":
+        return WellInformedState(self.scores)
+
+
+class WellInformedState(DrafterState):
+    def __init__(self, scores: torch.Tensor):
+        self._scores = scores
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def advance(self, prefix, features=None, show=None):
+        self._length = prefix.shape[0]
+        return self._next(1)
+
+    def draft(self, token_ids, parents=None, show=None):
+        self._length += 1
+        return self._next(token_ids.shape[0])
+
+    def truncate(self, length):
+        self._length = length
+
+    def _next(self, width: int) -> torch.Tensor:
+        return self._scores[min(self._length, self._scores.shape[0] - 1)].expand(width, -1)
+
+
+# Targets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+def test_the_target_says_what_it_says_alone(model, plain, tree):
+    cause = NO_TARGET.get(model.family) or (tree and NO_TREE_TARGET.get(model.family))
+    drafter = WellInformed(plain[0])
+    if cause:
+        with pytest.raises(UnsupportedError) as refusal:
+            DynSpecAssistant(drafter, target=model, tree=tree)
+        assert_names(refusal, cause)
+        assert "generate" not in vars(model)
+        return
+    assistant = DynSpecAssistant(drafter, target=model, tree=tree)
+    assert torch.equal(generate(model, assistant), plain)
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    assistant.unbind()
+
+
+class Listener(ShortlistPolicy):
+    """Scores everything, and keeps the prompts that it is shown."""
+
+    name = "listener"
+    needs = Needs(prompt_top_k=3)
+
+    def __init__(self):
+        self.prompts: list[Prompt] = []
+
+    def start(self, vocabulary: VocabularyInfo) -> "ListenerState":
+        return ListenerState(self, vocabulary)
+
+
+class ListenerState(ShortlistState):
+    def __init__(self, policy: Listener, vocabulary: VocabularyInfo):
+        self._policy = policy
+        self._shortlist = Shortlist(torch.arange(vocabulary.size), version=0, is_prefix=True)
+
+    def select(self, depth, token_ids, features):
+        return self._shortlist
+
+    def observe_prompt(self, prompt):
+        self._policy.prompts.append(prompt)
+
+
+def test_policies_are_shown_what_the_target_finds_likely_in_the_prompt(model, plain):
+    """Families differ in how many hidden states they return, in their shapes, and in what the head is given."""
+    if model.family in NO_TARGET:
+        return
+    listener = Listener()
+    assistant = DynSpecAssistant(WellInformed(plain[0]), listener, target=model)
+    generate(model, assistant, max_new_tokens=9)
+    assistant.unbind()
+    with torch.no_grad():
+        expected = model(plain[:, :PROMPT_LENGTH]).logits[0].topk(3).indices
+    seen = [prompt.top_ids for prompt in listener.prompts if prompt.top_ids is not None]
+    assert len(seen) == 1
+    assert torch.equal(seen[0].sort(-1).values, expected.sort(-1).values)
+
+
+# Drafters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return without_end(tiny())
+
+
+def test_chains_are_drafted_as_from_scratch(model, llama, monkeypatch):
+    """Round after round, each with a cache that was rolled back, the drafter's own logits of one forward over it all."""
+    if model.family in NO_DRAFTER:
+        with pytest.raises(UnsupportedError) as refusal:
+            DynSpecAssistant(model, target=llama)
+        assert_names(refusal, NO_DRAFTER[model.family])
+        return
+    rounds: list[tuple[torch.Tensor, Candidates]] = []
+    draft = DraftSession.draft_chain
+
+    def recording(self, prefix, *arguments):
+        candidates = draft(self, prefix, *arguments)
+        rounds.append((prefix.clone(), candidates))
+        return candidates
+
+    monkeypatch.setattr(DraftSession, "draft_chain", recording)
+    assistant = DynSpecAssistant(model, "full", target=llama, num_assistant_tokens=4)
+    output = generate(llama, assistant, max_new_tokens=2 * SLIDING_WINDOW - PROMPT_LENGTH)
+    assistant.unbind()
+    assert torch.equal(output, generate(llama, None, max_new_tokens=2 * SLIDING_WINDOW - PROMPT_LENGTH))
+    prefix, candidates = rounds[-4]
+    for prefix, candidates in (rounds[0], rounds[1], rounds[-4]):
+        with torch.no_grad():
+            expected = model(torch.cat([prefix, candidates.token_ids])[None], use_cache=False).logits[0]
+        for step, (own, shortlist) in enumerate(zip(candidates.logits, candidates.shortlists, strict=True)):
+            row = expected[prefix.shape[0] - 1 + step, shortlist.scored_slots]
+            torch.testing.assert_close(own, row.float(), **CLOSE)
+
+
+def test_trees_are_drafted_as_from_scratch(model, llama):
+    """Every node of four levels has the probability of its path in the drafter's view, whatever lies beside it."""
+    if model.family in NO_DRAFTER:
+        return
+    if model.family in NO_TREE_DRAFTER:
+        with pytest.raises(UnsupportedError) as refusal:
+            DynSpecAssistant(model, target=llama, tree=TREE)
+        assert_names(refusal, NO_TREE_DRAFTER[model.family])
+        assert "generate" not in vars(llama)
+        return
+    assistant = DynSpecAssistant(model, "full", target=llama, tree=WHOLE_TREE)
+    text = prompt(SLIDING_WINDOW + 4)
+    candidates = assistant.draft_round(text)
+    assistant.unbind()
+    paths: list[list[int]] = []
+    for token, parent in zip(candidates.token_ids.tolist(), candidates.parents.tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    deepest = [index for index, path in enumerate(paths) if len(path) == WHOLE_TREE.depth + 1]
+    assert len(deepest) == 16
+    tokens = torch.tensor([paths[index] for index in deepest])
+    with torch.no_grad():
+        logits = model(torch.cat([text.expand(16, -1), tokens], dim=1), use_cache=False).logits
+    steps = logits[:, text.shape[1] - 1 : -1].float().log_softmax(-1)
+    expected = steps.gather(2, tokens.unsqueeze(-1)).sum((1, 2))
+    torch.testing.assert_close(candidates.scores[deepest], expected, **CLOSE)
+
+
+# Variants of families ------------------------------------------------------------------------------------------------
+
+_SWITCH = 30
+_LONG_ROPE = {
+    "sliding_window": None,
+    "original_max_position_embeddings": _SWITCH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": _SWITCH,
+        "factor": 16.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 5.0],
+        "short_mscale": 1.0,
+        "long_mscale": 1.0,
+    },
+}
+_DYNAMIC_ROPE = {
+    "max_position_embeddings": _SWITCH,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+}
+_TWICE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe", "llama"])
+def test_a_rope_that_changes_at_a_length(family, tree):
+    """What the target says of a token depends on how far the forward that reads it reaches."""
+    model = without_end(model_of(family, **_LONG_ROPE))
+    expected = generate(model, None)
+    assert expected.shape[1] > _SWITCH + 10
+    assistant = DynSpecAssistant(WellInformed(expected[0]), target=model, tree=tree)
+    assert torch.equal(generate(model, assistant), expected)
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+def test_a_rope_that_changes_with_every_length(tree):
+    """The model remembers the longest text that it has read, so that plain generation has a copy of its own."""
+    model = without_end(model_of("llama", **_DYNAMIC_ROPE))
+    expected = generate(copy.deepcopy(model), None)
+    try:
+        assistant = DynSpecAssistant(WellInformed(expected[0]), target=model, tree=tree)
+    except UnsupportedError as refusal:
+        assert re.search("rope|rotary", str(refusal), re.IGNORECASE)
+        return
+    assert torch.equal(generate(model, assistant), expected)
+
+
+VARIANTS = {
+    "keys and values shared between layers": ("gemma4_text", _TWICE | {"num_kv_shared_layers": 2}),
+    "none shared in gemma3n": ("gemma3n_text", {"num_kv_shared_layers": 0}),
+    "local attention nowhere": ("gpt_neo", {"attention_types": [[["global"], 2]]}),
+    "chunked attention nowhere": ("llama4_text", {"layer_types": ["full_attention"] * 2}),
+    "windows by number of layers": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+    ),
+    "eager attention": ("gpt_oss", {"attn_implementation": "eager"}),
+    "yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": _SWITCH,
+            }
+        },
+    ),
+    "one head of keys": ("falcon", {"multi_query": True}),
+    "new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "embeddings of another width": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, tree):
+    family, changes = VARIANTS[name]
+    model = without_end(model_of(family, **changes))
+    expected = generate(model, None)
+    assistant = DynSpecAssistant(perturbed(model), target=model, tree=tree)
+    assert torch.equal(generate(model, assistant), expected)
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_distances_by_columns_take_no_trees(role):
+    model = without_end(model_of("falcon", alibi=True))
+    with pytest.raises(UnsupportedError, match="mask|position"):
+        pair = (WellInformed(prompt()[0]), model) if role == "target" else (model, tiny())
+        DynSpecAssistant(pair[0], target=pair[1], tree=TREE)
+
+
+def test_a_model_whose_own_settings_say_that_no_cache_is_used():
+    """The user did not say so, and must be told who did, or the cache is used as every assistant needs it."""
+    model = without_end(model_of("mpt"))
+    assert model.generation_config.use_cache is False
+    expected = model.generate(prompt(), max_new_tokens=20, do_sample=False)
+    assistant = DynSpecAssistant(WellInformed(expected[0]), target=model)
+    try:
+        output = model.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    except UnsupportedError as refusal:
+        assert re.search("generation.config", str(refusal)) and "use_cache=True" in str(refusal)
+    else:
+        assert torch.equal(output, expected)
+    output = model.generate(prompt(), max_new_tokens=20, do_sample=False, use_cache=True, assistant_model=assistant)
+    assert torch.equal(output, expected)
