@@ -10,26 +10,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # By every name that families have for it. A family takes those that its configuration declares.
 _SHAPE: dict[str, Any] = {
-    **{name: 32 for name in ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim")},
-    **{name: 64 for name in ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size")},
-    **{name: 2 for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")},
-    **{name: 4 for name in ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")},
-    **{name: 512 for name in ("max_position_embeddings", "n_positions", "max_seq_len")},
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 512),
     "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "sliding_window": SLIDING_WINDOW,
     # Mixtures of experts.
-    **{name: 4 for name in ("num_experts", "num_local_experts", "n_routed_experts")},
-    **{name: 2 for name in ("num_experts_per_tok", "moe_topk")},
-    **{name: 1 for name in ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     # Compressed keys and values.
-    **{name: 8 for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")},
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     # Recurrent states.
-    **{name: 8 for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state")},
-    **{name: 2 for name in ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_n_groups")},
-    **{name: 4 for name in ("mamba_n_heads", "n_mamba_heads")},
-    **{name: 16 for name in ("mamba_d_head", "mamba_chunk_size")},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_n_groups"), 2),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_chunk_size"), 16),
 }
 
 _ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"]}
