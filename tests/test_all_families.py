@@ -259,7 +259,7 @@ def test_chains_are_drafted_as_from_scratch(model, drafter, llama, monkeypatch):
     output = generate(llama, assistant, max_new_tokens=SLIDING_WINDOW)
     assistant.unbind()
     assert torch.equal(output, generate(llama, None, max_new_tokens=SLIDING_WINDOW))
-    for prefix, candidates in (rounds[0], rounds[1], rounds[-4]):
+    for prefix, candidates in (*rounds[:2], *rounds[-2:]):
         with torch.no_grad():
             expected = model(torch.cat([prefix, candidates.token_ids])[None], use_cache=False).logits[0]
         for step, (own, shortlist) in enumerate(zip(candidates.logits, candidates.shortlists, strict=True)):
