@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .common import wide_console
+
 if TYPE_CHECKING:
     from ..build.frequency import Tally
     from ..configuration import ModelReference, TokenizerFingerprint
@@ -414,19 +416,15 @@ def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Call
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..build.frequency import coverage
+    from ..evaluation.tables import FittedTable
 
     shares = coverage(tally.counts, ranking, COVERAGE_SIZES.values())
-    table = Table(title="Counted tokens, and the share that the first ids of the ranking cover")
-    row = [f"{tally.documents:,}", f"{tally.tokens:,}", f"{int((tally.counts > 0).sum()):,}"]
-    for heading in ("documents", "tokens", "distinct"):
-        table.add_column(heading, justify="right")
-    for name, size in COVERAGE_SIZES.items():
-        if size in shares:
-            table.add_column(name, justify="right")
-            row.append(f"{shares[size]:.2%}")
-    table.add_row(*row)
-    Console().print(table)
+    sizes = {name: size for name, size in COVERAGE_SIZES.items() if size in shares}
+    table = FittedTable(
+        "Counted tokens, and the share that the first ids of the ranking cover",
+        ["documents", "tokens", "distinct", *sizes],
+    )
+    counted = (tally.documents, tally.tokens, int((tally.counts > 0).sum()))
+    table.add_row(*(f"{count:,}" for count in counted), *(f"{shares[size]:.2%}" for size in sizes.values()))
+    wide_console().print(table)

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The tables do not fit into the 80 columns that a file or a pipe is taken to have.
+# Of tables in a file or a pipe, which are taken to have 80 columns where nothing says otherwise.
 WIDTH_OF_FILES = 180
 INTERRUPTED = 130
 
@@ -102,11 +102,13 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def wide_console() -> "Console":
-    """A console on which the tables are not cut off where no terminal limits them."""
+    """A console for tables: as wide as the terminal, as `COLUMNS` says, or wide where neither limits it."""
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
-    return console if console.is_terminal else Console(width=max(console.width, WIDTH_OF_FILES))
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=max(console.width, WIDTH_OF_FILES))
 
 
 def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .build import Out, command_text, describe_inputs, describe_model, require_free_folder, shorten_name
-from .common import Device, Dtype, Target, Threads, progress_bar
+from .common import Device, Dtype, Target, Threads, progress_bar, wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -416,20 +416,19 @@ class _Job:
 
 
 def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> None:
-    from rich.table import Table
+    from ..evaluation.tables import FittedTable
 
-    from .common import wide_console
-
-    table = Table(title=f"At {metrics['held_out_steps']:,} held-out draft steps")
-    table.add_column("router")
-    for heading in (
-        "mean shortlist",
-        "cluster\nrecall",
-        "drafter's\nlikeliest token",
-        "target's\nmass",
-        "acceptance length,\nof full",
-    ):
-        table.add_column(heading, justify="right")
+    table = FittedTable(
+        f"At {metrics['held_out_steps']:,} held-out draft steps",
+        [
+            "router",
+            "mean shortlist",
+            "cluster\nrecall",
+            "drafter's\nlikeliest token",
+            "target's\nmass",
+            "acceptance length,\nof full",
+        ],
+    )
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
         table.add_row(
             figures["router"],

@@ -5,13 +5,11 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ..stats import DRAFT_SECTIONS, DraftingStatistics
 from .benchmark import BenchmarkResult, Generation
 from .provenance import describe_policies, provenance
 from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
+from .tables import FittedTable
 
 SCHEMA_VERSION = 1
 # Policies that the others of the same drafter and shape are compared with, besides the two baselines.
@@ -167,25 +165,23 @@ def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[s
 # Tables ------------------------------------------------------------------------------------------------------------
 
 
-def speed_table(result: BenchmarkResult, temperature: float) -> Table:
+def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per system: speed, ratios, acceptance length and, if greedy, whether the tokens are plain's."""
     rows = _rows_of_all_domains(result, temperature)
     compared = _compared(result)
     repeats = max((len(row["tokens_per_second"]["per_repeat"]) for row in rows if row["prompts"]), default=0)
-    spread = f"median \\[least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
+    spread = f"median [least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
     prompts = rows[0]["prompts"] if rows else 0
     same = "; full and frequency are those of the same drafter and shape" if len(_groups(result)) > 1 else ""
-    table = Table(
-        title=f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+    headings = ["system", "tokens/s", *(f"vs {base}" for base in compared), "acceptance\nlength"]
+    table = FittedTable(
+        f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+        headings + ["identical"] * (temperature == 0),
         caption=f"{spread}; the acceptance length counts the target's own token of a round{same}",
     )
-    table.add_column("system", overflow="fold")
-    headings = ["tokens/s", *(f"vs {base}" for base in compared), "acceptance\nlength"]
-    for heading in headings + ["identical"] * (temperature == 0):
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         bases = _first_by_name(result, row)
-        cells = [escape(row["system"]), _spread_cell(row.get("tokens_per_second"), ".1f")]
+        cells = [row["system"], _spread_cell(row.get("tokens_per_second"), ".1f")]
         cells += [
             "" if bases.get(name) in (None, row["system"]) else _spread_cell(row["ratios"][bases[name]], ".2f", "×")
             for name in compared
@@ -193,20 +189,18 @@ def speed_table(result: BenchmarkResult, temperature: float) -> Table:
         cells.append(_cell(row.get("acceptance_length"), ".2f"))
         if temperature == 0:
             cells.append("" if row["system"] == PLAIN else f"{row['identical']}/{row['compared']}")
-        table.add_row(*cells, end_section=_ends_group(result, row["system"]))
+        table.add_row(*cells, ends_section=_ends_group(result, row["system"]))
     return table
 
 
-def round_table(result: BenchmarkResult, temperature: float) -> Table:
+def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per assistant: what a round drafts and from how many tokens, and where its time goes."""
-    table = Table(
-        title=f"One round, {_temperature_name(result, temperature)}",
+    headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
+    table = FittedTable(
+        f"One round, {_temperature_name(result, temperature)}",
+        [*headings, "verification\nms", "other"],
         caption="times are of profiled calls; other is what is neither drafting nor the target's forward",
     )
-    table.add_column("system", overflow="fold")
-    headings = ["drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
-    for heading in [*headings, "verification\nms", "other"]:
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in _rows_of_all_domains(result, temperature):
         if row["system"] not in result.combinations:
             continue
@@ -219,7 +213,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> Table:
             _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
             _cell(row.get("share_of_round", {}).get("other"), ".1%"),
         ]
-        table.add_row(escape(row["system"]), *cells, end_section=_ends_group(result, row["system"]))
+        table.add_row(row["system"], *cells, ends_section=_ends_group(result, row["system"]))
     return table
 
 
@@ -254,7 +248,7 @@ def _ends_group(result: BenchmarkResult, label: str) -> bool:
     return len(set(groups)) > 1
 
 
-def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
+def acceptance_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """Acceptance lengths: one row per system that drafts, one column per domain."""
     domains = list(dict.fromkeys(prompt["domain"] for prompt in result.prompts))
     lengths = {
@@ -262,13 +256,10 @@ def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
         for row in summarize(result)
         if row["temperature"] == temperature
     }
-    table = Table(title=f"Acceptance length, {_temperature_name(result, temperature)}")
-    table.add_column("system", overflow="fold")
-    for domain in domains:
-        table.add_column(escape(domain), justify="right")
+    table = FittedTable(f"Acceptance length, {_temperature_name(result, temperature)}", ["system", *domains])
     for label in _labels(result):
         if label != PLAIN:
-            table.add_row(escape(label), *(_cell(lengths[label, domain], ".2f") for domain in domains))
+            table.add_row(label, *(_cell(lengths[label, domain], ".2f") for domain in domains))
     return table
 
 
@@ -288,7 +279,7 @@ def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> st
         return "–"
     text = f"{spread['median']:{form}}{unit}"
     if len(spread["per_repeat"]) > 1:
-        text += f"\n\\[{spread['min']:{form}}, {spread['max']:{form}}]"
+        text += f"\n[{spread['min']:{form}}, {spread['max']:{form}}]"
     return text
 
 
