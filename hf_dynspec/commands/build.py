@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import wide_console
+from .running import claim_file, claim_folder, keeps
 
 if TYPE_CHECKING:
     from ..build.frequency import Tally
     from ..configuration import ModelReference, TokenizerFingerprint
 
-build_app = typer.Typer(help="Build artifacts from text, prompts and weights.", no_args_is_help=True)
+build_app = typer.Typer(
+    help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
+)
 
 # Provenance names this many input files; beyond them it keeps their number and their total size.
 MOST_NAMED_INPUTS = 100
@@ -81,7 +84,7 @@ def frequency(
     from ..hub.fingerprint import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     name = tokenizer or str(from_target)
     loaded = load_tokenizer(name)
     target = None
@@ -89,7 +92,10 @@ def frequency(
     def start_tally(units: int, job: dict[str, Any]) -> Tally:
         # Another version may cut text in other places.
         job = {**job, "hf_dynspec": __version__}
-        return Tally(vocabulary_size(loaded), units, job, out / "partial", save_every=save_every, fresh=overwrite)
+        folder = out / "partial"
+        tally = Tally(vocabulary_size(loaded), units, job, folder, save_every=save_every, fresh=overwrite)
+        keeps(context, lambda: _describe_kept(tally, folder, going_on(out, overwrite)))
+        return tally
 
     if from_target is None:
         paths = [*(text or []), *(more or [])]
@@ -141,7 +147,7 @@ def frequency_import(
     from ..hub.fingerprint import fingerprint_tokenizer
     from ..hub.frequency_list import import_frequency_list
 
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
     eos_token_ids = find_eos_token_ids(tokenizer, loaded)
     leading = import_frequency_list(file, vocabulary_size(loaded), eos_token_ids)
@@ -153,6 +159,8 @@ def frequency_import(
 
 @build_app.command("frequency-export")
 def frequency_export(
+    *,
+    context: typer.Context,
     artifact: Annotated[str, typer.Argument(metavar="DIR", help="Folder or Hub id of a frequency artifact.")],
     size: Annotated[int, typer.Option(min=1, help="How many tokens to write.")],
     out: Annotated[Path, typer.Option(help="The .pt file to write.")],
@@ -162,6 +170,7 @@ def frequency_export(
     from ..hub.artifact import read_artifact
     from ..hub.frequency_list import export_frequency_list
 
+    claim_file(context, out, "--out", make_folder=True)
     config, tensors = read_artifact(artifact)
     if config.policy.name != "frequency" or "ranking" not in tensors:
         problem = f"is the policy {config.policy.name!r}, without a ranking of its own"
@@ -181,24 +190,38 @@ def _require_one_source(
         raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
 
 
-def require_free_folder(out: Path, overwrite: bool) -> None:
-    """Refuse before any work what could not be written after it."""
+def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
+    """Refuse before any work what could not be written after it, and keep the folder from other commands."""
     from ..configuration import LIBRARY_NAME
     from ..errors import ConfigurationError
 
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{out} is a file; give --out a folder")
-    config = out / "config.json"
-    if not config.exists() and not (out / "model.safetensors").exists():
-        return
+    if holds_artifact(out):
+        if not overwrite:
+            problem = "already holds an artifact or a model; choose another --out or --overwrite it"
+            raise ConfigurationError(f"{out} {problem}")
+        try:
+            is_ours = json.loads((out / "config.json").read_bytes()).get("library_name") == LIBRARY_NAME
+        except (OSError, ValueError, AttributeError):
+            is_ours = False
+        if not is_ours:
+            raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
+    claim_folder(context, out)
+
+
+def holds_artifact(out: Path) -> bool:
+    """Whether a folder holds an artifact or a model."""
+    return (out / "config.json").exists() or (out / "model.safetensors").exists()
+
+
+def going_on(out: Path, overwrite: bool) -> str:
+    """How to go on with what a command keeps in a folder when it is stopped."""
     if not overwrite:
-        raise ConfigurationError(f"{out} already holds an artifact or a model; choose another --out or --overwrite it")
-    try:
-        is_ours = json.loads(config.read_bytes()).get("library_name") == LIBRARY_NAME
-    except (OSError, ValueError, AttributeError):
-        is_ours = False
-    if not is_ours:
-        raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
+        return "run the same command again to go on"
+    if holds_artifact(out):
+        return f"with --overwrite a run begins anew: to go on, move the artifact out of {out} and run without it"
+    return "run the same command without --overwrite to go on"
 
 
 def _count_text(
@@ -373,6 +396,13 @@ def command_text(context: typer.Context) -> str:
 def shorten_name(value: Any) -> str:
     is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
     return Path(value).resolve().name if is_path else str(value)
+
+
+def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
+    done, total = int(tally.finished.sum()), len(tally.finished)
+    if not (folder / tally.FILE).exists():
+        return "nothing was counted yet; run the same command to begin anew"
+    return f"the counts of {done} of {total} parts are kept in {folder}; {fix}"
 
 
 def _tell_resumed(tally: "Tally") -> None:

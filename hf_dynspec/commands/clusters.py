@@ -51,7 +51,7 @@ def clusters(
     from ..build.frequency import load_tokenizer
     from ..hub.fingerprint import fingerprint_tokenizer
 
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     where = _checked_device(device, needs_faiss=not balanced)
     loaded = load_tokenizer(tokenizer or target)
     fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import TreeConfig
-from .pair import Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
+from .pair import INTERRUPTION, Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
 from .policy_text import shorten_paths
 from .systems import PLAIN, TRANSFORMERS, Combination, System, combine, open_systems
 from .tree_text import parse_trees
@@ -221,7 +221,7 @@ def run_benchmark(
                 _Run(result, pair, systems, report, save).everything()
                 result.finished = utc_now()
             except KeyboardInterrupt:
-                result.notes.append("interrupted before all was measured")
+                result.notes.append(INTERRUPTION)
     save(result)
     return result
 
