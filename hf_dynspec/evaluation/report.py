@@ -8,11 +8,14 @@ from typing import Any
 from ..stats import DRAFT_SECTIONS, DraftingStatistics
 from .benchmark import BenchmarkResult, Generation
 from .provenance import describe_policies, provenance
-from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
+from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from .tables import FittedTable
 
-SCHEMA_VERSION = 1
-# Policies that the others of the same drafter and shape are compared with, besides the two baselines.
+# 2: plain generation with this package's head product is one of the systems and one of the ratios, where it applies.
+SCHEMA_VERSION = 2
+# What each system is compared with, and the columns of these ratios.
+_BASELINES = {PLAIN: "vs plain", HEAD_PRODUCT: "vs plain with\nhead product", TRANSFORMERS: "vs transformers"}
+# Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
 
 
@@ -24,7 +27,7 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 
     Speeds count the prompts that every system has finished in a repeat, so that they are of the same work. A ratio is
     taken within each repeat, between runs that took turns; median, least and greatest are over the repeats. Systems
-    are compared with the two baselines and with `full` and `frequency` of the same drafter and shape.
+    are compared with the baselines and with `full` and `frequency` of the same drafter and shape.
 
     Returns:
         Dicts of plain numbers. `tokens_per_second` is all new tokens / all seconds, `mean_tokens_per_second` is the
@@ -47,7 +50,7 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 def _labels(result: BenchmarkResult) -> list[str]:
     """The systems that ran, in the order of the tables."""
     ran = {generation.system for generation in result.generations}
-    return [label for label in (PLAIN, TRANSFORMERS, *result.combinations) if label in ran]
+    return [label for label in (*_BASELINES, *result.combinations) if label in ran]
 
 
 def _groups(result: BenchmarkResult) -> list[Any]:
@@ -56,14 +59,14 @@ def _groups(result: BenchmarkResult) -> list[Any]:
 
 
 def _policy(result: BenchmarkResult, label: str) -> str | None:
-    """The name of the class of a system's policy; None for the two baselines."""
+    """The name of the class of a system's policy; None for the baselines."""
     return result.policies[result.combinations[label].policy].name if label in result.combinations else None
 
 
 def _baselines(result: BenchmarkResult, label: str) -> list[str]:
-    """What a system is compared with: the two baselines, and policies of its own drafter and shape.
+    """What a system is compared with: the baselines, and policies of its own drafter and shape.
 
-    Where there is only one drafter and shape, the two baselines are compared with its policies too.
+    Where there is only one drafter and shape, the baselines are compared with its policies too.
     """
     groups = _groups(result)
     own = result.combinations[label].group if label in result.combinations else groups[0] if len(groups) == 1 else None
@@ -73,7 +76,7 @@ def _baselines(result: BenchmarkResult, label: str) -> list[str]:
         if combination.group == own and _policy(result, other) in BASELINE_POLICIES
     ]
     ran = set(_labels(result))
-    return [base for base in (PLAIN, TRANSFORMERS, *named) if base in ran]
+    return [base for base in (*_BASELINES, *named) if base in ran]
 
 
 def _repeats(result: BenchmarkResult, temperature: float, domain: str | None) -> list[dict[str, list[Generation]]]:
@@ -117,7 +120,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, label: str) -> dict[str, Any]:
     """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
-    if label == PLAIN:
+    if label in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
     if label == TRANSFORMERS:
         counts = [
@@ -173,7 +176,7 @@ def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     spread = f"median [least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
     prompts = rows[0]["prompts"] if rows else 0
     same = "; full and frequency are those of the same drafter and shape" if len(_groups(result)) > 1 else ""
-    headings = ["system", "tokens/s", *(f"vs {base}" for base in compared), "acceptance\nlength"]
+    headings = ["system", "tokens/s", *(_BASELINES.get(base, f"vs {base}") for base in compared), "acceptance\nlength"]
     table = FittedTable(
         f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
         headings + ["identical"] * (temperature == 0),
@@ -227,7 +230,7 @@ def _compared(result: BenchmarkResult) -> list[str]:
     # Transformers' assisted generation drafts chains from all tokens, so that beside the one drafter that it drafts
     # with too, that drafter's `full` says little more.
     says_little = {"full"} if TRANSFORMERS in names and len(_groups(result)) == 1 else set()
-    return [name for name in (PLAIN, TRANSFORMERS, *BASELINE_POLICIES) if name in names - says_little]
+    return [name for name in (*_BASELINES, *BASELINE_POLICIES) if name in names - says_little]
 
 
 def _first_by_name(result: BenchmarkResult, row: dict[str, Any]) -> dict[str, str]:
@@ -258,7 +261,7 @@ def acceptance_table(result: BenchmarkResult, temperature: float) -> FittedTable
     }
     table = FittedTable(f"Acceptance length, {_temperature_name(result, temperature)}", ["system", *domains])
     for label in _labels(result):
-        if label != PLAIN:
+        if label not in (PLAIN, HEAD_PRODUCT):
             table.add_row(label, *(_cell(lengths[label, domain], ".2f") for domain in domains))
     return table
 
