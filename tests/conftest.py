@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers of pytest-xdist have it; tests of tables choose a width themselves.
+os.environ.pop("COLUMNS", None)
 
 import functools
 import shutil

@@ -321,23 +321,20 @@ def monkeypatched_products():
 
 
 def test_only_the_calls_of_its_own_row_run_with_the_head_product(folder, small_heads_are_compiled, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    projection, own, current = target.get_output_embeddings(), benchmark._Run._generate, [""]
     seen: dict[str, set[bool]] = {}
-    generate = Qwen3ForCausalLM.generate
-
-    def watch(self, *arguments, **given):
-        seen.setdefault(current[0], set()).add("forward" in vars(self.get_output_embeddings()))
-        return generate(self, *arguments, **given)
-
-    current = [""]
-    own = benchmark._Run._generate
 
     def note(self, activity, system, *others):
         current[0] = system.label
         return own(self, activity, system, *others)
 
-    monkeypatch.setattr(Qwen3ForCausalLM, "generate", watch)
+    def look(*_):
+        seen.setdefault(current[0], set()).add("forward" in vars(projection))
+
     monkeypatch.setattr(benchmark._Run, "_generate", note)
-    run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1))
+    target.get_decoder().layers[0].register_forward_pre_hook(look)
+    run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1), target=target)
     assert seen.pop(HEAD_PRODUCT) == {True}
     assert set(seen) >= {"plain", "transformers"} and all(one == {False} for one in seen.values())
 
