@@ -175,7 +175,11 @@ def frequency_export(
     if config.policy.name != "frequency" or "ranking" not in tensors:
         problem = f"is the policy {config.policy.name!r}, without a ranking of its own"
         raise ArtifactError(f"{artifact}: policy", problem, "Give a frequency artifact that holds a ranking")
-    export_frequency_list(tensors["ranking"], size, out)
+    try:
+        export_frequency_list(tensors["ranking"], size, out)
+    except RuntimeError as error:  # what torch makes of a write that the system refuses, without its number
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OSError(f"{out} could not be written, most often for want of space: {problem}") from error
     typer.echo(f"{out}: {size} token ids, most frequent first")
 
 

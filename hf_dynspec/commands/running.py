@@ -16,6 +16,8 @@ from typer.core import TyperGroup
 INTERRUPTED = 130
 # Under this name a context holds what an interrupt leaves, or gives it when it is called.
 _KEPT = "hf_dynspec.kept"
+# Under this one, what the command writes to, for errors that do not name it.
+_PLACE = "hf_dynspec.place"
 _NOTHING_KEPT = "nothing is left half-written, and nothing is kept; run the same command to begin anew"
 # The system's number of an error in a message of safetensors, which wraps it.
 _WRAPPED_NUMBER = re.compile(r"(?:code: |os error )(\d+)")
@@ -58,7 +60,10 @@ class Commands(TyperGroup):
             if getattr(error, "errno", None) == errno.EPIPE:
                 raise
             kept = f". What was done is not lost: {_kept(context)}" if _KEPT in context.meta else ""
-            raise DynSpecError(describe_os_error(error) + kept) from error
+            problem = describe_os_error(error)
+            if getattr(error, "filename", None) is None and _PLACE in context.meta:
+                problem = f"{context.meta[_PLACE]}: {problem}"
+            raise DynSpecError(problem + kept) from error
 
 
 def keeps(context: typer.Context, what: str | Callable[[], str]) -> None:
@@ -71,18 +76,19 @@ def _kept(context: Any) -> str:
     return what() if callable(what) else what
 
 
-def describe_os_error(error: Exception) -> str:
+def describe_os_error(error: Exception, says_where: bool = True) -> str:
     """What the operating system refused and what to do, in one line.
 
     Args:
         error: an `OSError`, or one of safetensors that wraps it.
+        says_where: name the file, where the error does.
     """
     wrapped = _WRAPPED_NUMBER.search(str(error))
     number = getattr(error, "errno", None) or (int(wrapped[1]) if wrapped else None)
     reason = getattr(error, "strerror", None) or (os.strerror(number) if number else str(error))
     # Where something was renamed, the second name is the one that matters.
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
-    parts = [str(name)] if name is not None else []
+    parts = [str(name)] if says_where and name is not None else []
     text = ": ".join([*parts, " ".join(reason.split()) or type(error).__name__])
     return f"{text}; {_FIXES[number]}" if number in _FIXES else text
 
@@ -142,8 +148,8 @@ def require_space(folder: Path, needed: float, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigurationError(
-            f"{what} take about {needed / 2**20:,.0f} MiB, and {folder} has {free / 2**20:,.0f} MiB left; free some "
-            "space, or write to another disk"
+            f"{what} take about {needed / 2**20:,.1f} MiB, and {folder} has {free / 2**20:,.1f} MiB left; "
+            f"{_FIXES[errno.ENOSPC]}"
         )
 
 
@@ -152,6 +158,7 @@ def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
     not tell whether that can be done: disks may be full or mounted to be read."""
     from ..errors import ConfigurationError
 
+    context.meta[_PLACE] = folder
     missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     context.call_on_close(lambda: _remove_empty(missing))
     try:
@@ -160,7 +167,7 @@ def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
             file.write(b"\0")
             file.flush()
     except OSError as error:
-        raise ConfigurationError(f"{what} cannot be written: {describe_os_error(error)}") from error
+        raise ConfigurationError(f"{what} cannot be written: {describe_os_error(error, says_where=False)}") from error
 
 
 def _remove_empty(folders: list[Path]) -> None:
