@@ -262,7 +262,7 @@ def test_the_tables_show_all_systems(reported):
     assert printed.count("Acceptance length, ") == 2
 
 
-# Plain generation with this package's head product ---------------------------------------------------------------------
+# Plain generation with this package's head product -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_the_head_product_is_what_runs_and_leaves_nothing_behind(folder, small_h
         projection.bias = torch.nn.Parameter(torch.randn(projection.weight.shape[0]))
     hidden = torch.randn(2, 3, 32)
     expected = projection(hidden)
-    with monkeypatched_products() as products, torch.no_grad():
+    with watched_products() as products, torch.no_grad():
         with head_product(target):
             torch.testing.assert_close(projection(hidden), expected)
         assert products == [(6, 32)] and "forward" not in vars(projection)
@@ -312,11 +312,13 @@ def test_the_head_product_is_what_runs_and_leaves_nothing_behind(folder, small_h
 
 
 @contextmanager
-def monkeypatched_products():
+def watched_products():
     """The shapes of the hidden states that the compiled product was given."""
     shapes, run = [], cpu._run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_run", lambda hidden, *others: (shapes.append(tuple(hidden.shape)), run(hidden, *others))[1])
+        patch.setattr(
+            cpu, "_run", lambda hidden, *others: (shapes.append(tuple(hidden.shape)), run(hidden, *others))[1]
+        )
         yield shapes
 
 

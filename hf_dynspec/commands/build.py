@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import wide_console
-from .running import claim_file, claim_folder, keeps
+from .running import claim_file, claim_folder, keeps, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from ..build.frequency import Tally
@@ -442,6 +442,7 @@ def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Call
         task = progress.add_task(title, total=int(weights.sum()), tokens=tally.tokens)
 
         def report(tokens: int) -> None:
+            raise_lost_interrupt()
             progress.update(task, completed=int(weights[tally.finished].sum()), tokens=tokens)
 
         report(tally.tokens)

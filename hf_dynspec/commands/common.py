@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .running import INTERRUPTED, describe_os_error
+from .running import INTERRUPTED, describe_os_error, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,6 +130,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
     def report(activity: str, done: int, total: int) -> None:
         nonlocal before
+        raise_lost_interrupt()
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
         if done < before:

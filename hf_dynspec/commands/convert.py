@@ -8,7 +8,9 @@ import typer
 
 from .running import claim_folder
 
-convert_app = typer.Typer(help="Convert checkpoints from one layout to another.", no_args_is_help=True, rich_markup_mode=None)
+convert_app = typer.Typer(
+    help="Convert checkpoints from one layout to another.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class Layout(str, Enum):

@@ -4,7 +4,9 @@ import errno
 import os
 import re
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,7 +53,8 @@ class Commands(TyperGroup):
         from ..errors import DynSpecError
 
         try:
-            return super().invoke(context)
+            with _noted_interrupts():
+                return super().invoke(context)
         except KeyboardInterrupt:
             typer.echo(f"interrupted: {_kept(context)}", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -64,6 +67,39 @@ class Commands(TyperGroup):
             if getattr(error, "filename", None) is None and _PLACE in context.meta:
                 problem = f"{context.meta[_PLACE]}: {problem}"
             raise DynSpecError(problem + kept) from error
+
+
+_was_interrupted = threading.Event()
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[None]:
+    """Note an interrupt from the keyboard besides raising it: raised in a destructor it would be lost."""
+    _was_interrupted.clear()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        _was_interrupted.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def raise_lost_interrupt() -> None:
+    """Raise an interrupt that was noted, and of which the command has not heard.
+
+    Raises:
+        KeyboardInterrupt: there was one.
+    """
+    if _was_interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def keeps(context: typer.Context, what: str | Callable[[], str]) -> None:

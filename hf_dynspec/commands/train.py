@@ -195,8 +195,8 @@ def _describe_kept(work: Path, fix: str) -> str:
     """What a run that is stopped leaves, which the next one goes on with."""
     shards = len(list(work.glob("steps-*.safetensors")))
     kept = [f"{shards} part{'' if shards == 1 else 's'} of the draft steps"] if shards else []
-    for name, what in (("windows.npz", "the texts"), ("clusters.safetensors", "the clusters"), (_TRAINING, "training")):
-        kept += [what] if (work / name).exists() else []
+    files = {"the texts": "windows.npz", "the clusters": "clusters.safetensors", "training": _TRAINING}
+    kept += [what for what, name in files.items() if (work / name).exists()]
     if not kept:
         return "nothing was finished yet; run the same command to begin anew"
     return f"what was finished is kept in {work} ({', '.join(kept)}); {fix}"
@@ -432,8 +432,8 @@ class _Job:
                 says = f"cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
                 losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
                 best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"
-                where = f"batch {state.step:,} of at most {settings.max_steps:,}, {self._pace.left()} left at most"
-                self._say(f"{where}: {losses}; {best}")
+                left = f", {self._pace.left()} left at most" if state.step < settings.max_steps else ""
+                self._say(f"batch {state.step:,} of at most {settings.max_steps:,}{left}: {losses}; {best}")
 
             trained = training.run(show, lambda done, most: self._tell(report, "training", done, most, "at most"))
         self._say(f"the router of batch {training.state.best_step:,} is kept, whose held-out loss was the lowest")

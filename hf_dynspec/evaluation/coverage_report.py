@@ -103,10 +103,11 @@ def depth_table(result: CoverageResult) -> FittedTable:
         lines = [("positions", [f"{one.positions:,.1f}" for one in row.by_depth])]
         for name, label in _DEPTH_LABELS.items():
             lines.append((label, [f"{one.figures[name].mean:{_FORMS[name]}}" for one in row.by_depth]))
+        # A policy that was verified at fewer depths has no figures at the others.
+        missing = [""] * (depths - len(row.by_depth))
         for number, (label, figures) in enumerate(lines):
-            # A policy that was verified at fewer depths has no figures at the others.
-            figures += [""] * (depths - len(figures))
-            table.add_row("" if number else row.policy, label, *figures, ends_section=number == len(lines) - 1)
+            ends_section = number == len(lines) - 1
+            table.add_row("" if number else row.policy, label, *figures, *missing, ends_section=ends_section)
     return table
 
 

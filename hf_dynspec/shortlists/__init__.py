@@ -63,8 +63,9 @@ def require_settings(name: str, given: Iterable[str]) -> None:
     parameters = inspect.signature(made).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         raise ConfigurationError(
-            f"the policy {name!r} is made of at least one policy: write {made.__name__}(FrequencyShortlist(), InContextShortlist()), "
-            "and on a command line join policies with + instead, as in --policy frequency:size=1024+in_context"
+            f"the policy {name!r} is made of at least one policy: write {made.__name__}(FrequencyShortlist(), "
+            "InContextShortlist()), and on a command line join policies with + instead, as in --policy "
+            "frequency:size=1024+in_context"
         )
     needed = [one.name for one in parameters if one.default is one.empty and one.name not in set(given)]
     if needed:
