@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .running import INTERRUPTED, describe_os_error, raise_lost_interrupt
+from .running import describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,8 +94,7 @@ class ResultsFile:
         """
         where = "above" if self._path is None else f"above and in {self._path}"
         kept = "nothing was measured yet" if is_empty else f"what was measured until then is {where}"
-        typer.echo(f"interrupted: {kept}; the same command begins anew", err=True)
-        raise typer.Exit(INTERRUPTED)
+        end_interrupted(f"{kept}; the same command begins anew")
 
 
 def command_line(context: typer.Context) -> list[str]:

@@ -56,8 +56,7 @@ class Commands(TyperGroup):
             with _noted_interrupts():
                 return super().invoke(context)
         except KeyboardInterrupt:
-            typer.echo(f"interrupted: {_kept(context)}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            end_interrupted(_kept(context))
         except (OSError, SafetensorError) as error:
             # Whoever read the output has gone, as in `| head`; click ends quietly then.
             if getattr(error, "errno", None) == errno.EPIPE:
@@ -67,6 +66,19 @@ class Commands(TyperGroup):
             if getattr(error, "filename", None) is None and _PLACE in context.meta:
                 problem = f"{context.meta[_PLACE]}: {problem}"
             raise DynSpecError(problem + kept) from error
+
+
+def end_interrupted(kept: str) -> None:
+    """Say what is kept of a command that was interrupted.
+
+    Raises:
+        Exit: with the status of an interrupt.
+    """
+    typer.echo(f"interrupted: {kept}", err=True)
+    # CPython notes an interrupt that leaves a text given to `exec`, as libraries do, and would end the process by the
+    # signal later, whatever status was asked for. Another text makes it forget.
+    exec("")
+    raise typer.Exit(INTERRUPTED) from None
 
 
 _was_interrupted = threading.Event()
