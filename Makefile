@@ -6,13 +6,18 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 READY := $(VENV)/ready
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test compiler lint format clean
 
-quickstart: $(READY)
+quickstart: $(READY) compiler
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/quickstart.py
 
-test: $(READY)
+test: $(READY) compiler
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest
+
+# Everything works without one, and what is worth having it for says so itself where it runs.
+compiler:
+	@command -v "$${CXX:-g++}" > /dev/null || echo "There is no C++ compiler: plain torch scores LM heads, slower where \
+	they are large, and tests of the compiled kernels are left out. Install g++, or set CXX, to have them."
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

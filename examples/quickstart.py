@@ -3,6 +3,7 @@
 Run with `make quickstart`, or `python examples/quickstart.py` where hf_dynspec is installed. Takes about a minute.
 """
 
+import logging
 import statistics
 import time
 from pathlib import Path
@@ -36,6 +37,12 @@ PROMPT = """class Node:
     def get_parent(self):"""
 
 
+def is_for_us(record: logging.LogRecord) -> bool:
+    """Whether a message concerns what is called here: transformers' assisted generation calls `generate` in a way that
+    transformers itself advises against, and nobody outside can change that."""
+    return not record.getMessage().startswith("Passing `generation_config` together with generation-related arguments")
+
+
 def load(name: str) -> PreTrainedModel:
     """Load one model of the pocket pair in fp32, where greedy tokens must be identical to the last one."""
     return AutoModelForCausalLM.from_pretrained(POCKET / name, dtype=torch.float32).eval()
@@ -60,6 +67,7 @@ def acceptance_length(target: PreTrainedModel, inputs: dict, assistant) -> float
 
 
 def main() -> None:
+    logging.getLogger("transformers.generation.utils").addFilter(is_for_us)
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
     target, drafter = load("target"), load("drafter")
@@ -68,7 +76,7 @@ def main() -> None:
     drafter.generation_config.assistant_confidence_threshold = 0.0
     inputs = dict(tokenizer(PROMPT, return_tensors="pt"))
 
-    assistants = {"plain generate": None, "transformers' assisted generation": drafter}
+    assistants = {"plain generate": None, "transformers' assisted": drafter}
     for policy in POLICIES:
         assistants[f"hf_dynspec, {policy}"] = DynSpecAssistant(
             drafter, policy, target=target, num_assistant_tokens=NUM_ASSISTANT_TOKENS
@@ -84,7 +92,8 @@ def main() -> None:
 
     console.print(PROMPT, style="dim", end="", markup=False, highlight=False)
     console.print(tokenizer.decode(outputs["plain generate"], skip_special_tokens=True), markup=False, highlight=False)
-    table = Table("", "tokens/s", "acceptance length", "active vocabulary", "same tokens as plain")
+    headings = ("tokens/s", "acceptance\nlength", "active\nvocabulary", "same tokens\nas plain")
+    table = Table("", *headings)
     for name, assistant in assistants.items():
         is_ours = isinstance(assistant, DynSpecAssistant)
         active = assistant.stats.active_vocabulary if is_ours else (len(tokenizer) if assistant else None)

@@ -5,6 +5,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers of pytest-xdist have it; tests of tables choose a width themselves.
+os.environ.pop("COLUMNS", None)
+
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,3 +31,30 @@ def poisoned_memory():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = was_filled
     torch.use_deterministic_algorithms(was_deterministic)
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether a C++ compiler is at hand that makes a shared library. Asked of the compiler, and not of the package, as
+    tests of what is compiled are left out where there is none, and nowhere else."""
+    named = os.environ.get("CXX")
+    found = [path for path in map(shutil.which, [named] if named else ["g++", "clang++"]) if path]
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "one.cpp"), Path(folder, "one.so")
+        source.write_text('extern "C" int one() { return 1; }\n')
+        for compiler in found[:1]:
+            command = [compiler, "-shared", "-fPIC", str(source), "-o", str(library)]
+            subprocess.run(command, capture_output=True, check=False)
+        return library.exists()
+
+
+@pytest.fixture
+def compiled_kernels():
+    """The CPU's compiled kernels are what runs; without a C++ compiler the test is left out."""
+    from hf_dynspec.kernels import cpu
+
+    if not has_compiler():
+        pytest.skip("needs a C++ compiler: install g++")
+    kernels = cpu._kernels()
+    assert kernels, "there is a C++ compiler, and it did not compile the kernels"
+    return kernels

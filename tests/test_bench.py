@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -22,21 +23,25 @@ from hf_dynspec.commands import app
 from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.errors import ConfigurationError, DynSpecError
-from hf_dynspec.evaluation import benchmark, provenance
+from hf_dynspec.evaluation import benchmark, provenance, systems
 from hf_dynspec.evaluation.benchmark import BenchmarkSettings, run_benchmark
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.provenance import git_revision, write_json
 from hf_dynspec.evaluation.report import acceptance_table, round_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.tree_text import parse_tree
 from hf_dynspec.evaluation.workloads import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
+from hf_dynspec.kernels import cpu
 from hf_dynspec.shortlists import FrequencyShortlist
 from hf_dynspec.tree_config import TreeConfig
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
 SYSTEMS = ["plain", "transformers", *POLICIES]
+# Of targets whose head is small.
+NO_HEAD_PRODUCT = "plain generate with this package's head product was left out: it is compiled for large heads"
 NEW_TOKENS = 12
 DRAFTED = 5
 # The twin of the target is right every time, so that 12 tokens take two rounds of 5 drafts and one token more.
@@ -146,7 +151,8 @@ def figures(written: dict, system: str, temperature: float, domain: str | None =
 
 def test_every_system_runs_every_prompt_in_every_repeat(reported):
     _, written = reported
-    assert written["complete"] and not written["notes"]
+    (note,) = written["notes"]
+    assert written["complete"] and note.startswith(NO_HEAD_PRODUCT) and written["schema_version"] == 2
     runs = [(run["temperature"], run["repeat"], run["prompt"], run["system"]) for run in written["generations"]]
     prompts = ["code/1", "code/2", "law/line 1", "law/line 2"]
     assert sorted(runs) == sorted(
@@ -256,6 +262,96 @@ def test_the_tables_show_all_systems(reported):
     assert printed.count("Acceptance length, ") == 2
 
 
+# Plain generation with this package's head product -------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_heads_are_compiled(compiled_kernels, monkeypatch):
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
+
+
+def test_plain_generation_runs_with_this_packages_head_product(folder, small_heads_are_compiled):
+    result = run_benchmark(settings(folder, temperatures=(0.0, 0.8)))
+    written = json.loads(json.dumps(to_dict(result)))
+    assert not result.notes and written["schema_version"] == 2
+    row = figures(written, HEAD_PRODUCT, 0.0)
+    assert (row["identical"], row["compared"], row["acceptance_length"]) == (4, 4, 1.0)
+    speeds = {
+        system: figures(written, system, 0.8)["tokens_per_second"]["per_repeat"] for system in ("full", HEAD_PRODUCT)
+    }
+    ratio = figures(written, "full", 0.8)["ratios"][HEAD_PRODUCT]["per_repeat"]
+    assert ratio == pytest.approx([ours / theirs for ours, theirs in zip(*speeds.values(), strict=True)])
+    printed = " ".join(rendered(speed_table(result, 0.0)).split())
+    assert "vs plain with" in printed and f"│ {HEAD_PRODUCT} │" in printed
+    assert HEAD_PRODUCT not in rendered(round_table(result, 0.0)) + rendered(acceptance_table(result, 0.0))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_head_product_is_what_runs_and_leaves_nothing_behind(folder, small_heads_are_compiled, has_bias):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    projection = target.get_output_embeddings()
+    if has_bias:
+        projection.bias = torch.nn.Parameter(torch.randn(projection.weight.shape[0]))
+    hidden = torch.randn(2, 3, 32)
+    expected = projection(hidden)
+    with watched_products() as products, torch.no_grad():
+        with head_product(target):
+            torch.testing.assert_close(projection(hidden), expected)
+        assert products == [(6, 32)] and "forward" not in vars(projection)
+        with pytest.raises(KeyboardInterrupt), head_product(target):
+            raise KeyboardInterrupt
+        assert "forward" not in vars(projection)
+        projection(hidden)
+        assert len(products) == 1
+        own = projection.forward
+        projection.forward = lambda one: own(one) + 1  # somebody else's
+        theirs = projection.forward
+        with head_product(target):
+            pass
+        assert projection.forward is theirs
+
+
+@contextmanager
+def watched_products():
+    """The shapes of the hidden states that the compiled product was given."""
+    shapes, run = [], cpu._run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cpu, "_run", lambda hidden, *others: (shapes.append(tuple(hidden.shape)), run(hidden, *others))[1]
+        )
+        yield shapes
+
+
+def test_only_the_calls_of_its_own_row_run_with_the_head_product(folder, small_heads_are_compiled, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    projection, own, current = target.get_output_embeddings(), benchmark._Run._generate, [""]
+    seen: dict[str, set[bool]] = {}
+
+    def note(self, activity, system, *others):
+        current[0] = system.label
+        return own(self, activity, system, *others)
+
+    def look(*_):
+        seen.setdefault(current[0], set()).add("forward" in vars(projection))
+
+    monkeypatch.setattr(benchmark._Run, "_generate", note)
+    target.get_decoder().layers[0].register_forward_pre_hook(look)
+    run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1), target=target)
+    assert seen.pop(HEAD_PRODUCT) == {True}
+    assert set(seen) >= {"plain", "transformers"} and all(one == {False} for one in seen.values())
+
+
+def test_kernels_are_compiled_before_the_first_call(folder, monkeypatch):
+    events = []
+    own = benchmark._Run._generate
+    monkeypatch.setattr(systems, "prepare_kernels", lambda: events.append("compiled"))
+    monkeypatch.setattr(
+        benchmark._Run, "_generate", lambda self, *given: (events.append("generated"), own(self, *given))[1]
+    )
+    run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, profile_prompts=0))
+    assert events[:2] == ["compiled", "generated"] and events.count("compiled") == 1
+
+
 # EAGLE heads and trees -----------------------------------------------------------------------------------------------
 
 TREE = TreeConfig(total_tokens=8, depth=2, top_k=3)
@@ -276,7 +372,8 @@ def compared(folder) -> tuple[str, dict]:
 
 def test_every_drafter_runs_every_policy_in_every_shape(compared):
     _, written = compared
-    assert written["complete"] and not written["notes"]
+    (note,) = written["notes"]
+    assert written["complete"] and note.startswith(NO_HEAD_PRODUCT)
     policies = ("full", "frequency:size=64", "frequency:size=32")
     expected = {}
     for drafter in ("drafter", "eagle3", "eagle2"):
@@ -375,7 +472,7 @@ def test_one_head_takes_the_drafters_place(folder):
     assert list(result.combinations) == [
         f"{policy}{tail}" for tail in tails for policy in ("full", "in_context:window=32")
     ]
-    (note,) = result.notes
+    _, note = result.notes
     assert "transformers' assisted generation was left out" in note and "EAGLE heads only" in note
     assert "drafter" not in result.models and list(result.models["eagle"]) == ["eagle3"]
     assert all(row["identical"] == row["compared"] for row in summarize(result) if row["temperature"] == 0)
@@ -515,7 +612,9 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
     result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--device", "cpu", "--json", out)
     assert result.exit_code == 130
     written = json.loads(out.read_text())
-    assert not written["complete"] and "interrupted" in written["notes"][0]
+    assert not written["complete"] and "interrupted" in written["notes"][-1]
+    kept = "nothing was measured yet" if after == 2 else f"what was measured until then is above and in {out}"
+    assert result.stderr.splitlines()[-1] == f"interrupted: {kept}; the same command begins anew"
     assert written["provenance"]["finished"] is None
     # Three warm-ups, then whole and unfinished prompts; figures count only prompts that all systems finished.
     assert len(written["generations"]) == max(0, after - 3)
@@ -528,7 +627,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
 
 def test_transformers_is_left_out_where_it_cannot_run(folder):
     result = run_benchmark(settings(folder, drafter=str(folder / "padded"), policies=("full",), repeats=1))
-    assert "transformers' assisted generation was left out" in result.notes[0]
+    assert "transformers' assisted generation was left out" in result.notes[1]
     assert {run.system for run in result.generations} == {"plain", "full"}
     assert "vs transformers" not in rendered(speed_table(result, 0.0))
 
@@ -626,6 +725,8 @@ def test_a_plus_sign_makes_a_union():
         ("frequency:position_aware=1", "position_aware must be True or False"),
         ("in_context:eviction=mru", "eviction must be one of"),
         ("union", r"join policies with \+"),
+        ("router", "cannot be made without router: .*--policy router:router=DIR"),
+        ("router:pinned=3", "cannot be made without router"),
     ],
 )
 def test_texts_that_are_no_policy_are_refused(text, problem):

@@ -87,11 +87,11 @@ def test_the_plain_kernel(dtype, with_bias, poisoned_memory):
 
 
 @pytest.fixture
-def natively(monkeypatch):
+def natively(request, monkeypatch):
     """Only the compiled kernel may run, and what other tests compiled in this process does not count."""
     if DEVICE.type != "cpu" or INTERPRETED:
         pytest.skip("tests the CPU's kernel, natively")
-    assert cpu._kernels(), "a C++ compiler is needed to test what it compiles"
+    request.getfixturevalue("compiled_kernels")
     cpu._kernels.cache_clear()
     monkeypatch.setattr(reference, "block_scores", must_not_run)
 
@@ -215,14 +215,14 @@ def test_scores_are_fp32_whatever_torchs_default_is(default, natively):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
 @pytest.mark.parametrize("change", ["no module", "no class", "other arguments", "no compiler"])
-def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_warning_says_so(change, monkeypatch):
+def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_line_says_so(change, monkeypatch, caplog):
     from torch._inductor import codecache
 
     def load(source):
         raise AssertionError("takes other arguments")
 
     def no_compiler():
-        raise RuntimeError("no working C++ compiler")
+        raise RuntimeError("no working C++ compiler\n" + "and pages of what it says\n" * 100)
 
     if change == "no module":
         monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
@@ -238,14 +238,14 @@ def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_warning
     try:
         hidden, weight, blocks, bias = problem(3, (5, 16, 40), [2, -1], torch.float32, True)
         rows, row_bias, ids = weight.flatten(0, 1), bias.flatten(), torch.tensor([40, 33])
-        with pytest.warns(UserWarning, match="their kernels cannot be compiled") as caught:
-            assert torch.equal(cpu.block_scores(hidden, weight, blocks, bias), plain(hidden, weight, blocks, bias))
-            scattered = reference.scattered_scores(hidden, rows, ids, row_bias)
-            assert torch.equal(cpu.scattered_scores(hidden, rows, ids, row_bias), scattered)
-            assert not cpu.has_dense_kernel(rows)
-            dense = reference.packed_scores(hidden, rows[32:48], None)
-            assert torch.equal(cpu.dense_scores(hidden, rows[32:48]), dense)
-        assert len(caught) == 1
+        assert torch.equal(cpu.block_scores(hidden, weight, blocks, bias), plain(hidden, weight, blocks, bias))
+        scattered = reference.scattered_scores(hidden, rows, ids, row_bias)
+        assert torch.equal(cpu.scattered_scores(hidden, rows, ids, row_bias), scattered)
+        assert not cpu.has_dense_kernel(rows)
+        dense = reference.packed_scores(hidden, rows[32:48], None)
+        assert torch.equal(cpu.dense_scores(hidden, rows[32:48]), dense)
+        (message,) = caplog.messages
+        assert "the CPU kernels cannot be compiled: install g++" in message and "\n" not in message
     finally:
         cpu._kernels.cache_clear()
 

@@ -439,8 +439,14 @@ def test_summaries_average_over_prompts():
     assert first.figures["mass"].mean == pytest.approx(0.5) and second.figures["mass"].mean == pytest.approx(0.15)
     assert len(a.by_depth) == 2 and len(b.by_depth) == 1
     table = depth_table(result)
-    assert [column.header for column in table.columns] == ["policy", "figure", "depth 0", "depth 1"]
-    assert next(iter(table.columns[3].cells)).split("\n") == ["3.0", "3", "0.1500", "0.500"]
+    assert table.headings == ["policy", "figure", "depth 0", "depth 1"]
+    figures = [(name, last) for _, name, _, last in table.rows]
+    assert figures == [
+        ("positions", "3.0"),
+        ("shortlist size", "3"),
+        ("mass", "0.1500"),
+        ("acceptance probability", "0.500"),
+    ]
 
 
 def test_acceptance_lengths_are_compared_prompt_by_prompt():
@@ -464,12 +470,12 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     assert in_proportion.mean == pytest.approx(0.9) and in_proportion.standard_error == pytest.approx(0.0, abs=1e-12)
 
     table = coverage_table(result)
-    (column,) = (one for one in table.columns if one.header == "of\nbase")
-    assert list(column.cells) == ["100%", "96.67%\n±2.31%"]
+    column = table.headings.index("of\nbase")
+    assert [cells[column] for cells in table.rows] == ["100%", "96.67%\n±2.31%"]
     masses, relative = domain_tables(result)
     assert masses.title == "Mass on the shortlist, greedy"
     assert relative.title == "Acceptance length relative to base, greedy"
-    assert [list(one.cells) for one in relative.columns[1:]] == [["100%", "94.00%\n±0.80%"], ["100%", "100.00%"]]
+    assert [cells[1:] for cells in relative.rows] == [["100%", "100%"], ["94.00%\n±0.80%", "100.00%"]]
 
 
 def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
@@ -548,7 +554,7 @@ def test_a_text_that_ends_at_once_is_left_out(target, drafter):
     result = measure(ending, drafter, {"full": FullShortlist()}, 1)
     assert result.complete and not result.measured
     assert result.notes == ["words/0 was left out: the target ends it before there is anything to draft"]
-    assert coverage_table(result).row_count == 0
+    assert not coverage_table(result).rows
 
 
 def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
@@ -585,7 +591,7 @@ def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafte
     result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
     assert list(result.oracle_curves) == [("words/0", 0)]
-    assert coverage_table(result).row_count == 2
+    assert len(coverage_table(result).rows) == 2
 
 
 # What the models say -------------------------------------------------------------------------------------------------
@@ -832,7 +838,7 @@ def test_greedy_rounds_start_where_the_draws_would_start_them(target, drafter):
 
 def test_a_head_with_a_vocabulary_of_its_own(drafters):
     found = figures(measure(*drafters["trimmed"], {"full": FullShortlist()}), "full")
-    assert found["size"] == DRAFTABLE
+    assert found["size"] == pytest.approx(DRAFTABLE)
     assert 0.1 < found["mass"] < 0.9 and 0.1 < found["oov"] < 0.9
     assert found["acceptance"] <= found["mass"] <= found["oracle_mass"]
 

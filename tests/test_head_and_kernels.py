@@ -1,6 +1,7 @@
 """The dynamic head equals the model's own projection on every shortlist, and fast kernels equal their plain twins."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -263,15 +264,14 @@ def must_not_run(*args):
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch) -> list[tuple]:
+def kernel_calls(compiled_kernels, monkeypatch) -> list[tuple]:
     """The arguments of each call of a compiled kernel."""
-    assert cpu._kernels(), "a C++ compiler is needed to test what it compiles"
     calls = []
 
     def recording(kernel):
         return lambda *arguments: (calls.append(arguments), kernel(*arguments))[1]
 
-    kernels = {dtype: recording(kernel) for dtype, kernel in cpu._kernels().items()}
+    kernels = {dtype: recording(kernel) for dtype, kernel in compiled_kernels.items()}
     monkeypatch.setattr(cpu, "_kernels", lambda: kernels)
     return calls
 
@@ -308,34 +308,44 @@ def test_scattered_rows_that_no_kernel_reads_go_to_the_plain_twin(dtype, kernel_
     assert torch.equal(actual, reference.scattered_scores(hidden, weight, ids, None).float()) and not kernel_calls
 
 
-def test_scattered_rows_beyond_the_weight_are_refused():
+def test_scattered_rows_beyond_the_weight_are_refused(compiled_kernels):
     with pytest.raises(IndexError, match=f"block {V} is out of range"):
         cpu.scattered_scores(random(2, D), random(V, D), torch.tensor([0, V]), None)
 
 
-WITHOUT_A_COMPILER = """
-import warnings, torch
-from hf_dynspec.kernels import cpu, reference
+KERNELS_IN_A_PROCESS = """
+import sys, torch
+from hf_dynspec.kernels import cpu
 hidden, weight, ids = torch.randn(2, 8), torch.randn(60, 8), torch.tensor([3, 59, 0])
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        assert torch.equal(cpu.scattered_scores(hidden, weight, ids, None), hidden @ weight[ids].T)
-messages = [str(one.message) for one in caught if "their kernels cannot be compiled" in str(one.message)]
-assert len(messages) == 1 and "CXX" in messages[0], messages
+for _ in range(3):
+    torch.testing.assert_close(cpu.scattered_scores(hidden, weight, ids, None), hidden @ weight[ids].T)
+assert bool(cpu._kernels()) == (sys.argv[1] == "compiled")
 """
 
 
-def test_without_a_compiler_that_works_the_plain_twin_runs_and_one_warning_says_so():
-    """In a process of its own, as torch reads the compiler's name when it is imported."""
+def lines_said(expected: str, **environment: str) -> list[str]:
+    """What a process of its own says that uses the kernels; torch reads the compiler's name when it is imported."""
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_COMPILER],
-        env={**os.environ, "CXX": "false"},
+        [sys.executable, "-W", "default", "-c", KERNELS_IN_A_PROCESS, expected],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr
+    return (run.stdout + run.stderr).splitlines()
+
+
+@pytest.mark.parametrize("environment", [{"CXX": "false"}, {"CXX": "/nowhere/g++"}, {"PATH": "/nowhere"}])
+def test_without_a_compiler_that_works_the_plain_twin_runs_and_one_line_says_so(environment, tmp_path):
+    (line,) = lines_said("plain", TORCHINDUCTOR_CACHE_DIR=str(tmp_path), **environment)
+    assert "scored by plain torch" in line and "install g++, or set CXX" in line
+
+
+def test_compiling_is_said_once_with_its_time(compiled_kernels, tmp_path):
+    (line,) = lines_said("compiled", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert re.fullmatch(r"compiled the CPU kernels, once on this computer: \d+ s", line)
+    assert lines_said("compiled", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) == []
 
 
 def test_replace_rows(poisoned_memory):
@@ -372,8 +382,7 @@ DENSE_SIZES = [(1031, 129), (257, 64), (7, 3)]
 
 
 @pytest.fixture
-def small_weights_are_compiled(monkeypatch):
-    assert cpu._kernels(), "a C++ compiler is needed to test what it compiles"
+def small_weights_are_compiled(compiled_kernels, monkeypatch):
     monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
 
 

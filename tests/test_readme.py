@@ -1,8 +1,11 @@
 """The README's Python runs as it stands, on the embedded pocket pair, and its commands exist."""
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -114,3 +117,17 @@ def test_the_commands_take_what_they_are_given(words):
 
 def test_there_are_commands_to_test():
     assert {words[1] for words in commands()} == {"bench", "build", "convert", "coverage", "push", "train"}
+
+
+def test_the_quickstart_fits_80_columns_and_no_library_warns():
+    run = subprocess.run(
+        [sys.executable, "-W", "default", str(ROOT / "examples" / "quickstart.py")],
+        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stderr.splitlines() if line and "Loading weights: " not in line] == []
+    table = [line for line in run.stdout.splitlines() if line.startswith("│")]
+    assert len(table) == 6 and all(line.endswith("│ yes         │") and len(line) <= 80 for line in table)

@@ -219,7 +219,8 @@ def count_tokens(
     waiting = iter(todo)
     try:
         with _workers(min(processes, len(todo)), tokenizer, len(tally.counts), text_field) as (pool, counted):
-            running = {pool.submit(_count_unit, units[index]): index for index in islice(waiting, 2 * processes)}
+            with _without_interrupts():  # of the processes that this starts, whose end the parent decides
+                running = {pool.submit(_count_unit, units[index]): index for index in islice(waiting, 2 * processes)}
             while running:
                 finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in finished:
@@ -246,8 +247,23 @@ def _workers(processes: int, tokenizer: Any, size: int, text_field: str) -> Iter
             yield pool, counted
         except BaseException:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            # They look up whether to stop several times a second. One that is only starting needs what is given back
+            # at the end of this process.
+            pool.shutdown(cancel_futures=True)
             raise
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold back interrupts from the keyboard; processes that are started meanwhile never get one."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _worker: dict[str, Any] = {}

@@ -31,6 +31,8 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 _POOL_SHARDS = 8
 # Held-out rows that are scored at a time.
 _CHUNK = 4096
+# Batches between two calls that tell how far it is.
+_BATCHES_TOLD = 5
 # What counts as an improvement of the held-out loss, and by how much a plateau lowers the learning rate, how often.
 _LEAST_IMPROVEMENT = 1e-3
 _DECAY = 0.2
@@ -115,6 +117,11 @@ class TrainingState:
     decays: int = 0
     history: list[tuple[int, float, float]] = field(default_factory=list)
 
+    @property
+    def best_step(self) -> int:
+        """After how many batches the held-out loss was the lowest; 0 where nothing was looked at yet."""
+        return min(self.history, key=lambda look: look[2])[0] if self.history else 0
+
     def look(self, training_loss: float, held_out_loss: float, patience: int) -> bool:
         """Take in a look at the held-out steps. Returns whether training goes on."""
         self.history.append((self.step, training_loss, held_out_loss))
@@ -171,11 +178,16 @@ class RouterTraining:
         """The router whose held-out loss was the lowest so far, in fp32 on the CPU."""
         return Router(self._clusters.to(device="cpu", dtype=torch.int32), **self._best)
 
-    def run(self, report: Callable[[TrainingState], None] = lambda state: None) -> Router:
+    def run(
+        self,
+        report: Callable[[TrainingState], None] = lambda state: None,
+        progress: Callable[[int, int], None] = lambda done, most: None,
+    ) -> Router:
         """Train until the held-out loss no longer falls, or `max_steps`.
 
         Args:
             report: called after each look at the held-out steps.
+            progress: called every few batches with how many are done and how many there are at most.
 
         Returns:
             See `best`.
@@ -183,9 +195,12 @@ class RouterTraining:
         losses = []
         goes_on = self.state.decays <= _DECAYS and self.state.step < self._settings.max_steps
         batches = self._batches() if goes_on else iter(())
+        progress(self.state.step, self._settings.max_steps)
         while goes_on:
             losses.append(self._step(next(batches)))
             self.state.step += 1
+            if self.state.step % _BATCHES_TOLD == 0:
+                progress(self.state.step, self._settings.max_steps)
             if self.state.step % self._settings.evaluate_every and self.state.step < self._settings.max_steps:
                 continue
             before = self.state.best

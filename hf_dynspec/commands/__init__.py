@@ -1,5 +1,7 @@
 """The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
-but for `common`, which they share."""
+but for `common` and `running`, which they share."""
+
+from typing import Annotated
 
 import typer
 
@@ -9,13 +11,17 @@ from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
 from .push import push
+from .running import Commands
 from .train import train_app
 
 app = typer.Typer(
     name="hf-dynspec",
     help="Dynamic drafter vocabularies for speculative decoding.",
+    cls=Commands,
     no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
+    # Rich's boxes cut the names of options short where the terminal has 80 columns.
+    rich_markup_mode=None,
 )
 build_app.command()(clusters)
 app.add_typer(build_app, name="build")
@@ -26,12 +32,30 @@ app.command()(coverage)
 app.command()(push)
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from .. import __version__
+
+        typer.echo(f"hf-dynspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Dynamic drafter vocabularies for speculative decoding."""
+
+
 def main() -> None:
-    """Run the command line; errors that this package raises on purpose end in one line and exit status 1."""
+    """Run the command line. Errors that this package raises on purpose, and what the operating system refuses, end in
+    one line and exit status 1, an interrupt in one line and 130."""
     from ..errors import DynSpecError
 
     try:
         app()
     except DynSpecError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(1) from None

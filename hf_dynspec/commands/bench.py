@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
-    INTERRUPTED,
     AllowPickle,
     ChatTemplate,
     Device,
@@ -18,15 +17,16 @@ from .common import (
     MorePrompts,
     Policies,
     Prompts,
+    ResultsFile,
     Seed,
     Target,
     Threads,
     about,
     command_line,
     progress_bar,
-    require_writable,
     wide_console,
 )
+from .running import claim_file
 
 if TYPE_CHECKING:
     from ..evaluation.benchmark import BenchmarkResult
@@ -83,7 +83,6 @@ def bench(
     """
     from ..evaluation.benchmark import BenchmarkSettings, run_benchmark
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.provenance import write_json
     from ..evaluation.report import to_dict
     from ..evaluation.workloads import read_workload
 
@@ -113,26 +112,29 @@ def bench(
         threads=threads,
         seed=seed,
     )
-    require_writable(json_file, "--json")
+    claim_file(context, json_file, "--json")
     workload = read_workload(files, limit)
     words = command_line(context)
 
-    def save(result: "BenchmarkResult") -> None:
-        if json_file is not None:
-            write_json(json_file, to_dict(result, words))
+    results = ResultsFile(json_file)
 
     with progress_bar() as report:
-        result = run_benchmark(settings, prompts=workload, report=report, save=save)
+        result = run_benchmark(
+            settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
+        )
     _print(result, by_domain)
+    results.require_saved()
     if not result.complete:
-        raise typer.Exit(INTERRUPTED)
+        results.end_interrupted(is_empty=not result.generations)
 
 
 def _print(result: "BenchmarkResult", by_domain: bool) -> None:
+    from ..evaluation.pair import INTERRUPTION
     from ..evaluation.report import acceptance_table, round_table, speed_table
 
     for note in result.notes:
-        typer.echo(f"note: {note}", err=True)
+        if note != INTERRUPTION:  # which is said at the end, with what is kept
+            typer.echo(f"note: {note}", err=True)
     if not result.generations:
         return
     console, settings = wide_console(), result.settings

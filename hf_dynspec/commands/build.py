@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .common import wide_console
+from .running import claim_file, claim_folder, keeps, raise_lost_interrupt
+
 if TYPE_CHECKING:
     from ..build.frequency import Tally
     from ..configuration import ModelReference, TokenizerFingerprint
 
-build_app = typer.Typer(help="Build artifacts from text, prompts and weights.", no_args_is_help=True)
+build_app = typer.Typer(
+    help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
+)
 
 # Provenance names this many input files; beyond them it keeps their number and their total size.
 MOST_NAMED_INPUTS = 100
@@ -79,7 +84,7 @@ def frequency(
     from ..hub.fingerprint import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     name = tokenizer or str(from_target)
     loaded = load_tokenizer(name)
     target = None
@@ -87,7 +92,10 @@ def frequency(
     def start_tally(units: int, job: dict[str, Any]) -> Tally:
         # Another version may cut text in other places.
         job = {**job, "hf_dynspec": __version__}
-        return Tally(vocabulary_size(loaded), units, job, out / "partial", save_every=save_every, fresh=overwrite)
+        folder = out / "partial"
+        tally = Tally(vocabulary_size(loaded), units, job, folder, save_every=save_every, fresh=overwrite)
+        keeps(context, lambda: _describe_kept(tally, folder, going_on(out, overwrite)))
+        return tally
 
     if from_target is None:
         paths = [*(text or []), *(more or [])]
@@ -139,7 +147,7 @@ def frequency_import(
     from ..hub.fingerprint import fingerprint_tokenizer
     from ..hub.frequency_list import import_frequency_list
 
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
     eos_token_ids = find_eos_token_ids(tokenizer, loaded)
     leading = import_frequency_list(file, vocabulary_size(loaded), eos_token_ids)
@@ -151,6 +159,8 @@ def frequency_import(
 
 @build_app.command("frequency-export")
 def frequency_export(
+    *,
+    context: typer.Context,
     artifact: Annotated[str, typer.Argument(metavar="DIR", help="Folder or Hub id of a frequency artifact.")],
     size: Annotated[int, typer.Option(min=1, help="How many tokens to write.")],
     out: Annotated[Path, typer.Option(help="The .pt file to write.")],
@@ -160,11 +170,16 @@ def frequency_export(
     from ..hub.artifact import read_artifact
     from ..hub.frequency_list import export_frequency_list
 
+    claim_file(context, out, "--out", make_folder=True)
     config, tensors = read_artifact(artifact)
     if config.policy.name != "frequency" or "ranking" not in tensors:
         problem = f"is the policy {config.policy.name!r}, without a ranking of its own"
         raise ArtifactError(f"{artifact}: policy", problem, "Give a frequency artifact that holds a ranking")
-    export_frequency_list(tensors["ranking"], size, out)
+    try:
+        export_frequency_list(tensors["ranking"], size, out)
+    except RuntimeError as error:  # what torch makes of a write that the system refuses, without its number
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OSError(f"{out} could not be written, most often for want of space: {problem}") from error
     typer.echo(f"{out}: {size} token ids, most frequent first")
 
 
@@ -179,24 +194,38 @@ def _require_one_source(
         raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
 
 
-def require_free_folder(out: Path, overwrite: bool) -> None:
-    """Refuse before any work what could not be written after it."""
+def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
+    """Refuse before any work what could not be written after it, and keep the folder from other commands."""
     from ..configuration import LIBRARY_NAME
     from ..errors import ConfigurationError
 
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{out} is a file; give --out a folder")
-    config = out / "config.json"
-    if not config.exists() and not (out / "model.safetensors").exists():
-        return
+    if holds_artifact(out):
+        if not overwrite:
+            problem = "already holds an artifact or a model; choose another --out or --overwrite it"
+            raise ConfigurationError(f"{out} {problem}")
+        try:
+            is_ours = json.loads((out / "config.json").read_bytes()).get("library_name") == LIBRARY_NAME
+        except (OSError, ValueError, AttributeError):
+            is_ours = False
+        if not is_ours:
+            raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
+    claim_folder(context, out)
+
+
+def holds_artifact(out: Path) -> bool:
+    """Whether a folder holds an artifact or a model."""
+    return (out / "config.json").exists() or (out / "model.safetensors").exists()
+
+
+def going_on(out: Path, overwrite: bool) -> str:
+    """How to go on with what a command keeps in a folder when it is stopped."""
     if not overwrite:
-        raise ConfigurationError(f"{out} already holds an artifact or a model; choose another --out or --overwrite it")
-    try:
-        is_ours = json.loads(config.read_bytes()).get("library_name") == LIBRARY_NAME
-    except (OSError, ValueError, AttributeError):
-        is_ours = False
-    if not is_ours:
-        raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
+        return "run the same command again to go on"
+    if holds_artifact(out):
+        return f"with --overwrite a run begins anew: to go on, move the artifact out of {out} and run without it"
+    return "run the same command without --overwrite to go on"
 
 
 def _count_text(
@@ -373,6 +402,13 @@ def shorten_name(value: Any) -> str:
     return Path(value).resolve().name if is_path else str(value)
 
 
+def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
+    done, total = int(tally.finished.sum()), len(tally.finished)
+    if not (folder / tally.FILE).exists():
+        return "nothing was counted yet; run the same command to begin anew"
+    return f"the counts of {done} of {total} parts are kept in {folder}; {fix}"
+
+
 def _tell_resumed(tally: "Tally") -> None:
     if tally.finished.any():
         done, total = int(tally.finished.sum()), len(tally.finished)
@@ -406,6 +442,7 @@ def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Call
         task = progress.add_task(title, total=int(weights.sum()), tokens=tally.tokens)
 
         def report(tokens: int) -> None:
+            raise_lost_interrupt()
             progress.update(task, completed=int(weights[tally.finished].sum()), tokens=tokens)
 
         report(tally.tokens)
@@ -414,19 +451,15 @@ def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Call
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..build.frequency import coverage
+    from ..evaluation.tables import FittedTable
 
     shares = coverage(tally.counts, ranking, COVERAGE_SIZES.values())
-    table = Table(title="Counted tokens, and the share that the first ids of the ranking cover")
-    row = [f"{tally.documents:,}", f"{tally.tokens:,}", f"{int((tally.counts > 0).sum()):,}"]
-    for heading in ("documents", "tokens", "distinct"):
-        table.add_column(heading, justify="right")
-    for name, size in COVERAGE_SIZES.items():
-        if size in shares:
-            table.add_column(name, justify="right")
-            row.append(f"{shares[size]:.2%}")
-    table.add_row(*row)
-    Console().print(table)
+    sizes = {name: size for name, size in COVERAGE_SIZES.items() if size in shares}
+    table = FittedTable(
+        "Counted tokens, and the share that the first ids of the ranking cover",
+        ["documents", "tokens", "distinct", *sizes],
+    )
+    counted = (tally.documents, tally.tokens, int((tally.counts > 0).sum()))
+    table.add_row(*(f"{count:,}" for count in counted), *(f"{shares[size]:.2%}" for size in sizes.values()))
+    wide_console().print(table)

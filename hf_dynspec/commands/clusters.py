@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .build import Out, command_text, find_eos_token_ids, load_model, require_free_folder, shorten_name
-from .common import progress_bar
+from .common import progress_bar, wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def clusters(
     from ..build.frequency import load_tokenizer
     from ..hub.fingerprint import fingerprint_tokenizer
 
-    require_free_folder(out, overwrite)
+    require_free_folder(context, out, overwrite)
     where = _checked_device(device, needs_faiss=not balanced)
     loaded = load_tokenizer(tokenizer or target)
     fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
@@ -152,21 +152,18 @@ def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[
 
 
 def _print_report(metrics: dict[str, Any]) -> None:
-    from rich.table import Table
+    from ..evaluation.tables import FittedTable
 
-    from .common import wide_console
-
-    table = Table(title="Sizes of the clusters, and how many of them hold a token's nearest neighbours (by chance)")
-    row = [
+    nearest = metrics["clusters_of_nearest"]
+    table = FittedTable(
+        "Sizes of the clusters, and how many of them hold a token's nearest neighbours (by chance)",
+        ["clusters", "smallest", "median", "largest", *(f"nearest {count}" for count in nearest)],
+    )
+    table.add_row(
         f"{metrics['clusters']:,}",
         f"{metrics['smallest_cluster']:,}",
         f"{metrics['median_cluster']:,g}",
         f"{metrics['largest_cluster']:,} ({metrics['largest_share']:.1%})",
-    ]
-    for heading in ("clusters", "smallest", "median", "largest"):
-        table.add_column(heading, justify="right")
-    for count, means in metrics["clusters_of_nearest"].items():
-        table.add_column(f"nearest {count}", justify="right")
-        row.append(f"{means['found']:.1f} ({means['random_partition']:.1f})")
-    table.add_row(*row)
+        *(f"{means['found']:.1f} ({means['random_partition']:.1f})" for means in nearest.values()),
+    )
     wide_console().print(table)

@@ -1,19 +1,21 @@
-"""What the commands that measure a pair have in common: options, checks of files, the progress bar, the console."""
+"""What commands have in common: options, the file of results, the progress bar, the console."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .running import describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The tables do not fit into the 80 columns that a file or a pipe is taken to have.
+# Of tables in a file or a pipe, which are taken to have 80 columns where nothing says otherwise.
 WIDTH_OF_FILES = 180
-INTERRUPTED = 130
 
 Target = Annotated[str, typer.Option(help="Folder or Hub id of the model to speed up.")]
 DrafterModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")]
@@ -49,14 +51,50 @@ JsonFile = Annotated[
 ]
 
 
-def require_writable(path: Path | None, option: str) -> None:
-    """Refuse before hours of work a file that could not be written after them."""
-    from ..errors import ConfigurationError
+class ResultsFile:
+    """The file that holds what was measured so far. A disk that is full meanwhile does not end a measurement.
 
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigurationError(f"{path} cannot be written: {option} takes a file in an existing folder")
+    Args:
+        path: the file; None keeps nothing.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._problem: OSError | None = None
+
+    def save(self, values: Callable[[], dict[str, Any]]) -> None:
+        """Replace what is in the file, if it can be written, by the JSON values that `values` gives."""
+        from ..evaluation.provenance import write_json
+
+        if self._path is None:
+            return
+        try:
+            write_json(self._path, values())
+            self._problem = None
+        except OSError as error:
+            self._problem = error
+
+    def require_saved(self) -> None:
+        """Tell that the last state could not be written.
+
+        Raises:
+            DynSpecError: it could not.
+        """
+        from ..errors import DynSpecError
+
+        if self._problem is not None:
+            problem = describe_os_error(self._problem)
+            raise DynSpecError(f"{self._path} lacks what was measured, which is above: {problem}")
+
+    def end_interrupted(self, is_empty: bool) -> None:
+        """Say what is kept of a measurement that was interrupted.
+
+        Raises:
+            Exit: with the status of an interrupt.
+        """
+        where = "above" if self._path is None else f"above and in {self._path}"
+        kept = "nothing was measured yet" if is_empty else f"what was measured until then is {where}"
+        end_interrupted(f"{kept}; the same command begins anew")
 
 
 def command_line(context: typer.Context) -> list[str]:
@@ -87,10 +125,17 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     described = TextColumn("{task.description}", markup=False)
     progress = Progress(*columns, described, console=Console(stderr=True), auto_refresh=False)
     task = progress.add_task("", total=None)
+    before = 0
 
     def report(activity: str, done: int, total: int) -> None:
+        nonlocal before
+        raise_lost_interrupt()
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
+        if done < before:
+            # Something else begins, whose time has nothing to do with that of what was before.
+            progress.reset(task)
+        before = done
         progress.update(task, description=activity, completed=done, total=total)
         progress.refresh()
 
@@ -101,12 +146,64 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             progress.stop()
 
 
+class Pace:
+    """Tells how long something is going to take, as soon as a part of it is done.
+
+    Args:
+        say: takes the sentence, once for each activity.
+    """
+
+    # How much has to be done before it is told: so many seconds, or such a share.
+    _SECONDS, _SHARE = 2.0, 0.05
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._activity: str | None = None
+        self._first = self._start = self._now = self._done = self._total = 0.0
+        self._is_told = False
+
+    def note(self, activity: str, done: int, total: int, bound: str = "") -> None:
+        """Take in how far an activity is, and tell how long the rest takes where that was not told yet.
+
+        Args:
+            activity: what is being done.
+            done: how much of it is done.
+            total: how much there is.
+            bound: words to put before the time, such as `"at most"`.
+        """
+        self._now = time.monotonic()
+        if activity != self._activity:
+            self._activity, self._first, self._start, self._is_told = activity, done, self._now, False
+        self._done, self._total = done, total
+        elapsed, share = self._now - self._start, (done - self._first) / max(1, total)
+        if not self._is_told and 0 < share and done < total and (elapsed >= self._SECONDS or share >= self._SHARE):
+            self._is_told = True
+            self._say(f"{activity}: {bound}{' ' if bound else ''}{self.left()} left, at the pace so far")
+
+    def left(self) -> str:
+        """How long the rest of the activity takes, in words."""
+        done = self._done - self._first
+        if not done:
+            return "an unknown time"
+        return duration((self._total - self._done) * (self._now - self._start) / done)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `about 40 s`, `about 7 min` or `about 2 h 10 min`."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
+
+
 def wide_console() -> "Console":
-    """A console on which the tables are not cut off where no terminal limits them."""
+    """A console for tables: as wide as the terminal, as `COLUMNS` says, or wide where neither limits it."""
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
-    return console if console.is_terminal else Console(width=max(console.width, WIDTH_OF_FILES))
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=max(console.width, WIDTH_OF_FILES))
 
 
 def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | None) -> str:

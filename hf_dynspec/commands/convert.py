@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
-convert_app = typer.Typer(help="Convert checkpoints from one layout to another.", no_args_is_help=True)
+from .running import claim_folder
+
+convert_app = typer.Typer(
+    help="Convert checkpoints from one layout to another.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class Layout(str, Enum):
@@ -26,6 +30,7 @@ def _group() -> None:
 @convert_app.command()
 def eagle(
     *,
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or Hub id of an EAGLE head.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     to: Annotated[Layout, typer.Option(help="SafeAILab's layout, that of speculators and vLLM, or SGLang's.")],
@@ -59,6 +64,7 @@ def eagle(
 
     if not overwrite and ((out / CONFIG_FILE).exists() or (out / WEIGHTS_FILE).exists()):
         raise ConfigurationError(f"{out} holds a model already. Give --overwrite, or another folder.")
+    claim_folder(context, out, "OUT")
     checkpoint = read_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
     rows, found = (None, ()) if target is None else read_output_rows(target)
     converted = convert_checkpoint(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
-    INTERRUPTED,
     AllowPickle,
     ChatTemplate,
     Device,
@@ -19,15 +18,16 @@ from .common import (
     MorePrompts,
     Policies,
     Prompts,
+    ResultsFile,
     Seed,
     Target,
     Threads,
     about,
     command_line,
     progress_bar,
-    require_writable,
     wide_console,
 )
+from .running import claim_file
 
 if TYPE_CHECKING:
     from ..evaluation.coverage import CoverageResult
@@ -79,7 +79,6 @@ def coverage(
     from ..evaluation.coverage import CoverageSettings, measure_coverage
     from ..evaluation.coverage_report import require_plot_file, to_dict, write_plot
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.provenance import write_json
     from ..evaluation.workloads import read_workload
 
     files = [*prompts, *(more or [])]
@@ -103,31 +102,34 @@ def coverage(
         threads=threads,
         seed=seed,
     )
-    require_writable(json_file, "--json")
-    require_writable(plot, "--plot")
+    claim_file(context, json_file, "--json")
+    claim_file(context, plot, "--plot")
     if plot is not None:
         require_plot_file(plot)
     workload = read_workload(files, limit)
     words = command_line(context)
 
-    def save(result: "CoverageResult") -> None:
-        if json_file is not None:
-            write_json(json_file, to_dict(result, words))
+    results = ResultsFile(json_file)
 
     with progress_bar() as report:
-        result = measure_coverage(settings, prompts=workload, report=report, save=save)
+        result = measure_coverage(
+            settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
+        )
     if plot is not None and result.measured:
         write_plot(plot, result)
     _print(result, by_domain, by_depth)
+    results.require_saved()
     if not result.complete:
-        raise typer.Exit(INTERRUPTED)
+        results.end_interrupted(is_empty=not result.measured)
 
 
 def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
     from ..evaluation.coverage_report import coverage_table, depth_table, domain_tables
+    from ..evaluation.pair import INTERRUPTION
 
     for note in result.notes:
-        typer.echo(f"note: {note}", err=True)
+        if note != INTERRUPTION:  # which is said at the end, with what is kept
+            typer.echo(f"note: {note}", err=True)
     if not result.measured:
         return
     console, settings = wide_console(), result.settings

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from .running import keeps
+
 
 def push(
     *,
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the artifact.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="name or organisation/name; made if needed.")],
     results: Annotated[
@@ -55,6 +58,10 @@ def push(
         return
     if rows or provenance:
         config = annotate_artifact(directory, results=rows, provenance=provenance)
+    keeps(
+        context,
+        f"{directory} is whole, and {repo_id} has all of the commit or nothing of it; run the same command again",
+    )
     _show(published_sizes(config), "to", repo_id)
     with _hub_errors_in_one_line():
         commit = push_artifact(

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import Out, command_text, describe_inputs, describe_model, require_free_folder, shorten_name
-from .common import Device, Dtype, Target, Threads, progress_bar
+from .build import (
+    Out,
+    command_text,
+    describe_inputs,
+    describe_model,
+    going_on,
+    require_free_folder,
+    shorten_name,
+)
+from .common import Device, Dtype, Pace, Target, Threads, progress_bar, wide_console
+from .running import keeps, require_space
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +31,11 @@ if TYPE_CHECKING:
     from ..drafters import Drafter
     from ..shortlists.router import Router, RouterShortlist
 
-train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True)
+train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, rich_markup_mode=None)
 
 # Where unfinished work is kept, in the folder of the artifact.
 _WORK = "partial"
+_TRAINING = "training.safetensors"
 
 
 @train_app.callback()
@@ -131,9 +141,10 @@ def router(
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
-        require_free_folder(out, overwrite)
+        require_free_folder(context, out, overwrite)
         if overwrite:
             shutil.rmtree(out / _WORK, ignore_errors=True)
+        keeps(context, lambda: _describe_kept(out / _WORK, going_on(out, overwrite)))
     if threads is not None:
         torch.set_num_threads(threads)
     pair = _Pair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
@@ -178,6 +189,17 @@ def router(
         shutil.rmtree(out / _WORK)
     _print_figures(str(out), metrics, pair.vocabulary_size)
     typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
+
+
+def _describe_kept(work: Path, fix: str) -> str:
+    """What a run that is stopped leaves, which the next one goes on with."""
+    shards = len(list(work.glob("steps-*.safetensors")))
+    kept = [f"{shards} part{'' if shards == 1 else 's'} of the draft steps"] if shards else []
+    files = {"the texts": "windows.npz", "the clusters": "clusters.safetensors", "training": _TRAINING}
+    kept += [what for what, name in files.items() if (work / name).exists()]
+    if not kept:
+        return "nothing was finished yet; run the same command to begin anew"
+    return f"what was finished is kept in {work} ({', '.join(kept)}); {fix}"
 
 
 def _require_options(schedule: str, share: float, mass: float) -> None:
@@ -296,6 +318,7 @@ class _Job:
 
     def __init__(self, accelerator: "Accelerator", pair: _Pair, work: Path, seed: int):
         self._accelerator, self._pair, self._work, self._seed = accelerator, pair, work, seed
+        self._pace = Pace(self._say)
 
     def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
         return progress_bar() if self._accelerator.is_main_process else nullcontext(lambda *_: None)
@@ -308,8 +331,11 @@ class _Job:
         from ..build.frequency import describe_files, describe_tokenizer
 
         pair = self._pair
-        mebibytes = settings.bytes_on_disk(pair.drafter.head.weight.shape[1]) / 2**20
-        self._say(f"{settings.steps:,} draft steps take about {mebibytes:,.0f} MiB in {self._work}")
+        size = settings.bytes_on_disk(pair.drafter.head.weight.shape[1])
+        self._say(f"{settings.steps:,} draft steps take about {size / 2**20:,.0f} MiB in {self._work}")
+        if self._accelerator.is_main_process:
+            there = sum(path.stat().st_size for path in self._work.glob("steps-*.safetensors"))
+            require_space(self._work.parent, size - there, f"{settings.steps:,} draft steps")
         job = {
             "models": pair.described(),
             "inputs": describe_files(corpus.files),
@@ -328,7 +354,7 @@ class _Job:
                     pair.vocabulary_size,
                     settings,
                     text_field=text_field,
-                    report=lambda done, total: report("reading texts", done, total),
+                    report=lambda done, total: self._tell(report, "reading texts", done, total),
                 )
 
             with self._accelerator.main_process_first():
@@ -337,7 +363,7 @@ class _Job:
                 windows,
                 process=self._accelerator.process_index,
                 processes=self._accelerator.num_processes,
-                report=lambda done, total: report("recording draft steps", done, total),
+                report=lambda done, total: self._tell(report, "recording draft steps", done, total),
             )
         self._accelerator.wait_for_everyone()
         return windows, recording
@@ -393,7 +419,7 @@ class _Job:
             self._pair.drafter.embed,
             is_pinned,
             settings,
-            self._work / "training.safetensors",
+            self._work / _TRAINING,
             self._accelerator,
         )
         with self._progress() as report:
@@ -405,10 +431,20 @@ class _Job:
                 figures = judge(training.best)
                 says = f"cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
                 losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
-                self._say(f"batch {state.step:,}: {losses}, {says} on {figures.size:,.0f} tokens")
-                report("training", state.step, settings.max_steps)
+                best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"
+                left = f", {self._pace.left()} left at most" if state.step < settings.max_steps else ""
+                self._say(f"batch {state.step:,} of at most {settings.max_steps:,}{left}: {losses}; {best}")
 
-            return training.run(show)
+            trained = training.run(show, lambda done, most: self._tell(report, "training", done, most, "at most"))
+        self._say(f"the router of batch {training.state.best_step:,} is kept, whose held-out loss was the lowest")
+        return trained
+
+    def _tell(
+        self, report: Callable[[str, int, int], None], activity: str, done: int, total: int, bound: str = ""
+    ) -> None:
+        """Move the bar, and say once how long the activity is going to take."""
+        report(activity, done, total)
+        self._pace.note(activity, done, total, bound)
 
     def _say(self, text: str) -> None:
         if self._accelerator.is_main_process:
@@ -416,20 +452,19 @@ class _Job:
 
 
 def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> None:
-    from rich.table import Table
+    from ..evaluation.tables import FittedTable
 
-    from .common import wide_console
-
-    table = Table(title=f"At {metrics['held_out_steps']:,} held-out draft steps")
-    table.add_column("router")
-    for heading in (
-        "mean shortlist",
-        "cluster\nrecall",
-        "drafter's\nlikeliest token",
-        "target's\nmass",
-        "acceptance length,\nof full",
-    ):
-        table.add_column(heading, justify="right")
+    table = FittedTable(
+        f"At {metrics['held_out_steps']:,} held-out draft steps",
+        [
+            "router",
+            "mean shortlist",
+            "cluster\nrecall",
+            "drafter's\nlikeliest token",
+            "target's\nmass",
+            "acceptance length,\nof full",
+        ],
+    )
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
         table.add_row(
             figures["router"],

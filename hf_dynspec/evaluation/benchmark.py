@@ -18,9 +18,9 @@ from ..errors import ConfigurationError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import TreeConfig
-from .pair import Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
+from .pair import INTERRUPTION, Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
 from .policy_text import shorten_paths
-from .systems import PLAIN, TRANSFORMERS, Combination, System, combine, open_systems
+from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS, Combination, System, combine, open_systems
 from .tree_text import parse_trees
 from .workloads import WorkloadPrompt
 
@@ -33,7 +33,8 @@ class BenchmarkSettings(PairSettings):
 
     Every drafter runs with every policy, in chains and in trees of every shape. Every system draws a prompt with the
     same seed, and each repeat has seeds of its own. Transformers' assisted generation drafts chains of
-    `num_assistant_tokens` too, with the independent drafter.
+    `num_assistant_tokens` too, with the independent drafter. Where verifications compute the target's logits by this
+    package's own product, plain generation runs with that product too.
 
     Args:
         eagle: folders or Hub ids of EAGLE heads for the target, beside the drafter or in its place.
@@ -82,7 +83,7 @@ class BenchmarkSettings(PairSettings):
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
         """See `named_policies`. The labels of the baselines are taken."""
         named = super().resolved_policies()
-        for label in (PLAIN, TRANSFORMERS):
+        for label in (PLAIN, HEAD_PRODUCT, TRANSFORMERS):
             if label in named:
                 raise ConfigurationError(f"a policy cannot be shown as {label!r}, which is one of the baselines")
         return named
@@ -221,7 +222,7 @@ def run_benchmark(
                 _Run(result, pair, systems, report, save).everything()
                 result.finished = utc_now()
             except KeyboardInterrupt:
-                result.notes.append("interrupted before all was measured")
+                result.notes.append(INTERRUPTION)
     save(result)
     return result
 
@@ -363,9 +364,10 @@ class _Run:
         if system.assistant is not None:
             arguments["assistant_model"] = system.assistant
         torch.manual_seed(self._settings.seed + index + 1000 * repeat)
-        start = self._clock.now()
-        output = self._target.generate(input_ids, **arguments)
-        seconds = self._clock.now() - start
+        with system.surroundings():
+            start = self._clock.now()
+            output = self._target.generate(input_ids, **arguments)
+            seconds = self._clock.now() - start
         self._done += 1
         return output[0, input_ids.shape[1] :].tolist(), seconds
 

@@ -25,7 +25,7 @@ from ..drafters import Drafter, EagleDrafter
 from ..errors import ConfigurationError
 from ..protocol import VocabularyInfo
 from ..shortlists import ShortlistPolicy
-from .pair import Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
+from .pair import INTERRUPTION, Pair, PairSettings, generation_config, is_temperature, open_pair, utc_now
 from .policy_text import shorten_paths
 from .rounds import RoundsAlongText, expected_acceptance_length
 from .teacher_forcing import ForcedText, Rows, first_draft
@@ -401,7 +401,7 @@ def measure_coverage(
             report("done", texts, texts)
             result.finished = utc_now()
         except KeyboardInterrupt:
-            result.notes.append("interrupted before all was measured")
+            result.notes.append(INTERRUPTION)
     save(result)
     return result
 

@@ -5,12 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ..errors import ConfigurationError
 from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
 from .provenance import describe_policies, provenance
+from .tables import FittedTable
 
 # 2: sizes are means over all draft steps, counts are expectations, and policies are compared with the first.
 # 3: a prompt has as many rows of a policy as it has continuations.
@@ -20,34 +18,32 @@ SCHEMA_VERSION = 3
 # Tables ------------------------------------------------------------------------------------------------------------
 
 
-def coverage_table(result: CoverageResult) -> Table:
+def coverage_table(result: CoverageResult) -> FittedTable:
     """One row per policy, over all prompts: means, with standard errors over prompts where there are several."""
     settings = result.settings
     rows = [row for row in result.summaries() if row.domain is None]
-    table = Table(
-        title=_title(result, rows),
+    table = FittedTable(
+        _title(result, rows),
+        [
+            "policy",
+            "shortlist\nsize",
+            "mass",
+            "oracle\nmass",
+            f"recall\n@{settings.recall_k}",
+            "OOV\nrate",
+            "acceptance\nprobability",
+            "acceptance\nlength",
+            f"of\n{result.baseline}",
+            "by\nequation 1",
+        ],
         caption="mean ± standard error over prompts; size: over all draft steps; oracle: mass of as many most "
         "probable tokens; acceptance lengths count the target's own token of a round, and are compared with the first "
         "policy's prompt by prompt",
     )
-    table.add_column("policy", overflow="fold")
-    for heading in (
-        "shortlist\nsize",
-        "mass",
-        "oracle\nmass",
-        f"recall\n@{settings.recall_k}",
-        "OOV\nrate",
-        "acceptance\nprobability",
-        "acceptance\nlength",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    # A label may be long.
-    table.add_column(f"of\n{escape(result.baseline)}", justify="right", overflow="fold", max_width=12)
-    table.add_column("by\nequation 1", justify="right", no_wrap=True)
     for row in rows:
         cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
         cells.append(_relative_cell(result, row))
-        table.add_row(escape(row.policy), *cells, f"{row.expected_acceptance_length:.2f}")
+        table.add_row(row.policy, *cells, f"{row.expected_acceptance_length:.2f}")
     return table
 
 
@@ -66,50 +62,52 @@ def _relative_cell(result: CoverageResult, row: CoverageSummary) -> str:
     return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".2%")
 
 
-def domain_tables(result: CoverageResult) -> list[Table]:
+def domain_tables(result: CoverageResult) -> list[FittedTable]:
     """Mass on the shortlist, and acceptance length relative to the first policy: one row per policy, one column per
     domain."""
     summaries = result.summaries()
     masses = {(row.policy, row.domain): _cell(row.figures["mass"], _FORMS["mass"]) for row in summaries}
     lengths = {(row.policy, row.domain): _relative_cell(result, row) for row in summaries}
-    title = f"Acceptance length relative to {escape(result.baseline)}"
+    title = f"Acceptance length relative to {result.baseline}"
     return [_domain_table(result, "Mass on the shortlist", masses), _domain_table(result, title, lengths)]
 
 
-def _domain_table(result: CoverageResult, title: str, cells: dict[tuple[str, str | None], str]) -> Table:
-    table = Table(title=f"{title}, {_temperature_name(result)}")
-    table.add_column("policy", overflow="fold")
-    for domain in result.domains:
-        table.add_column(escape(domain), justify="right")
+def _domain_table(result: CoverageResult, title: str, cells: dict[tuple[str, str | None], str]) -> FittedTable:
+    table = FittedTable(f"{title}, {_temperature_name(result)}", ["policy", *result.domains])
     for label in result.policies:
-        table.add_row(escape(label), *(cells[label, domain] for domain in result.domains))
+        table.add_row(label, *(cells[label, domain] for domain in result.domains))
     return table
 
 
-def depth_table(result: CoverageResult) -> Table:
-    """How shortlists fare at each draft depth, for budgets that differ by depth: one row per policy, over all prompts.
+# What the figures of a depth are called, in the order of `DEPTH_FIGURES`.
+_DEPTH_LABELS = dict(zip(DEPTH_FIGURES, ("shortlist size", "mass", "acceptance probability"), strict=True))
+
+
+def depth_table(result: CoverageResult) -> FittedTable:
+    """How shortlists fare at each draft depth, for budgets that differ by depth: a row per policy and figure, over all
+    prompts.
 
     A depth has fewer positions than the one before it, as only accepted drafts lead there. Sizes are over all rounds
     that draft there.
     """
     rows = [row for row in result.summaries() if row.domain is None]
-    table = Table(
-        title=f"By draft depth, {_temperature_name(result)}",
+    depths = max((len(row.by_depth) for row in rows), default=0)
+    table = FittedTable(
+        f"By draft depth, {_temperature_name(result)}",
+        ["policy", "figure", *(f"depth {depth}" for depth in range(depths))],
         caption="depth: drafts of the round before it; positions: expected number of drafts verified there; means "
         "over the prompts on which it was verified",
-        show_lines=True,
+        labels=2,
     )
-    table.add_column("policy", overflow="fold")
-    table.add_column("figure")
-    depths = max((len(row.by_depth) for row in rows), default=0)
-    for depth in range(depths):
-        table.add_column(f"depth {depth}", justify="right", no_wrap=True)
     for row in rows:
-        cells = []
-        for one in row.by_depth:
-            means = (f"{one.figures[name].mean:{_FORMS[name]}}" for name in DEPTH_FIGURES)
-            cells.append("\n".join([f"{one.positions:,.1f}", *means]))
-        table.add_row(escape(row.policy), "positions\nshortlist size\nmass\nacceptance probability", *cells)
+        lines = [("positions", [f"{one.positions:,.1f}" for one in row.by_depth])]
+        for name, label in _DEPTH_LABELS.items():
+            lines.append((label, [f"{one.figures[name].mean:{_FORMS[name]}}" for one in row.by_depth]))
+        # A policy that was verified at fewer depths has no figures at the others.
+        missing = [""] * (depths - len(row.by_depth))
+        for number, (label, figures) in enumerate(lines):
+            ends_section = number == len(lines) - 1
+            table.add_row("" if number else row.policy, label, *figures, *missing, ends_section=ends_section)
     return table
 
 

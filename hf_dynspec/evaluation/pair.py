@@ -23,6 +23,8 @@ from .workloads import WorkloadPrompt, encode_workload, read_workload
 
 # The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
 INDEPENDENT = "drafter"
+# The note of a measurement that was stopped from the keyboard.
+INTERRUPTION = "interrupted before all was measured"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..shortlists import ShortlistPolicy, UnionShortlist, policy_class
+from ..shortlists import ShortlistPolicy, UnionShortlist, policy_class, require_settings
 
 DEFAULT_POLICIES = ("full", "frequency", "in_context", "hybrid")
 
@@ -35,10 +35,6 @@ def _parse_single_policy(text: str) -> ShortlistPolicy:
     name, colon, listed = text.partition(":")
     policy = policy_class(name)
     known = inspect.signature(policy).parameters
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in known.values()):
-        raise ConfigurationError(
-            f"policy {text!r}: join policies with + instead, as in frequency:size=1024+in_context"
-        )
     settings: dict[str, Any] = {}
     for item in _NEXT_SETTING.split(listed) if colon else ():
         setting, equals, value = item.partition("=")
@@ -51,6 +47,7 @@ def _parse_single_policy(text: str) -> ShortlistPolicy:
         if setting in settings:
             raise ConfigurationError(f"policy {text!r}: {setting} is given twice")
         settings[setting] = _parse_value(value)
+    require_settings(name, settings)
     try:
         return policy(**settings)
     except ConfigurationError as error:

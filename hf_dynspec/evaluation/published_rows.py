@@ -9,10 +9,14 @@ from ..configuration import ARTIFACT_SYSTEM
 from ..errors import ConfigurationError
 from ..shortlists import ShortlistPolicy
 from .provenance import describe_policies
-from .systems import PLAIN, TRANSFORMERS
+from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from .tree_text import format_tree
 
-_BASELINES = {PLAIN: "plain generate", TRANSFORMERS: "transformers' assisted generation"}
+_BASELINES = {
+    PLAIN: "plain generate",
+    HEAD_PRODUCT: HEAD_PRODUCT,
+    TRANSFORMERS: "transformers' assisted generation",
+}
 
 
 def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, Any]]:
@@ -103,6 +107,7 @@ def _benchmark_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[d
                 "system": _system(data["systems"], row["system"], named),
                 "tokens_per_second": row["tokens_per_second"]["median"],
                 "speedup": row["ratios"][PLAIN]["median"],
+                "speedup_over_plain_with_head_product": row["ratios"].get(HEAD_PRODUCT, {}).get("median"),
                 "acceptance_length": row.get("acceptance_length"),
                 "active_vocabulary": row.get("active_vocabulary"),
                 "draft_ms_per_round": row.get("draft_ms_per_round"),

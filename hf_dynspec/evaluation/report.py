@@ -5,16 +5,17 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from ..stats import DRAFT_SECTIONS, DraftingStatistics
 from .benchmark import BenchmarkResult, Generation
 from .provenance import describe_policies, provenance
-from .systems import CONSTANT_DRAFT_LENGTH, PLAIN, TRANSFORMERS
+from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from .tables import FittedTable
 
-SCHEMA_VERSION = 1
-# Policies that the others of the same drafter and shape are compared with, besides the two baselines.
+# 2: plain generation with this package's head product is one of the systems and one of the ratios, where it applies.
+SCHEMA_VERSION = 2
+# What each system is compared with, and the columns of these ratios.
+_BASELINES = {PLAIN: "vs plain", HEAD_PRODUCT: "vs plain with\nhead product", TRANSFORMERS: "vs transformers"}
+# Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
 
 
@@ -26,7 +27,7 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 
     Speeds count the prompts that every system has finished in a repeat, so that they are of the same work. A ratio is
     taken within each repeat, between runs that took turns; median, least and greatest are over the repeats. Systems
-    are compared with the two baselines and with `full` and `frequency` of the same drafter and shape.
+    are compared with the baselines and with `full` and `frequency` of the same drafter and shape.
 
     Returns:
         Dicts of plain numbers. `tokens_per_second` is all new tokens / all seconds, `mean_tokens_per_second` is the
@@ -49,7 +50,7 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 def _labels(result: BenchmarkResult) -> list[str]:
     """The systems that ran, in the order of the tables."""
     ran = {generation.system for generation in result.generations}
-    return [label for label in (PLAIN, TRANSFORMERS, *result.combinations) if label in ran]
+    return [label for label in (*_BASELINES, *result.combinations) if label in ran]
 
 
 def _groups(result: BenchmarkResult) -> list[Any]:
@@ -58,14 +59,14 @@ def _groups(result: BenchmarkResult) -> list[Any]:
 
 
 def _policy(result: BenchmarkResult, label: str) -> str | None:
-    """The name of the class of a system's policy; None for the two baselines."""
+    """The name of the class of a system's policy; None for the baselines."""
     return result.policies[result.combinations[label].policy].name if label in result.combinations else None
 
 
 def _baselines(result: BenchmarkResult, label: str) -> list[str]:
-    """What a system is compared with: the two baselines, and policies of its own drafter and shape.
+    """What a system is compared with: the baselines, and policies of its own drafter and shape.
 
-    Where there is only one drafter and shape, the two baselines are compared with its policies too.
+    Where there is only one drafter and shape, the baselines are compared with its policies too.
     """
     groups = _groups(result)
     own = result.combinations[label].group if label in result.combinations else groups[0] if len(groups) == 1 else None
@@ -75,7 +76,7 @@ def _baselines(result: BenchmarkResult, label: str) -> list[str]:
         if combination.group == own and _policy(result, other) in BASELINE_POLICIES
     ]
     ran = set(_labels(result))
-    return [base for base in (PLAIN, TRANSFORMERS, *named) if base in ran]
+    return [base for base in (*_BASELINES, *named) if base in ran]
 
 
 def _repeats(result: BenchmarkResult, temperature: float, domain: str | None) -> list[dict[str, list[Generation]]]:
@@ -119,7 +120,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, label: str) -> dict[str, Any]:
     """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
-    if label == PLAIN:
+    if label in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
     if label == TRANSFORMERS:
         counts = [
@@ -167,25 +168,23 @@ def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[s
 # Tables ------------------------------------------------------------------------------------------------------------
 
 
-def speed_table(result: BenchmarkResult, temperature: float) -> Table:
+def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per system: speed, ratios, acceptance length and, if greedy, whether the tokens are plain's."""
     rows = _rows_of_all_domains(result, temperature)
     compared = _compared(result)
     repeats = max((len(row["tokens_per_second"]["per_repeat"]) for row in rows if row["prompts"]), default=0)
-    spread = f"median \\[least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
+    spread = f"median [least, greatest] of {repeats} repeats" if repeats > 1 else "one repeat"
     prompts = rows[0]["prompts"] if rows else 0
     same = "; full and frequency are those of the same drafter and shape" if len(_groups(result)) > 1 else ""
-    table = Table(
-        title=f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+    headings = ["system", "tokens/s", *(_BASELINES.get(base, f"vs {base}") for base in compared), "acceptance\nlength"]
+    table = FittedTable(
+        f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+        headings + ["identical"] * (temperature == 0),
         caption=f"{spread}; the acceptance length counts the target's own token of a round{same}",
     )
-    table.add_column("system", overflow="fold")
-    headings = ["tokens/s", *(f"vs {base}" for base in compared), "acceptance\nlength"]
-    for heading in headings + ["identical"] * (temperature == 0):
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         bases = _first_by_name(result, row)
-        cells = [escape(row["system"]), _spread_cell(row.get("tokens_per_second"), ".1f")]
+        cells = [row["system"], _spread_cell(row.get("tokens_per_second"), ".1f")]
         cells += [
             "" if bases.get(name) in (None, row["system"]) else _spread_cell(row["ratios"][bases[name]], ".2f", "×")
             for name in compared
@@ -193,20 +192,18 @@ def speed_table(result: BenchmarkResult, temperature: float) -> Table:
         cells.append(_cell(row.get("acceptance_length"), ".2f"))
         if temperature == 0:
             cells.append("" if row["system"] == PLAIN else f"{row['identical']}/{row['compared']}")
-        table.add_row(*cells, end_section=_ends_group(result, row["system"]))
+        table.add_row(*cells, ends_section=_ends_group(result, row["system"]))
     return table
 
 
-def round_table(result: BenchmarkResult, temperature: float) -> Table:
+def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per assistant: what a round drafts and from how many tokens, and where its time goes."""
-    table = Table(
-        title=f"One round, {_temperature_name(result, temperature)}",
+    headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
+    table = FittedTable(
+        f"One round, {_temperature_name(result, temperature)}",
+        [*headings, "verification\nms", "other"],
         caption="times are of profiled calls; other is what is neither drafting nor the target's forward",
     )
-    table.add_column("system", overflow="fold")
-    headings = ["drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
-    for heading in [*headings, "verification\nms", "other"]:
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in _rows_of_all_domains(result, temperature):
         if row["system"] not in result.combinations:
             continue
@@ -219,7 +216,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> Table:
             _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
             _cell(row.get("share_of_round", {}).get("other"), ".1%"),
         ]
-        table.add_row(escape(row["system"]), *cells, end_section=_ends_group(result, row["system"]))
+        table.add_row(row["system"], *cells, ends_section=_ends_group(result, row["system"]))
     return table
 
 
@@ -233,7 +230,7 @@ def _compared(result: BenchmarkResult) -> list[str]:
     # Transformers' assisted generation drafts chains from all tokens, so that beside the one drafter that it drafts
     # with too, that drafter's `full` says little more.
     says_little = {"full"} if TRANSFORMERS in names and len(_groups(result)) == 1 else set()
-    return [name for name in (PLAIN, TRANSFORMERS, *BASELINE_POLICIES) if name in names - says_little]
+    return [name for name in (*_BASELINES, *BASELINE_POLICIES) if name in names - says_little]
 
 
 def _first_by_name(result: BenchmarkResult, row: dict[str, Any]) -> dict[str, str]:
@@ -254,7 +251,7 @@ def _ends_group(result: BenchmarkResult, label: str) -> bool:
     return len(set(groups)) > 1
 
 
-def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
+def acceptance_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """Acceptance lengths: one row per system that drafts, one column per domain."""
     domains = list(dict.fromkeys(prompt["domain"] for prompt in result.prompts))
     lengths = {
@@ -262,13 +259,10 @@ def acceptance_table(result: BenchmarkResult, temperature: float) -> Table:
         for row in summarize(result)
         if row["temperature"] == temperature
     }
-    table = Table(title=f"Acceptance length, {_temperature_name(result, temperature)}")
-    table.add_column("system", overflow="fold")
-    for domain in domains:
-        table.add_column(escape(domain), justify="right")
+    table = FittedTable(f"Acceptance length, {_temperature_name(result, temperature)}", ["system", *domains])
     for label in _labels(result):
-        if label != PLAIN:
-            table.add_row(escape(label), *(_cell(lengths[label, domain], ".2f") for domain in domains))
+        if label not in (PLAIN, HEAD_PRODUCT):
+            table.add_row(label, *(_cell(lengths[label, domain], ".2f") for domain in domains))
     return table
 
 
@@ -288,7 +282,7 @@ def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> st
         return "–"
     text = f"{spread['median']:{form}}{unit}"
     if len(spread["per_repeat"]) > 1:
-        text += f"\n\\[{spread['min']:{form}}, {spread['max']:{form}}]"
+        text += f"\n[{spread['min']:{form}}, {spread['max']:{form}}]"
     return text
 
 

@@ -1,21 +1,27 @@
-"""The ways to generate that a benchmark compares: two baselines, and assistants of drafters, policies and shapes."""
+"""The ways to generate that a benchmark compares: baselines, and assistants of drafters, policies and shapes."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..assistant import DynSpecAssistant
 from ..errors import ConfigurationError
+from ..kernels import dense_scores, has_dense_kernel, prepare_kernels
 from ..tree_config import TreeConfig
 from ..vocabulary import shared_vocabulary_size
 from .pair import Pair
 from .tree_text import format_tree
 
 PLAIN = "plain"
+# Plain generation with the product that verifications compute the target's logits by, where that is this package's:
+# what drafting itself gains is what is faster than this.
+HEAD_PRODUCT = "plain generate, this package's head product"
 TRANSFORMERS = "transformers"
 
 # All systems that draft do so by the same number of tokens in every round, or their rounds would not be comparable: by
@@ -76,12 +82,14 @@ class System:
     Args:
         label: what it is shown as.
         assistant: what is passed as `assistant_model`; None for plain generation.
-        is_ours: whether it is an assistant of this package, and not one of the two baselines.
+        is_ours: whether it is an assistant of this package, and not one of the baselines.
+        surroundings: makes what its calls are made in.
     """
 
     label: str
     assistant: Any
     is_ours: bool = False
+    surroundings: Callable[[], AbstractContextManager] = nullcontext
 
 
 @contextmanager
@@ -99,7 +107,7 @@ def open_systems(
         combinations: what the assistants are made of, by label.
         num_assistant_tokens: tokens of each chain, of all systems that draft chains.
         transformers_assisted: set up transformers' assisted generation too.
-        notes: is told why it could not be.
+        notes: is told which baselines could not be set up, and why.
 
     Raises:
         UnsupportedError: the models cannot be used together.
@@ -108,6 +116,14 @@ def open_systems(
         # Refuses a drafter with another tokenizer. The assistants are told the tokenizer, to look it up only once.
         shared_vocabulary_size(pair.target, drafter, None)
     systems = [System(PLAIN, None)]
+    if "cpu" in {pair.target.device.type, *(drafter.head.device.type for drafter in pair.drafters.values())}:
+        # Not in a call that is timed.
+        prepare_kernels()
+    problem = _why_not_head_product(pair.target)
+    if problem is None:
+        systems.append(System(HEAD_PRODUCT, None, surroundings=lambda: head_product(pair.target)))
+    else:
+        notes.append(f"plain generate with this package's head product was left out: {problem}")
     with ExitStack() as stack:
         problem = _why_not_transformers(pair)
         if transformers_assisted and problem is None:
@@ -134,6 +150,44 @@ def _assistant(pair: Pair, combination: Combination, num_assistant_tokens: int) 
     for name, value in CONSTANT_DRAFT_LENGTH.items():
         setattr(assistant.generation_config, name, value)
     return assistant
+
+
+@contextmanager
+def head_product(target: PreTrainedModel) -> Iterator[None]:
+    """Let the target's output projection be computed as verifications compute it, until the block is left.
+
+    Args:
+        target: its projection is a linear layer, of whose weight `kernels.has_dense_kernel` holds.
+    """
+    projection = target.get_output_embeddings()
+    before = vars(projection).get("forward")
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        scores = dense_scores(hidden.flatten(0, -2), projection.weight)
+        if projection.bias is not None:
+            scores += projection.bias
+        return scores.view(*hidden.shape[:-1], -1)
+
+    projection.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del projection.forward
+        else:
+            projection.forward = before
+
+
+def _why_not_head_product(target: PreTrainedModel) -> str | None:
+    """Why the target's output projection is not computed by this package's product; None where it is."""
+    projection = target.get_output_embeddings()
+    if type(projection) is not nn.Linear:
+        return f"the target's output projection is {type(projection).__name__}, and not a plain linear layer"
+    weight = projection.weight
+    if has_dense_kernel(weight):
+        return None
+    kind = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} on {weight.device}"
+    return f"it is compiled for large heads in float32 on CPUs, where there is a C++ compiler; the target's is {kind}"
 
 
 def _why_not_transformers(pair: Pair) -> str | None:

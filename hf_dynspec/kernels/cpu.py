@@ -2,8 +2,10 @@
 
 import ctypes
 import functools
+import logging
+import os
 import struct
-import warnings
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,12 @@ from . import reference
 
 # What head_scores.cpp has a function for.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of an error of torch's or a compiler's in a message.
+_MOST_CHARACTERS = 200
+
+
+# Of this file's two messages, each of which is shown by default, in one line, and at most once in a process.
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -27,16 +35,18 @@ def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
         # not meant for others. Where there is no compiler that works, loading says so.
         from torch._inductor.codecache import CppCodeCache
 
+        began, start = time.time(), time.perf_counter()
         # Where torch compiles, a product and a sum are two instructions, unless told otherwise.
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
-        warnings.warn(
-            "LM heads are scored by plain torch, several times slower, as their kernels cannot be compiled. Install "
-            "g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch. "
-            f"{type(error).__name__}: {error!s:.500}",
-            stacklevel=2,
+        _log.warning(
+            "LM heads are scored by plain torch, several times slower, as the CPU kernels cannot be compiled: install "
+            "g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch. (%s)",
+            _in_one_line(error),
         )
         return {}
+    if _is_younger(library, began):
+        _log.warning("compiled the CPU kernels, once on this computer: %.0f s", time.perf_counter() - start)
     kernels = {}
     for dtype in _KERNEL_DTYPES:
         kernel = library[f"head_scores_{str(dtype).removeprefix('torch.')}"]
@@ -46,8 +56,22 @@ def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
     return kernels
 
 
+def _is_younger(library: ctypes.CDLL, seconds: float) -> bool:
+    """Whether a library's file was written after that time, and so was not in torch's cache."""
+    try:
+        return os.stat(library._name).st_mtime >= seconds
+    except OSError:
+        return False
+
+
+def _in_one_line(error: Exception) -> str:
+    """The error's kind and the beginning of what it says; the output of a compiler may be pages."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+
+
 def prepare_kernels() -> None:
-    """Compile the kernels, which takes seconds, unless a process on this machine did so before."""
+    """Compile the kernels, which takes seconds and is said once, unless a process on this machine did so before."""
     _kernels()
 
 

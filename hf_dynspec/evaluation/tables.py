@@ -1,0 +1,133 @@
+"""Tables for terminals of any width: what does not fit side by side is shown in blocks below one another."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+# Where a label or a heading may go on in the next line: after these.
+_PIECE = re.compile(r"[^\s,:+/·]*[\s,:+/·]*")
+# What a column takes besides its cells, and the line that closes a table.
+_FRAME, _EDGE = 3, 1
+# Labels are not folded to fewer columns than this, nor headings.
+_LEAST = 12
+
+
+class FittedTable:
+    """A table whose columns are shown whole at any width, each figure under its own heading.
+
+    Where all columns are wider than the console, headings are folded between words, then labels; where that is not
+    enough, the columns are shown in several blocks, each of which repeats the labels. Texts are shown as they are,
+    without markup.
+
+    Args:
+        title: what is above the table.
+        headings: of all columns, those of the labels first; may have several lines.
+        caption: what is below it.
+        labels: how many of the columns, at the left, say what a row is.
+
+    Attributes:
+        title: as given.
+        headings: as given.
+        rows: the cells of each row, which may have several lines.
+    """
+
+    def __init__(self, title: str, headings: Sequence[str], caption: str = "", labels: int = 1):
+        self.title, self.headings, self._caption, self._labels = title, list(headings), caption, labels
+        self.rows: list[list[str]] = []
+        self._section_ends: set[int] = set()
+
+    def add_row(self, *cells: str, ends_section: bool = False) -> None:
+        """Add a row with a cell for each heading.
+
+        Args:
+            cells: what it holds.
+            ends_section: draw a line below it.
+
+        Raises:
+            ValueError: there are not as many cells as headings.
+        """
+        if len(cells) != len(self.headings):
+            raise ValueError(f"a row of {len(self.headings)} cells is wanted, got {len(cells)}")
+        self.rows.append(list(cells))
+        if ends_section:
+            self._section_ends.add(len(self.rows) - 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | Table]:
+        yield Text(self.title, style="italic")
+        columns, blocks = self._fitted(options.max_width)
+        for block in blocks:
+            yield self._table([columns[index] for index in (*range(self._labels), *block)])
+        if self._caption:
+            yield Text(self._caption, style="dim italic")
+
+    def _fitted(self, width: int) -> tuple[list[list[str]], list[list[int]]]:
+        """All columns, each a heading and cells, and the numbers of the columns of figures in each block."""
+        columns = [[heading, *(row[index] for row in self.rows)] for index, heading in enumerate(self.headings)]
+        figures = list(range(self._labels, len(columns)))
+        most = max(_LEAST, 2 * width // 5 // self._labels)
+        narrow_labels = [[_fold(cell, most) for cell in column] for column in columns[: self._labels]]
+        # A column of figures must fit beside the labels.
+        room = max(_LEAST, width - _total(narrow_labels) - _FRAME)
+        narrow = [_with_folded_heading(column, room) for column in columns[self._labels :]]
+        for one in (columns, [*columns[: self._labels], *narrow], [*narrow_labels, *narrow]):
+            if _total(one) <= width:
+                return one, [figures]
+        columns = [*narrow_labels, *narrow]
+        blocks: list[list[int]] = []
+        left = 0
+        for index in figures:
+            needed = _width(columns[index]) + _FRAME
+            if not blocks or needed > left:
+                blocks.append([])
+                left = width - _total(narrow_labels)
+            blocks[-1].append(index)
+            left -= needed
+        return columns, blocks
+
+    def _table(self, columns: list[list[str]]) -> Table:
+        table = Table()
+        for index, (heading, *_) in enumerate(columns):
+            is_label = index < self._labels
+            width = _width(columns[index])
+            table.add_column(Text(heading), justify="left" if is_label else "right", no_wrap=True, min_width=width)
+        for number, cells in enumerate(zip(*(column[1:] for column in columns), strict=True)):
+            table.add_row(*map(Text, cells), end_section=number in self._section_ends)
+        return table
+
+
+def _total(columns: list[list[str]]) -> int:
+    """How wide a table of these columns is."""
+    return sum(_width(column) + _FRAME for column in columns) + _EDGE
+
+
+def _width(column: list[str]) -> int:
+    return max(cell_len(line) for cell in column for line in cell.split("\n"))
+
+
+def _with_folded_heading(column: list[str], most: int) -> list[str]:
+    """The column with its heading as narrow as its cells and the heading's longest word allow."""
+    heading, *cells = column
+    widths = [_width(cells)] if cells else []
+    widths += [cell_len(piece.strip()) for piece in _PIECE.findall(heading)]
+    return [_fold(heading, min(most, max(widths))), *cells]
+
+
+def _fold(text: str, most: int) -> str:
+    """The text in lines of at most `most` columns, broken between words and settings where that can be."""
+    lines = []
+    for given in text.split("\n"):
+        line = ""
+        for piece in _PIECE.findall(given):
+            if line and cell_len((line + piece).rstrip()) > most:
+                lines.append(line.rstrip())
+                line = ""
+            line += piece
+            while cell_len(line.rstrip()) > most:
+                lines.append(line[:most])
+                line = line[most:]
+        lines.append(line.rstrip())
+    return "\n".join(lines)

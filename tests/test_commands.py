@@ -1,0 +1,552 @@
+"""What all commands have in common: tables that fit, how they end, what they refuse to write to, help and version."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from models import VOCABULARY, perturbed, tiny, word_tokenizer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import hf_dynspec
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec.commands import app
+from hf_dynspec.commands.common import Pace, duration
+from hf_dynspec.commands.running import describe_os_error
+from hf_dynspec.errors import ConfigurationError, DynSpecError
+from hf_dynspec.evaluation.tables import FittedTable
+from hf_dynspec.shortlists import POLICIES, as_policy
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(hf_dynspec.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target, a drafter, prompts of three domains, and texts that take a while to count."""
+    root = tmp_path_factory.mktemp("commands")
+    target, tokenizer = tiny("llama"), word_tokenizer()
+    for name, model in (("target", target), ("drafter", perturbed(target))):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    rows = [f'{{"prompt": "t{n} t{n + 1} t5", "category": "{domain}"}}' for n, domain in ((5, "law"), (9, "code"))]
+    (root / "prompts.jsonl").write_text("\n".join(rows))
+    numbers = torch.randint(3, VOCABULARY, (4000, 60), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = "".join('{"text": "' + " ".join(f"t{number}" for number in row) + '"}\n' for row in numbers)
+    for number in range(24):
+        (root / f"texts-{number}.jsonl").write_text(lines)
+    return root
+
+
+def measure(command: str, folder: Path, *words: object) -> list[str]:
+    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--prompts", folder / "prompts.jsonl"]
+    return list(map(str, [command, *models, "--device", "cpu", *words]))
+
+
+def train(folder: Path, out: Path, *words: object) -> list[str]:
+    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--data", folder / "texts-0.jsonl"]
+    sizes = "--window 24 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --num-clusters 12 --pinned 10 --share 0.4"
+    return list(map(str, ["train", "router", *models, *sizes.split(), "--out", out, *words]))
+
+
+def start(*words: object) -> subprocess.Popen:
+    """The real command, in a process group of its own, as a terminal has it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_dynspec.commands", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(*words: object, timeout: float = 120) -> tuple[int, str, list[str]]:
+    """The status of the real command, its output and the lines of its errors."""
+    process = start(*words)
+    output, errors = process.communicate(timeout=timeout)
+    return process.returncode, output, errors.splitlines()
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def shown(table: FittedTable, width: int) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
+
+
+def parsed(lines: list[str], columns: int) -> dict[tuple[str, str], str]:
+    """The figures of a printed table by label and heading, however its columns and cells were folded."""
+    figures: dict[tuple[str, str], str] = {}
+    headings: list[str] = []
+    row: list[str] = []
+
+    def end() -> None:
+        for heading, cell in zip(headings[1:], row[1:], strict=True):
+            figures[row[0], heading] = cell
+        row.clear()
+
+    for line in lines:
+        if line.startswith("┏"):
+            headings = []
+        cells = [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
+        if line.startswith("┃"):
+            headings = [
+                f"{above} {cell}".strip() for above, cell in zip(headings or [""] * len(cells), cells, strict=True)
+            ]
+        elif line.startswith("│"):
+            row[:] = [f"{above} {cell}".strip() for above, cell in zip(row or [""] * len(cells), cells, strict=True)]
+        elif line.startswith(("├", "└")) and row:
+            end()
+    assert len({heading for _, heading in figures}) == columns
+    return figures
+
+
+LABELS = ("plain", "eagle3 · frequency:ranking=folder/ranking,size=64 · tree 60/5/10", "hybrid [of] markup")
+HEADINGS = (
+    "tokens/s",
+    "vs plain with\nhead product",
+    "vs transformers",
+    "acceptance length",
+    "recall\n@10",
+    "identical",
+)
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
+def test_every_figure_stands_whole_under_its_heading_beside_its_label(width):
+    table = FittedTable("A title", ["system", *HEADINGS], caption="a caption " * 20)
+    expected = {}
+    for number, label in enumerate(LABELS):
+        cells = [f"{number}.{column}4×\n[{number}.{column}1, {number}.{column}9]" for column in range(len(HEADINGS))]
+        table.add_row(label, *cells, ends_section=True)
+        expected |= {
+            (label, " ".join(heading.split())): " ".join(cell.split())
+            for heading, cell in zip(HEADINGS, cells, strict=True)
+        }
+    lines = shown(table, width)
+    assert all(len(line) <= width for line in lines)
+    assert lines[0] == "A title" and " ".join(lines).count("a caption") + " ".join(lines).count("a  caption") >= 18
+    found = parsed(lines, len(HEADINGS))
+    # A label that is broken within a word was put together with a space.
+    tight = {re.sub(r"\s", "", label): label for label in LABELS}
+    assert {(tight[re.sub(r"\s", "", label)], heading): cell for (label, heading), cell in found.items()} == expected
+    # No label letter by letter: none of its lines is shorter than a word, but for the last.
+    assert max(line.count("│") for line in lines) >= 3 and not any(re.match(r"│ \S │", line) for line in lines)
+
+
+def test_a_table_that_fits_is_one_block_and_folds_nothing():
+    table = FittedTable("Title", ["policy", "acceptance length"])
+    table.add_row("hybrid:core_size=1024,window=2048", "2.50")
+    lines = shown(table, 80)
+    assert sum(line.startswith("┏") for line in lines) == 1
+    assert any("acceptance length" in line for line in lines)
+    assert any("hybrid:core_size=1024,window=2048" in line for line in lines)
+    with pytest.raises(ValueError, match="a row of 2 cells"):
+        table.add_row("one")
+
+
+def test_labels_of_two_columns_are_repeated_in_each_block():
+    table = FittedTable("By depth", ["policy", "figure", *(f"depth {depth}" for depth in range(12))], labels=2)
+    for name in ("size", "mass"):
+        table.add_row("" if name == "mass" else "full", name, *(f"{depth}.{len(name)}000" for depth in range(12)))
+    lines = shown(table, 80)
+    blocks = sum(line.startswith("┏") for line in lines)
+    assert blocks > 1 and sum("│ full   │ size" in line for line in lines) == blocks
+    assert sum(re.match(r"│ +│ mass", line) is not None for line in lines) == blocks
+
+
+def test_no_table_of_the_package_is_laid_out_by_anything_else():
+    users = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"rich\.table|rich import .*Table", path.read_text(encoding="utf-8"))
+    ]
+    assert users == ["evaluation/tables.py"]
+
+
+MEASUREMENTS = {
+    "bench": ["--tree", "8/2/3", "--repeats", 2, "--profile-prompts", 1, "--by-domain"],
+    "coverage": ["--temperature", 0.8, "--by-depth", "--by-domain"],
+}
+
+
+@pytest.mark.parametrize("command", list(MEASUREMENTS))
+def test_the_tables_of_measurements_fit_80_columns(folder, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    policies = ["full", "frequency:size=64", "hybrid:core_size=16,window=8,prompt_top_k=3,verify_top_k=3"]
+    words = [word for policy in policies for word in ("--policy", policy)]
+    result = CliRunner().invoke(app, measure(command, folder, *words, "--max-new-tokens", 12, *MEASUREMENTS[command]))
+    assert result.exit_code == 0, result.exception
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("┏") for line in lines) > 3 and max(map(len, lines)) <= 80
+    for line in lines:
+        if line.startswith("│"):
+            label, *figures = [cell.strip() for cell in line.split("│")[1:-1]]
+            assert len(label) != 1 and not any("…" in cell for cell in (label, *figures))
+            assert all(re.fullmatch(r"[\w .,:%×±–\[\]/-]*", cell) for cell in figures)
+
+
+# Help and version ----------------------------------------------------------------------------------------------------
+
+
+def all_commands() -> list[list[str]]:
+    found, waiting = [], [([], typer.main.get_command(app))]
+    while waiting:
+        words, command = waiting.pop()
+        found.append(words)
+        waiting += [([*words, name], one) for name, one in getattr(command, "commands", {}).items()]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("words", all_commands(), ids=lambda words: " ".join(words) or "hf-dynspec")
+def test_help_has_every_option_whole_in_80_columns(monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80 and "…" not in result.output
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    for parameter in command.params:
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            assert not option.startswith("-") or re.search(rf"(^|\s){option}(\s|$)", result.output), option
+
+
+def test_the_version_is_told():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"hf-dynspec {hf_dynspec.__version__}\n")
+
+
+# Interrupts ----------------------------------------------------------------------------------------------------------
+
+
+def interrupt_when(process: subprocess.Popen, is_time) -> tuple[int, str, list[str]]:
+    """Press Ctrl-C as soon as something holds: the whole group of processes hears it."""
+    end = time.monotonic() + 90
+    while not is_time():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert "Traceback" not in output + errors
+    return process.returncode, output, errors.splitlines()
+
+
+needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
+
+
+@needs_signals
+def test_an_interrupted_training_is_kept_and_goes_on(folder, tmp_path):
+    out = tmp_path / "router"
+    # As many batches as are never reached, but by the run that goes on from a state near the end.
+    words = train(folder, out, "--steps", 1200, "--held-out", 200, "--evaluate-every", 5, "--max-batches", 100_000)
+    status, _, errors = interrupt_when(start(*words), (out / "partial" / "training.safetensors").exists)
+    assert status == 130
+    assert errors[-1] == (
+        f"interrupted: what was finished is kept in {out}/partial (2 parts of the draft steps, the texts, the "
+        "clusters, training); run the same command again to go on"
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["partial"]
+    training, recorded = out / "partial" / "training.safetensors", out / "partial" / "steps-00000.safetensors"
+    before = [path.stat().st_mtime_ns for path in (training, recorded)]
+
+    def looked_again() -> bool:
+        return training.exists() and training.stat().st_mtime_ns != before[0]
+
+    status, _, _ = interrupt_when(start(*words), looked_again)
+    assert status == 130 and recorded.stat().st_mtime_ns == before[1]
+    before[0] = training.stat().st_mtime_ns
+    status, _, errors = interrupt_when(start(*words, "--overwrite"), looked_again)
+    assert status == 130 and recorded.stat().st_mtime_ns != before[1]
+    assert errors[-1].endswith("run the same command without --overwrite to go on")
+
+
+@needs_signals
+def test_interrupted_counts_are_kept_and_the_same_command_ends_them(folder, tmp_path):
+    out = tmp_path / "ranking"
+    words = ["build", "frequency", "--tokenizer", folder / "target", "--out", out, "--save-every", 0, "--processes", 2]
+    words += ["--text", *sorted(folder.glob("texts-*.jsonl"))]
+    status, _, errors = interrupt_when(start(*words), (out / "partial" / "counts.npz").exists)
+    assert status == 130
+    kept = rf"interrupted: the counts of \d+ of 4 parts are kept in {out}/partial; run the same command again to go on"
+    assert re.fullmatch(kept, errors[-1])
+    status, output, errors = run(*words)
+    assert status == 0 and any(line.startswith("continuing: ") for line in errors)
+    assert f"{24 * 4000:,}" in output and not (out / "partial").exists()
+
+
+@needs_signals
+def test_interrupted_clusters_are_not_kept_and_that_is_said(folder, tmp_path):
+    out = tmp_path / "clusters"
+    words = ["build", "clusters", "--target", folder / "target", "--num-clusters", 200, "--iterations", 10_000]
+    status, _, errors = interrupt_when(start(*words, "--out", out), (out / ".hf-dynspec.lock").exists)
+    assert status == 130 and not out.exists()
+    assert errors[-1].startswith("interrupted: ") and errors[-1].endswith("run the same command to begin anew")
+
+
+@needs_signals
+def test_an_interrupted_measurement_says_where_its_figures_are(folder, tmp_path):
+    out = tmp_path / "coverage.json"
+    words = ["--temperature", 1, "--continuations", 100_000, "--max-new-tokens", 8, "--policy", "full", "--json", out]
+    status, output, errors = interrupt_when(start(*measure("coverage", folder, *words)), out.exists)
+    assert status == 130 and "│ full" in output
+    assert (
+        errors[-1] == f"interrupted: what was measured until then is above and in {out}; the same command begins anew"
+    )
+
+
+def test_an_interrupt_that_a_destructor_swallows_is_not_lost():
+    """Python drops exceptions that are raised in destructors; the next sign of progress raises this one."""
+    code = """
+import os, signal
+from hf_dynspec.commands import app, main
+from hf_dynspec.commands.common import progress_bar
+
+@app.command()
+def work() -> None:
+    class Late:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100): pass
+    with progress_bar() as report:
+        report("working", 0, 2)
+        late = Late()
+        del late
+        report("working", 1, 2)
+    print("went on")
+
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "work"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 130 and "went on" not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("interrupted: ")
+
+
+# What the operating system refuses -----------------------------------------------------------------------------------
+
+
+def writers(folder: Path) -> dict[str, list]:
+    """Commands that write a folder, without the folder."""
+    return {
+        "frequency": [
+            "build",
+            "frequency",
+            "--tokenizer",
+            folder / "target",
+            "--text",
+            folder / "texts-0.jsonl",
+            "--out",
+        ],
+        "clusters": ["build", "clusters", "--target", folder / "target", "--num-clusters", 5, "--out"],
+        "router": train(folder, Path("x"))[:-1],
+    }
+
+
+@pytest.mark.parametrize("command", ["frequency", "clusters", "router"])
+@pytest.mark.parametrize("place", ["file", "below a file", "nowhere"])
+def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path, monkeypatch, command, place):
+    (tmp_path / "file").write_text("mine")
+    out = {"file": tmp_path / "file", "below a file": tmp_path / "file" / "a" / "b", "nowhere": Path("/proc/nowhere")}
+    if place == "nowhere" and not Path("/proc").is_dir():
+        pytest.skip("needs a file system that nobody can write to")
+    for loader in ("load_model", "find_eos_token_ids"):
+        monkeypatch.setattr(f"hf_dynspec.commands.build.{loader}", lambda *_: pytest.fail("work was begun"))
+    result = CliRunner().invoke(app, [*map(str, writers(folder)[command]), str(out[place])])
+    assert result.exit_code == 1 and isinstance(result.exception, ConfigurationError)
+    assert str(out[place]) in str(result.exception) and "\n" not in str(result.exception)
+    assert (tmp_path / "file").read_text() == "mine" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("command", ["bench", "coverage"])
+@pytest.mark.parametrize("name", ["prompts.jsonl/out.json", ".", "no/such/folder/out.json", "/dev/null"])
+def test_files_that_cannot_be_written_are_refused_before_work(folder, monkeypatch, command, name):
+    monkeypatch.setattr("hf_dynspec.evaluation.workloads.read_workload", lambda *_: pytest.fail("work was begun"))
+    result = CliRunner().invoke(app, measure(command, folder, "--json", folder / name))
+    assert isinstance(result.exception, ConfigurationError)
+    assert "cannot be written: --json takes a file in an existing folder" in str(result.exception)
+
+
+def test_two_processes_do_not_write_one_folder_and_a_killed_one_is_no_obstacle(folder, tmp_path):
+    out = tmp_path / "clusters"
+    words = ["build", "clusters", "--target", folder / "target", "--out", out, "--num-clusters"]
+    first = start(*words, 200, "--iterations", 10_000)
+    try:
+        while not (out / ".hf-dynspec.lock").exists():
+            assert first.poll() is None, first.communicate()[1]
+            time.sleep(0.02)
+        result = CliRunner().invoke(app, list(map(str, [*words, 5])))
+        assert isinstance(result.exception, ConfigurationError)
+        assert "is being written by another process; wait for it to end" in str(result.exception)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert (out / ".hf-dynspec.lock").exists()
+    result = CliRunner().invoke(app, list(map(str, [*words, 5])))
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_two_measurements_do_not_write_one_file(folder, tmp_path):
+    out = tmp_path / "out.json"
+    words = ["--temperature", 1, "--continuations", 100_000, "--max-new-tokens", 8, "--policy", "full", "--json", out]
+    first = start(*measure("coverage", folder, *words))
+    try:
+        while not out.exists():
+            assert first.poll() is None, first.communicate()[1]
+            time.sleep(0.02)
+        result = CliRunner().invoke(app, measure("coverage", folder, *words))
+        assert "is being written by another process" in str(result.exception)
+    finally:
+        first.kill()
+        first.communicate()
+
+
+# A file of the command is too large for the process, as when the disk is full: the system refuses the write.
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+from hf_dynspec.commands import main
+main()
+"""
+
+
+@needs_signals
+@pytest.mark.parametrize(
+    ("command", "limit"), [("frequency", 1000), ("clusters", 1000), ("router", 1000), ("router", 60_000)]
+)
+def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, command, limit):
+    words = [*writers(folder)[command], tmp_path / "out"]
+    words += ["--steps", 1200, "--held-out", 200] if command == "router" else []
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit), *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and str(tmp_path / "out") in line
+    assert "File too large; write to another disk" in line
+
+
+def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_dynspec.evaluation.provenance.write_json", refuse)
+    words = ["--policy", "full", "--max-new-tokens", 8, "--json", out]
+    result = CliRunner().invoke(app, measure("coverage", folder, *words))
+    assert "│ full" in result.stdout and isinstance(result.exception, DynSpecError)
+    assert str(result.exception).startswith(f"{out} lacks what was measured, which is above: No space left on device")
+
+
+def test_a_recording_that_would_fill_the_disk_is_refused(folder, tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=1000))
+    result = CliRunner().invoke(app, train(folder, tmp_path / "router", "--steps", 1200, "--held-out", 200))
+    assert isinstance(result.exception, ConfigurationError)
+    assert "1,200 draft steps take about 0.3 MiB" in str(result.exception)
+    assert not list((tmp_path / "router").rglob("steps-*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device", "/a/b"), "/a/b: No space left on device; free some space"),
+        (OSError(17, "File exists", "/a", None, "/b"), "/b: File exists; a file stands where a folder should be"),
+        (OSError("only\nwords"), "only words"),
+        (RuntimeError("I/O error: Os { code: 28, kind: StorageFull }"), "No space left on device; free some space"),
+    ],
+)
+def test_what_the_system_refused_is_said_in_one_line(error, says):
+    assert describe_os_error(error).startswith(says)
+
+
+# Policies by name ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["router", "union"])
+def test_policies_that_need_settings_say_so_wherever_they_are_named(folder, name):
+    fix = {"router": r'RouterShortlist\("path"\).*--policy router:router=DIR', "union": r"UnionShortlist\(.*\+"}[name]
+    with pytest.raises(ConfigurationError, match=fix):
+        DynSpecAssistant(tiny("llama"), name)
+    for command in ("bench", "coverage"):
+        result = CliRunner().invoke(app, measure(command, folder, "--policy", name))
+        assert isinstance(result.exception, ConfigurationError) and re.search(fix, str(result.exception))
+
+
+def test_every_policy_is_made_by_name_or_refused_with_a_typed_error():
+    for name in POLICIES:
+        try:
+            assert as_policy(name).name == name
+        except ConfigurationError as error:
+            assert repr(name) in str(error)
+
+
+# How long it takes ---------------------------------------------------------------------------------------------------
+
+
+def test_how_long_it_takes_is_told_once_for_each_activity(monkeypatch):
+    said, now = [], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(said.append)
+    for activity, first, seconds in (("recording", 0, 3.0), ("training", 50, 0.5)):
+        for done in range(first, 100, 2):
+            pace.note(activity, done, 100, "at most" if activity == "training" else "")
+            now[0] += 2 * seconds
+    assert said == [
+        "recording: about 5 min left, at the pace so far",
+        "training: at most about 23 s left, at the pace so far",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "about 1 s"), (89, "about 89 s"), (431, "about 7 min"), (7800, "about 2 h 10 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_training_says_how_long_it_takes_and_whose_figures_it_shows(folder, tmp_path):
+    words = train(folder, tmp_path / "router", "--steps", 1200, "--held-out", 200)
+    result = CliRunner().invoke(app, [*words, "--max-batches", "40", "--evaluate-every", "10"])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if "━" not in line]
+    assert [line.split(":")[0] for line in lines if line.endswith("left, at the pace so far")] == [
+        "recording draft steps",
+        "training",
+    ]
+    looks = [line for line in lines if line.startswith("batch ")]
+    assert len(looks) == 4
+    losses = []
+    for number, line in enumerate(looks, 1):
+        left = ", about .* left at most" if number < 4 else ""
+        told = re.match(
+            rf"batch {10 * number} of at most 40{left}: loss \S+, held out (\S+); the best so far, of batch (\d+): ",
+            line,
+        )
+        losses.append(float(told[1]))
+        assert int(told[2]) == 10 * (1 + losses.index(min(losses)))
+    best = 10 * (1 + losses.index(min(losses)))
+    assert f"the router of batch {best} is kept, whose held-out loss was the lowest" in lines
