@@ -12,6 +12,7 @@ _HOMES = {
     "ArtifactError": ".errors",
     "ConfigurationError": ".errors",
     "DynSpecAssistant": ".assistant",
+    "DynSpecCandidateGenerator": ".generation.candidate_generator",
     "DynSpecConfig": ".configuration",
     "DynSpecError": ".errors",
     "EagleDrafter": ".drafters",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .errors import DynSpecError as DynSpecError
     from .errors import NotBoundError as NotBoundError
     from .errors import UnsupportedError as UnsupportedError
+    from .generation.candidate_generator import DynSpecCandidateGenerator as DynSpecCandidateGenerator
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist

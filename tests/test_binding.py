@@ -4,22 +4,42 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
 import torch
-from models import EOS, POLICY_CASES, ForwardCounter, perturbed, prompt, tiny, word_tokenizer
+from models import (
+    EOS,
+    POLICY_CASES,
+    ForwardCounter,
+    character_tokenizer,
+    perturbed,
+    prompt,
+    random_router,
+    tiny,
+    word_tokenizer,
+)
 from transformers import (
     DynamicCache,
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedTokenizerFast,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from hf_dynspec import DynSpecAssistant, DynSpecError, NotBoundError, UnsupportedError
+from hf_dynspec import (
+    DynSpecAssistant,
+    DynSpecCandidateGenerator,
+    DynSpecError,
+    NotBoundError,
+    RouterShortlist,
+    TreeConfig,
+    UnsupportedError,
+)
 
 
 @pytest.fixture
@@ -352,6 +372,253 @@ def test_a_static_cache_is_refused(target, drafter):
     )
     cache = DynamicCache(config=target.config)
     assert torch.equal(greedy(target, assistant, past_key_values=cache), greedy(target))
+
+
+# Leaving no trace ----------------------------------------------------------------------------------------------------
+
+
+def wrapper_of(generate, calls: list):
+    """What users and libraries put around `generate`."""
+
+    def wrapped(*args, **kwargs):
+        calls.append(kwargs)
+        return generate(*args, **kwargs)
+
+    return wrapped
+
+
+def test_a_generate_that_the_object_had_before_is_called_and_restored(target, drafter):
+    calls: list = []
+    wrapped = target.generate = wrapper_of(target.generate, calls)
+    assistant = DynSpecAssistant(drafter, target=target)
+    expected = greedy(tiny())
+    assert torch.equal(greedy(target, assistant), expected) and assistant.stats.rounds > 0
+    assert len(calls) == 1
+    assert torch.equal(greedy(target), expected) and len(calls) == 2
+    assistant.unbind()
+    assert vars(target)["generate"] is wrapped and "_get_candidate_generator" not in vars(target)
+    assert torch.equal(greedy(target), expected) and len(calls) == 3
+
+
+def test_a_wrapper_put_on_after_binding_keeps_working(target, drafter):
+    calls: list = []
+    assistant = DynSpecAssistant(drafter, target=target)
+    wrapped = target.generate = wrapper_of(target.generate, calls)
+    expected = greedy(tiny())
+    assert torch.equal(greedy(target, assistant), expected) and assistant.stats.rounds > 0
+    other = DynSpecAssistant(drafter, "full", target=target)
+    for one in (assistant, other):
+        assert torch.equal(greedy(target, one), expected) and one.stats.rounds > 0
+    other.unbind()
+    assert vars(target)["generate"] is wrapped
+    assistant.unbind()
+    assert vars(target)["generate"] is wrapped
+    assert torch.equal(greedy(target), expected) and len(calls) == 4
+    assistant.bind(target)
+    assert torch.equal(greedy(target, assistant), expected)
+
+
+def test_wrappers_before_and_after(target, drafter):
+    before: list = []
+    after: list = []
+    first = target.generate = wrapper_of(target.generate, before)
+    assistant = DynSpecAssistant(drafter, target=target)
+    bound = target.generate
+    target.generate = wrapper_of(target.generate, after)
+    assert torch.equal(greedy(target, assistant), greedy(tiny()))
+    assert len(before) == len(after) == 1 and assistant.stats.rounds > 0
+    target.generate = bound
+    assistant.unbind()
+    assert vars(target)["generate"] is first
+
+
+SIGNATURES = {
+    "any": "def generate(self, *args, **kwargs): return super(type(self), self).generate(*args, **kwargs)",
+    "one and any": "def generate(self, ids, *args, **more): return super(type(self), self).generate(ids, *args, **more)",
+    "keywords": "def generate(self, *, inputs, **kwargs): return super(type(self), self).generate(inputs, **kwargs)",
+    "few": (
+        "def generate(self, inputs=None, assistant_model=None, max_new_tokens=16, do_sample=False):\n"
+        "  return super(type(self), self).generate(inputs, assistant_model=assistant_model, "
+        "max_new_tokens=max_new_tokens, do_sample=do_sample)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_subclasses_with_any_signature(name, target, drafter):
+    namespace: dict = {}
+    exec(SIGNATURES[name], namespace)
+    target.__class__ = type("Special", (type(target),), {"generate": namespace["generate"]})
+    assistant = DynSpecAssistant(drafter, target=target)
+    arguments = {"max_new_tokens": 16, "do_sample": False}
+    args, kwargs = ((), {"inputs": prompt()}) if name == "keywords" else ((prompt(),), {})
+    output = target.generate(*args, **kwargs, **arguments, assistant_model=assistant)
+    assert torch.equal(output, greedy(tiny()))
+    assert assistant.stats.accepted > 0 and assistant.stats.tokens == 16
+    if name in ("any", "one and any"):
+        config = GenerationConfig(max_new_tokens=16, eos_token_id=EOS, pad_token_id=0)
+        rounds = assistant.stats_total.rounds
+        output = target.generate(prompt(), config, None, None, None, None, assistant)
+        assert torch.equal(output, greedy(tiny())) and assistant.stats_total.rounds > rounds
+
+
+def test_the_attributes_go_with_the_last_assistant(target, drafter):
+    before = dict(vars(target))
+    first, second = DynSpecAssistant(drafter, target=target), DynSpecAssistant(drafter, "full", target=target)
+    greedy(target, first)
+    del first
+    assert "generate" in vars(target)
+    greedy(target, second)
+    del second
+    gc.collect()
+    assert vars(target) == before
+
+
+@pytest.mark.parametrize("policy", POLICY_CASES)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_assistant_made_within_the_call(policy, do_sample, target, drafter):
+    before = dict(vars(target))
+    arguments = {"max_new_tokens": 24, "do_sample": do_sample, "num_assistant_tokens": 4}
+    torch.manual_seed(0)
+    output = target.generate(
+        prompt(),
+        **{name: value for name, value in arguments.items() if name != "num_assistant_tokens"},
+        assistant_model=DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, num_assistant_tokens=4),
+    )
+    if not do_sample:
+        assert torch.equal(output, greedy(target, max_new_tokens=24))
+    assert output.shape[1] <= 36
+    gc.collect()
+    assert vars(target) == before
+
+
+def test_an_assistant_made_within_the_call_that_needs_our_own_loop(target, drafter):
+    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
+        target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target, tree=True))
+    gc.collect()
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(prompt()[:, :6], past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
+        target.generate(
+            prompt(), past_key_values=cache, assistant_model=DynSpecAssistant(drafter, target=target), max_new_tokens=4
+        )
+
+
+@pytest.mark.parametrize("ends", ["by length", "by token"])
+def test_a_loop_of_ones_own(ends, target, drafter):
+    """The contract of transformers' candidate generators, in the fewest lines."""
+    assistant = DynSpecAssistant(drafter, target=target)
+    plain = greedy(target)[0].tolist()
+    eos = plain[20] if ends == "by token" else EOS
+    config = GenerationConfig(max_length=28, eos_token_id=eos)
+    generator = DynSpecCandidateGenerator(assistant, input_ids=prompt(), generation_config=config)
+    text, outputs, matches = prompt(), None, 0
+    with torch.no_grad():
+        while text.shape[1] < 28 and text[0, -1] != eos:
+            candidates, logits = generator.get_candidates(text, model_outputs=outputs, n_last_matches=matches)
+            assert logits is None and candidates.shape[1] <= 27
+            outputs = target(candidates, **generator.model_kwargs_overrides)
+            chosen = outputs.logits[:, text.shape[1] - 1 :].argmax(-1)
+            drafted = candidates[:, text.shape[1] :]
+            matches = int((drafted == chosen[:, :-1]).cumprod(-1).sum())
+            matches = min(matches, 27 - text.shape[1])
+            text = torch.cat([text, chosen[:, : matches + 1]], dim=1)
+            generator.update_candidate_strategy(text, outputs.logits[:, -drafted.shape[1] - 1 :], matches)
+    assert text[0].tolist() == plain[: text.shape[1]]
+    assert assistant.stats_total.rounds == 0
+    del generator
+    assert assistant.stats.accepted > 0 and assistant.stats.tokens == text.shape[1] - 12
+
+
+def test_a_bind_that_fails_leaves_everything_as_it_was(target, drafter):
+    assistant = DynSpecAssistant(drafter, RouterShortlist(random_router(), max_clusters=3), target=target)
+    expected = greedy(tiny())
+    wide = tiny(hidden_size=64)
+    refused_targets = (wide, tiny(vocabulary=4000), tiny_t5(), object())
+    for other in refused_targets[1:]:
+        with pytest.raises(UnsupportedError):
+            assistant.bind(other)
+        assert assistant.target is target and "generate" not in getattr(other, "__dict__", {})
+        assert torch.equal(greedy(target, assistant), expected) and assistant.stats.rounds > 0
+    for name, wrong in {
+        "drafter": perturbed(tiny(vocabulary=4000)),
+        "policy": RouterShortlist(random_router(width=16), max_clusters=3),
+        "tree": 7,
+    }.items():
+        before = getattr(assistant, name)
+        with pytest.raises(DynSpecError):
+            setattr(assistant, name, wrong)
+        assert getattr(assistant, name) is before
+        assert torch.equal(greedy(target, assistant), expected) and assistant.stats.accepted > 0
+
+
+def test_what_is_reassigned_takes_effect_at_the_next_call(target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    expected = greedy(tiny())
+    assert torch.equal(greedy(target, assistant), expected)
+    full = assistant.stats.active_vocabulary
+    assistant.policy = POLICY_CASES["frequency"]()
+    assert torch.equal(greedy(target, assistant), expected)
+    assert assistant.stats.active_vocabulary == 90 < full
+    assistant.policy = "hybrid"
+    conversation = assistant.conversation()
+    assert torch.equal(greedy(target, conversation), expected)
+    assistant.drafter = target
+    for one in (assistant, conversation):
+        assert torch.equal(greedy(target, one), expected)
+    assert assistant.stats.acceptance_rate > 0.8
+    assistant.tree = TreeConfig(8, 2, 3)
+    assert torch.equal(greedy(target, assistant), expected) and assistant.stats.drafted % 7 == 0
+    assistant.tree = False
+    assistant.generation_config.num_assistant_tokens = 2
+    assert torch.equal(greedy(target, assistant), expected)
+    assert max(index for index, count in enumerate(assistant.stats.tokens_per_round) if count) <= 3
+
+
+def test_a_copy_is_bound_to_the_same_target(target, drafter):
+    """Evaluation harnesses copy the arguments of every request."""
+    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens=3)
+    expected = greedy(target, assistant)
+    twin = copy.deepcopy({"assistant_model": [assistant, assistant]})["assistant_model"]
+    assert twin[0] is twin[1] is not assistant
+    twin = twin[0]
+    assert twin.target is target and twin.drafter is assistant.drafter and twin.policy is assistant.policy
+    twin.generation_config.num_assistant_tokens = 1
+    assert torch.equal(greedy(target, twin), expected) and torch.equal(greedy(target, assistant), expected)
+    assert max(index for index, count in enumerate(twin.stats.tokens_per_round) if count) == 2
+    assistant.unbind()
+    assert torch.equal(greedy(target, twin), expected)
+    conversation = copy.deepcopy(twin.conversation())
+    assert torch.equal(greedy(target, conversation), expected)
+    twin.unbind()
+    assert "generate" not in vars(target)
+    assert copy.deepcopy(twin).target is None
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_tokenizers_that_can_both_be_known_are_compared(given, tmp_path):
+    target, drafter = tiny(), tiny(seed=2)
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=character_tokenizer()._tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    word_tokenizer().save_pretrained(tmp_path / "target")
+    other.save_pretrained(tmp_path / "drafter")
+    target = type(target).from_pretrained(tmp_path / "target")
+    drafter = type(drafter).from_pretrained(tmp_path / "drafter")
+    tokenizer = word_tokenizer() if given else None
+    with pytest.raises(UnsupportedError, match="differ"):
+        DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match="differ"):
+        DynSpecAssistant(drafter, target=tiny(), tokenizer=word_tokenizer())
+    word_tokenizer().save_pretrained(tmp_path / "drafter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
+    with pytest.warns(UserWarning, match="could not be compared"):
+        DynSpecAssistant(tiny(seed=2), target=target, tokenizer=tokenizer)
 
 
 # Models that cannot be used ------------------------------------------------------------------------------------------

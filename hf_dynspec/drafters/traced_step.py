@@ -6,6 +6,7 @@ that it never holds old ones, and models of one architecture share it. Tracing t
 graph is used only for models with which it has agreed, at lengths other than the one it was traced at.
 """
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -124,15 +125,15 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
     if not _can_be_traced(model, modules):
         return None
     weights = watch.parameters()
-    step = _Step(decoder)
     key = (repr(model.config), repr(decoder), tuple((one.shape, one.dtype, one.device) for one in weights))
     # A model may do anything in its forward; whatever keeps it from being traced only costs the speed of the trace.
     try:
         with _lock, without_warnings():
+            step = _Step(decoder, weights)
             if key not in _traces and len(_traces) < _MOST_TRACES:
                 _traces[key] = None
                 example = _example(decoder, _TRACED_LENGTH)
-                _traces[key] = torch.jit.trace(step, (*example[:2], *weights, *example[2:]), check_trace=False)
+                _traces[key] = torch.jit.trace(step.run, (*example[:2], *weights, *example[2:]), check_trace=False)
             graph = _traces.get(key)
             if graph is not None and all(
                 _agrees(step, graph, weights, _example(decoder, n)) for n in _COMPARED_LENGTHS
@@ -145,29 +146,26 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
 
 class _Step:
     """A step as a function of tensors: token, position, weights, keys and values in; hidden state, keys and values
-    out."""
+    out. It runs a copy of the decoder's modules, which share its weights until others are put in their place."""
 
-    def __init__(self, decoder: nn.Module):
-        self._decoder = decoder
-        self._names = list(_names_by_module(decoder))
+    def __init__(self, decoder: nn.Module, weights: list[torch.Tensor]):
+        self._decoder = copy.deepcopy(decoder, {id(one): one for one in weights})
+        # In the order of `WeightsWatch.parameters`.
+        self._places = [
+            (tensors, name)
+            for module in self._decoder.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
 
-    def __call__(self, token_id: torch.Tensor, position: torch.Tensor, *tensors: torch.Tensor):
-        weights, layers = tensors[: len(self._names)], tensors[len(self._names) :]
+    def run(self, token_id: torch.Tensor, position: torch.Tensor, *tensors: torch.Tensor):
+        weights, layers = tensors[: len(self._places)], tensors[len(self._places) :]
+        for (holder, name), weight in zip(self._places, weights, strict=True):
+            holder[name] = weight
         cache = cache_of(list(layers))
-        inputs = {"input_ids": token_id, "position_ids": position, "past_key_values": cache, "use_cache": True}
-        outputs = torch.func.functional_call(
-            self._decoder, dict(zip(self._names, weights, strict=True)), kwargs=inputs, tie_weights=False
-        )
+        outputs = self._decoder(input_ids=token_id, position_ids=position, past_key_values=cache, use_cache=True)
         return (outputs[0], *layers_of(cache))
-
-
-def _names_by_module(decoder: nn.Module) -> Iterator[str]:
-    """The names of parameters and buffers in the order of `WeightsWatch.parameters`."""
-    for prefix, module in decoder.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name
 
 
 def _can_be_traced(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
@@ -232,5 +230,5 @@ def _agrees(step: _Step, graph: Any, weights: list[torch.Tensor], example: tuple
     inputs = (*example[:2], *weights, *example[2:])
     return all(
         ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-        for ours, theirs in zip(graph(*inputs), step(*inputs), strict=True)
+        for ours, theirs in zip(graph(*inputs), step.run(*inputs), strict=True)
     )

@@ -1,0 +1,353 @@
+"""Users adapt weights: the next round drafts with what is there, and the output stays the target's own."""
+
+import copy
+from collections.abc import Callable
+
+import peft
+import pytest
+import torch
+from eagle_heads import LAYOUTS, random_head
+from models import POLICY_CASES, perturbed, prompt, random_router, tiny
+from transformers import PreTrainedModel
+
+from hf_dynspec import DynSpecAssistant, EagleDrafter, RouterShortlist, TreeConfig, UnsupportedError
+from hf_dynspec.drafters import traced_step
+from hf_dynspec.drafters.weights_watch import WeightsWatch
+
+POLICIES = ("full", "hybrid", "router", "in_context", "frequency")
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def drafter(target) -> PreTrainedModel:
+    return perturbed(target)
+
+
+def greedy(target, assistant=None, **arguments) -> torch.Tensor:
+    named = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant}
+    return target.generate(prompt(), **named | arguments)
+
+
+def lora(seed: int = 0, **settings) -> peft.LoraConfig:
+    torch.manual_seed(seed)
+    everything = {"target_modules": "all-linear", "r": 4, "lora_alpha": 32, "init_lora_weights": False}
+    return peft.LoraConfig(task_type="CAUSAL_LM", **everything | settings)
+
+
+def scores_of(assistant: DynSpecAssistant) -> torch.Tensor:
+    """What the drafter makes of a text: the scores of a tree of the likeliest tokens."""
+    return assistant.draft_round(prompt(20, seed=3)).scores
+
+
+def inject(model):
+    peft.inject_adapter_in_model(lora(), model, "one")
+
+
+def inject_into_head(model):
+    peft.inject_adapter_in_model(lora(target_modules=["lm_head"]), model, "one")
+
+
+def in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+
+
+def through_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(0.7)
+
+
+def head_in_place(model):
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(0.5).add_(torch.randn(301, 32) * 0.1)
+
+
+def one_row_of_the_head(model):
+    with torch.no_grad():
+        model.get_output_embeddings().weight[7] = 3.0
+
+
+def loaded(model):
+    model.load_state_dict(perturbed(model, 0.5, seed=5).state_dict())
+
+
+def assigned(model):
+    model.load_state_dict(perturbed(model, 0.5, seed=5).state_dict(), assign=True)
+
+
+def replaced_layer(model):
+    model.model.layers[0] = perturbed(model, 0.5, seed=6).model.layers[0]
+
+
+def replaced_head(model):
+    model.set_output_embeddings(perturbed(model, 0.5, seed=6).get_output_embeddings())
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
+    "adapters injected": inject,
+    "an adapter in the head": inject_into_head,
+    "in place": in_place,
+    "through .data": through_data,
+    "the head in place": head_in_place,
+    "one row of the head": one_row_of_the_head,
+    "a state loaded": loaded,
+    "a state assigned": assigned,
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "a layer replaced": replaced_layer,
+    "the head replaced": replaced_head,
+    "a hook": hooked,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_drafter_that_changes_between_calls(name, policy, target, drafter):
+    make = POLICY_CASES[policy]
+    assistant = DynSpecAssistant(drafter, make(), target=target, tree=TreeConfig(20, 2, 5))
+    expected = greedy(target)
+    greedy(target, assistant)
+    before = scores_of(assistant)
+    CHANGES[name](drafter)
+    after = scores_of(assistant)
+    fresh = DynSpecAssistant(copy.deepcopy(drafter), make(), target=target, tree=TreeConfig(20, 2, 5))
+    torch.testing.assert_close(after, scores_of(fresh))
+    # One row may be on no shortlist of the text.
+    assert name == "one row of the head" or after.shape != before.shape or not torch.allclose(after, before)
+    for one in (assistant, fresh):
+        assert torch.equal(greedy(target, one), expected)
+    assert assistant.stats.to_dict() == fresh.stats.to_dict()
+
+
+def test_adapters_that_are_switched_disabled_and_merged(target, drafter):
+    """Each state drafts as a new assistant on a copy in that state does."""
+    model = peft.get_peft_model(drafter, lora(1, target_modules=["q_proj", "v_proj", "lm_head"]), adapter_name="one")
+    model.add_adapter("two", lora(2))
+    assistant = DynSpecAssistant(model, POLICY_CASES["hybrid"](), target=target, tree=TreeConfig(20, 2, 5))
+    seen = []
+
+    def look() -> None:
+        twin = DynSpecAssistant(
+            copy.deepcopy(model), POLICY_CASES["hybrid"](), target=target, tree=TreeConfig(20, 2, 5)
+        )
+        seen.append(scores_of(assistant))
+        torch.testing.assert_close(seen[-1], scores_of(twin))
+        assert torch.equal(greedy(target, assistant), greedy(target))
+
+    look()
+    model.set_adapter("two")
+    look()
+    with model.disable_adapter():
+        look()
+    model.set_adapter("one")
+    look()
+    model.base_model.merge_adapter()
+    look()
+    model.base_model.unmerge_adapter()
+    look()
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("one", 0.25)
+    look()
+    one, two, none, again, merged, unmerged, scaled = seen
+    torch.testing.assert_close(one, again)
+    torch.testing.assert_close(one, merged, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(one, unmerged, rtol=1e-3, atol=1e-3)
+    others = (two, none, scaled)
+    assert all(one.shape != other.shape or not torch.allclose(one, other, atol=1e-2) for other in others)
+
+
+@pytest.mark.parametrize("name", ["in place", "the head in place", "adapters injected", "a state assigned"])
+def test_a_drafter_that_changes_in_the_middle_of_a_call(name, target, drafter, monkeypatch):
+    """The round after the change drafts with what is there, from the first token on: its cache is computed anew."""
+    from hf_dynspec.session import DraftSession
+
+    drafts = []
+    draft = DraftSession.draft_chain
+
+    def changing(self, prefix, *args, **kwargs):
+        if len(drafts) == 2:
+            CHANGES[name](drafter)
+        candidates = draft(self, prefix, *args, **kwargs)
+        drafts.append((prefix.clone(), candidates))
+        return candidates
+
+    monkeypatch.setattr(DraftSession, "draft_chain", changing)
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    assert torch.equal(greedy(target, assistant), greedy(target))
+    prefix, candidates = drafts[2]
+    text = torch.cat([prefix, candidates.token_ids])
+    with torch.no_grad():
+        expected = drafter(text[None]).logits[0, prefix.shape[0] - 1 : -1]
+    torch.testing.assert_close(torch.stack(candidates.logits), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_conversation_goes_on_with_what_is_there(target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    conversation = assistant.conversation()
+    text = greedy(target, conversation)
+    in_place(drafter)
+    more = torch.cat([text, prompt(4, seed=8)], dim=1)
+    arguments = {"max_new_tokens": 10, "do_sample": False}
+    assert torch.equal(
+        target.generate(more, assistant_model=conversation, **arguments), target.generate(more, **arguments)
+    )
+    fresh = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target)
+    target.generate(more, assistant_model=fresh, **arguments)
+    assert conversation.stats.accepted == fresh.stats.accepted
+
+
+def test_a_router_follows_the_rows_that_it_holds_in_blocks(target, drafter):
+    policy = RouterShortlist(
+        random_router(), max_clusters=12, schedule="fixed"
+    )  # all of them, so that nothing is left out
+    assistant = DynSpecAssistant(drafter, policy, target=target, tree=TreeConfig(20, 2, 5))
+    full = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(20, 2, 5))
+    for change in (head_in_place, one_row_of_the_head, through_data):
+        change(drafter)
+        torch.testing.assert_close(scores_of(assistant), scores_of(full))
+
+
+# EAGLE heads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", ["every tensor", "one row", "the target's head", "the target's embedding"])
+def test_an_eagle_head_whose_weights_change(what, layout, tmp_path):
+    target = tiny(num_hidden_layers=4)
+    random_head(layout).write(tmp_path)
+    eagle = EagleDrafter.from_pretrained(tmp_path, target=target)
+    checkpoint = eagle.checkpoint
+    tree = TreeConfig(20, 2, 5)
+    assistant = DynSpecAssistant(eagle, POLICY_CASES["hybrid"](), target=target, tree=tree)
+    greedy(target, assistant)
+    before = scores_of(assistant)
+    with torch.no_grad():
+        if what == "every tensor":
+            for tensor in checkpoint.tensors.values():
+                if tensor.is_floating_point():
+                    tensor.mul_(1.2)
+        elif what == "one row":
+            checkpoint.tensors["fc.weight"][3] += 1.0
+        elif what == "the target's head":
+            target.get_output_embeddings().weight.mul_(1.5)
+        else:
+            target.get_input_embeddings().weight.mul_(1.5)
+    after = scores_of(assistant)
+    fresh = DynSpecAssistant(EagleDrafter(checkpoint, target), POLICY_CASES["hybrid"](), target=target, tree=tree)
+    torch.testing.assert_close(after, scores_of(fresh))
+    assert after.shape != before.shape or not torch.allclose(after, before)
+    assert torch.equal(greedy(target, assistant), greedy(target))
+
+
+# Targets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_target_that_changes_between_calls(name, target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target)
+    before = greedy(target)
+    assert torch.equal(greedy(target, assistant), before)
+    CHANGES[name](target)
+    expected = greedy(target)
+    output = greedy(target, assistant)
+    if name in ("half", "bfloat16"):
+        assert output.shape == expected.shape
+        return
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_peft_models_in_either_role(tree, target, drafter):
+    """The wrapper's own `generate` ends in the model's, which is the one that is bound."""
+    model = peft.get_peft_model(target, lora(3)).eval()
+    adapted = peft.get_peft_model(drafter, lora(4, r=2)).eval()
+    assistant = DynSpecAssistant(adapted, target=model, tree=tree)
+    expected = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False)
+    output = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    assert torch.equal(output, expected) and assistant.stats.rounds > 0
+    with model.disable_adapter():
+        expected = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False)
+        output = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    assert torch.equal(output, expected)
+    assert assistant.target is model.get_base_model()
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_compiled_wrappers_in_either_role(tree, target, drafter):
+    compiled = torch.compile(target, backend="eager")
+    assistant = DynSpecAssistant(torch.compile(drafter, backend="eager"), target=compiled, tree=tree)
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(
+        compiled.generate(prompt(), assistant_model=assistant, **arguments), compiled.generate(prompt(), **arguments)
+    )
+    assert assistant.stats.accepted > 0
+
+
+VIRTUAL = {
+    "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "P_TUNING": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_virtual_tokens_are_refused_by_name(kind, target, drafter):
+    """When they are bound, in either role, and when they come after binding."""
+    assistant = DynSpecAssistant(drafter, target=target)
+    model = peft.get_peft_model(target, VIRTUAL[kind]()).eval()
+    other = peft.get_peft_model(tiny(), VIRTUAL[kind]())
+    for refused in (
+        lambda: DynSpecAssistant(drafter, target=model),
+        lambda: DynSpecAssistant(other, target=tiny()),
+        lambda: model.generate(input_ids=prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{kind}.*virtual tokens"):
+            refused()
+
+
+# The watch and the trace ---------------------------------------------------------------------------------------------
+
+
+def test_the_watch_sees_no_change_where_there_is_none(drafter):
+    watch = WeightsWatch(drafter, samples=True)
+    drafter(prompt())
+    assert not watch.has_changed()
+    for change in (one_row_of_the_head, through_data, loaded, inject):
+        change(drafter)
+        assert watch.has_changed(), change
+        assert not watch.has_changed(), change
+
+
+def test_models_of_one_architecture_share_a_trace(drafter, monkeypatch):
+    """Weights are its inputs, so it says of each model what that model says."""
+    monkeypatch.setattr(traced_step, "_traces", {})
+    target = tiny()
+    for seed in range(3):
+        model = tiny(seed=seed)
+        assistant = DynSpecAssistant(model, "full", target=target)
+        assert assistant.drafter.step is not None
+        greedy(target, assistant)
+    assert len(traced_step._traces) == 1
+    DynSpecAssistant(tiny("phi"), target=target)
+    assert len(traced_step._traces) == 2
+
+
+def test_adapters_are_not_traced_and_steps_are_traced_again_without_them(target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    assert assistant.drafter.step is not None
+    model = peft.get_peft_model(drafter, lora())
+    scores_of(assistant)
+    assert assistant.drafter.step is None
+    model.merge_and_unload()
+    scores_of(assistant)
+    assert assistant.drafter.step is not None
