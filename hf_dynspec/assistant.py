@@ -98,7 +98,7 @@ class DynSpecAssistant(Bindable):
         self._tokenizer = tokenizer
         self.profile = profile
         self.measure_coverage = measure_coverage
-        self.fast_target_head = fast_target_head
+        self._fast_target_head = fast_target_head
         self.stats = DraftingStatistics()
         self.stats_total = DraftingStatistics()
         self._lock = threading.Lock()
@@ -154,6 +154,15 @@ class DynSpecAssistant(Bindable):
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._change(_tokenizer=tokenizer)
+
+    @property
+    def fast_target_head(self) -> bool:
+        """Whether the target's logits are computed by this package's product, where it is faster. May be assigned."""
+        return self._fast_target_head
+
+    @fast_target_head.setter
+    def fast_target_head(self, fast_target_head: bool) -> None:
+        self._change(_fast_target_head=bool(fast_target_head))
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes and bind with them anew, or raise and leave everything as it was."""

@@ -434,7 +434,7 @@ def test_wrappers_before_and_after(target, drafter):
 
 SIGNATURES = {
     "any": "def generate(self, *args, **kwargs): return super(type(self), self).generate(*args, **kwargs)",
-    "one and any": "def generate(self, ids, *args, **more): return super(type(self), self).generate(ids, *args, **more)",
+    "one and any": "def generate(self, x, *args, **more): return super(type(self), self).generate(x, *args, **more)",
     "keywords": "def generate(self, *, inputs, **kwargs): return super(type(self), self).generate(inputs, **kwargs)",
     "few": (
         "def generate(self, inputs=None, assistant_model=None, max_new_tokens=16, do_sample=False):\n"

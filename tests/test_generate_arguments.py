@@ -1,9 +1,11 @@
 """What users pass to `generate` works as without an assistant, or as in transformers' own assisted generation."""
 
 import copy
+import types
 
 import pytest
 import torch
+from eagle_heads import random_head
 from models import (
     BOS,
     EOS,
@@ -30,7 +32,7 @@ from transformers import (
     TextStreamer,
 )
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec import ConfigurationError, DynSpecAssistant, EagleDrafter, InContextShortlist, UnsupportedError
 from hf_dynspec.session import DraftSession
 
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
@@ -615,3 +617,86 @@ def test_without_a_tokenizer_the_smaller_model_sets_the_limit():
     assistant = DynSpecAssistant(drafter, "full", target=target)
     assert_same(target, assistant)
     assert assistant.stats.active_vocabulary == VOCABULARY
+
+
+# What else is asked of generate --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("chunk", [1, 5, 12, 40])
+@pytest.mark.parametrize("drafter_kind", ["independent", "eagle"])
+def test_prompts_are_read_in_chunks_of_the_size_that_was_asked_for(drafter_kind, chunk, shape, drafter, tmp_path):
+    """The policy and an EAGLE head are shown all of them."""
+    target = tiny(num_hidden_layers=4)
+    if drafter_kind == "eagle":
+        random_head("eagle3").write(tmp_path)
+        drafter = EagleDrafter.from_pretrained(tmp_path, target=target)
+    policy = InContextShortlist(60, prompt_top_k=3)
+    assistant = DynSpecAssistant(drafter, policy, target=target, tree=shape)
+    sizes: list[int] = []
+    forward = type(target.model).forward
+
+    def watched(self, input_ids=None, **kwargs):
+        sizes.append(input_ids.shape[1])
+        return forward(self, input_ids, **kwargs)
+
+    expected = generate(target)
+    whole = generate(target, assistant)
+    accepted = assistant.stats.to_dict()
+    target.model.forward = types.MethodType(watched, target.model)
+    output = generate(target, assistant, prefill_chunk_size=chunk)
+    first = sizes[: -(-12 // chunk)]
+    drafts_at_once = drafter_kind == "independent" and not shape
+    assert torch.equal(output, expected) and torch.equal(whole, expected)
+    assert first[:-1] == [chunk] * (len(first) - 1)
+    drafted = assistant.generation_config.num_assistant_tokens * drafts_at_once
+    assert first[-1] == 12 - chunk * (len(first) - 1) + drafted
+    assert assistant.stats.to_dict() == accepted
+
+
+@pytest.mark.parametrize("where", ["call", "configuration of the call", "configuration of the target"])
+def test_stop_strings_and_healing_wherever_they_are_asked_for(where, drafter):
+    tokenizer = character_tokenizer()
+    target = tiny()
+    plain = generate(target)[0]
+    stop = tokenizer.decode(plain[18:20])
+    assistant = DynSpecAssistant(drafter, target=target)
+    for settings in ({"stop_strings": [stop]}, {"token_healing": True}, {"stop_strings": stop, "token_healing": True}):
+        target.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=0)
+        arguments = {"tokenizer": tokenizer}
+        if where == "call":
+            arguments |= settings
+        elif where == "configuration of the call":
+            arguments["generation_config"] = GenerationConfig(**settings, max_new_tokens=24, do_sample=False)
+        else:
+            target.generation_config = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
+        before = target.generation_config.to_dict()
+        expected = generate(target, **arguments)
+        output = generate(target, assistant, **arguments)
+        assert torch.equal(output, expected)
+        assert "stop_strings" not in settings or expected.shape[1] < plain.shape[0]
+        assert target.generation_config.to_dict() == before
+        with pytest.raises(UnsupportedError, match="tokenizer="):
+            generate(target, assistant, **{**arguments, "tokenizer": None})
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("size", [5, 12, 40])
+@pytest.mark.parametrize("name", ["hybrid", "in_context", "frequency", "full"])
+def test_vocabularies_smaller_than_a_policys_numbers(name, size, tree):
+    """The default policy wants the target's 50 likeliest tokens."""
+    target = tiny(vocabulary=size)
+    assistant = DynSpecAssistant(perturbed(target), name, target=target, tree=tree)
+    ids = prompt(vocabulary=size)
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **arguments), target.generate(ids, **arguments))
+    target.generate(ids, assistant_model=assistant, max_new_tokens=20, do_sample=True)
+    assert assistant.stats_total.accepted > 0
+
+
+def test_the_targets_fast_head_may_be_switched_off(drafter, target):
+    assistant = DynSpecAssistant(drafter, target=target, fast_target_head=False)
+    assert not assistant.fast_target_head and assistant.forward._head is None
+    assert_same(target, assistant)
+    assistant.fast_target_head = True
+    assert_same(target, assistant)
