@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import operator
 import os
 import tempfile
 import threading
@@ -114,7 +115,7 @@ class DynSpecAssistant(Bindable):
         twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
         twin._lock, twin._sessions, twin._binding = threading.Lock(), SessionPool(), None
         if self.target is not None:
-            twin._adopt(self.target, self._binding)
+            twin._adopt(self.target, self._binding, self.forward)
         return twin
 
     # Settings ------------------------------------------------------------------------------------------------------
@@ -181,8 +182,7 @@ class DynSpecAssistant(Bindable):
     @property
     def target(self) -> PreTrainedModel | None:
         """The model that this assistant is bound to, or None."""
-        binding = self._binding
-        return None if binding is None else binding.target()
+        return None if self._binding is None else self._binding.target()
 
     def bind(self, target: PreTrainedModel) -> "DynSpecAssistant":
         """Attach to one model object, and leave the one bound before. Returns the assistant.
@@ -200,22 +200,26 @@ class DynSpecAssistant(Bindable):
         target = unwrapped(target)
         check_target(target)
         self.drafter.require_target(target)
-        tokenizer = shared_tokenizer(target, self.drafter, self.tokenizer)
-        size = shared_vocabulary_size(target, self.drafter, tokenizer)
+        before, pair = self._binding, (self.drafter, self.tokenizer)
+        if before is not None and before.target() is target and all(map(operator.is_, before.pair, pair)):
+            tokenizer, size = self.tokenizer, before.vocabulary_size
+        else:
+            tokenizer = shared_tokenizer(target, self.drafter, self.tokenizer)
+            size = shared_vocabulary_size(target, self.drafter, tokenizer)
         self._require_tokenizer_of_policy(tokenizer)
         if self.tree is not None:
             self.drafter.require_trees()
         forward = TargetForward(target, self.fast_target_head, self.tree is not None)
         # What a policy cannot do for this pair it says now, and not in the first call.
         session = self._make_session(self._draftable_eos(target.generation_config, size), size)
-        self._adopt(target, _Binding(weakref.ref(target), size, forward))
         self._tokenizer = tokenizer
+        self._adopt(target, _Binding(weakref.ref(target), size, (self.drafter, tokenizer)), forward)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
         return self
 
-    def _adopt(self, target: PreTrainedModel, binding: "_Binding") -> None:
+    def _adopt(self, target: PreTrainedModel, binding: "_Binding", forward: TargetForward) -> None:
         """Attach to a target, and only then leave the one before."""
-        hook = attach(target, self, binding.forward)
+        hook = attach(target, self, forward)
         before, self._binding = self._binding, replace(binding, hook=weakref.ref(hook))
         if before is not None and before.hook() not in (None, hook):
             before.hook().remove(self)
@@ -431,8 +435,8 @@ class DynSpecAssistant(Bindable):
 
     @property
     def forward(self) -> TargetForward:
-        """What runs the bound target."""
-        return self._binding.forward
+        """What runs the bound target. It belongs to the target, so that nothing of that is kept alive from here."""
+        return self._binding.hook().forward_of(self)
 
     def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
         """Return the EOS ids of a call that the drafter can score, without repeats."""
@@ -483,11 +487,11 @@ class DynSpecAssistant(Bindable):
 
 @dataclass(frozen=True)
 class _Binding:
-    """What an assistant knows of the target that it is bound to."""
+    """What an assistant knows of the target that it is bound to, and which drafter and tokenizer it fits."""
 
     target: weakref.ref[PreTrainedModel]
     vocabulary_size: int
-    forward: TargetForward
+    pair: tuple[Drafter, Any]
     hook: weakref.ref[TargetHook] | None = None
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -326,6 +327,38 @@ def test_the_watch_sees_no_change_where_there_is_none(drafter):
         change(drafter)
         assert watch.has_changed(), change
         assert not watch.has_changed(), change
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic", "default"])
+def test_a_forward_is_no_change(rope, target):
+    """Some rotary embeddings write into their buffers in every forward; a cache that is thrown away in every round
+    would be read again in every round."""
+    settings: dict = {"rope_type": rope, "rope_theta": 1e4}
+    if rope == "longrope":
+        settings |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+        settings |= {"original_max_position_embeddings": 24}
+    elif rope == "dynamic":
+        settings |= {"factor": 4.0}
+    drafter = tiny(seed=4, rope_parameters=settings, max_position_embeddings=512 if rope != "dynamic" else 16)
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    greedy(target, assistant)
+    version = assistant.drafter.weights_version
+    assert torch.equal(greedy(target, assistant, max_new_tokens=40), greedy(target, max_new_tokens=40))
+    assert assistant.drafter.weights_version == version
+
+
+def test_weights_that_accelerate_keeps_elsewhere(target, drafter):
+    """They are there in a forward alone."""
+    accelerate.cpu_offload(drafter, execution_device=torch.device("cpu"))
+    assert next(drafter.parameters()).device.type == "meta"
+    for tree in (False, True):
+        assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target, tree=tree)
+        version = assistant.drafter.weights_version
+        assert torch.equal(greedy(target, assistant), greedy(target))
+        assert assistant.stats.accepted > 0 and assistant.drafter.weights_version == version
+    accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    assistant = DynSpecAssistant(tiny(seed=2), POLICY_CASES["hybrid"](), target=target, tree=True)
+    assert torch.equal(greedy(target, assistant), greedy(target))
 
 
 def test_models_of_one_architecture_share_a_trace(drafter, monkeypatch):

@@ -22,7 +22,9 @@ class WeightsWatch:
     """Remembers the parts, weights and adapters of a module.
 
     A change in place is told by torch's count of such changes. What is changed past that count, through `.data`, is
-    told by a sample of the numbers, on the CPU alone: elsewhere it would have to be waited for.
+    told by a sample of the numbers, on the CPU alone: elsewhere it would have to be waited for. Buffers that are not
+    saved with a model are none of its weights: some rotary embeddings write theirs in every forward. Weights that
+    accelerate keeps elsewhere come and go with every forward too, and cannot be watched.
 
     Args:
         module: what to watch.
@@ -36,7 +38,7 @@ class WeightsWatch:
 
     def has_changed(self) -> bool:
         """Whether anything changed since this was last asked, or since the watch began."""
-        if self._is_unchanged():
+        if self._is_offloaded or self._is_unchanged():
             return False
         self._remember()
         return True
@@ -50,22 +52,36 @@ class WeightsWatch:
         return (
             len(parts) == len(self._parts_then)
             and all(map(operator.is_, parts, self._parts_then))
-            and stamp(self.parameters(), self._samples) == self._stamp_then
+            and stamp(self._weights_now(), self._samples) == self._stamp_then
             and self._adapters_now() == self._adapters_then
         )
 
     def _remember(self) -> None:
         modules = list(self.module.modules())
         self._module_dicts = [one._modules for one in modules]
+        self._parameter_dicts = [one._parameters for one in modules]
         self._tensor_dicts = [tensors for one in modules for tensors in (one._parameters, one._buffers)]
+        self._saved_buffers = [
+            (one._buffers, name)
+            for one in modules
+            for name in one._buffers
+            if name not in one._non_persistent_buffers_set
+        ]
         self._adapted = [one for one in modules if hasattr(one, _ADAPTER_SETTINGS[0])]
         self._parts_then = self._parts_now()
-        self._stamp_then = stamp(self.parameters(), self._samples)
+        weights = self._weights_now()
+        self._is_offloaded = any(one.device.type == "meta" for one in weights)
+        self._stamp_then = stamp(weights, self._samples)
         self._adapters_then = self._adapters_now()
 
     def _parts_now(self) -> list[Any]:
-        dicts = chain(self._module_dicts, self._tensor_dicts)
-        return list(chain.from_iterable(map(dict.values, dicts)))
+        held = list(chain.from_iterable(map(dict.values, chain(self._module_dicts, self._parameter_dicts))))
+        return held + [buffers.get(name) for buffers, name in self._saved_buffers]
+
+    def _weights_now(self) -> list[torch.Tensor]:
+        held = list(chain.from_iterable(map(dict.values, self._parameter_dicts)))
+        held += [buffers.get(name) for buffers, name in self._saved_buffers]
+        return [one for one in held if one is not None]
 
     def _adapters_now(self) -> list[Any]:
         # Copies, as peft changes its lists and dictionaries where they are.

@@ -175,10 +175,11 @@ class TargetHook:
         if self.forward_of(assistant.owner) is None or not call.accepts("custom_generate"):
             # A hook below this one knows it, or a subclass's own `generate` calls transformers' with what it takes.
             return inner(*args, **kwargs)
-        check_call(target, call)
+        settings = call.resolved(target)
+        check_call(target, call, settings)
         _prepare_cache(target, call)
-        _prepare_stop_strings(target, call)
-        _heal_tokens(target, call)
+        _prepare_stop_strings(target, call, settings)
+        _heal_tokens(target, call, settings)
         call.remove("assistant_model")
         with assistant.open_call() as opened:
             loop = functools.partial(decode, drafting_call=opened, token_streamer=call.get("streamer"))
@@ -333,9 +334,9 @@ def _prepare_cache(target: PreTrainedModel, call: _Arguments) -> None:
         call.set("use_cache", True)
 
 
-def _prepare_stop_strings(target: PreTrainedModel, call: _Arguments) -> None:
+def _prepare_stop_strings(target: PreTrainedModel, call: _Arguments, settings: GenerationConfig) -> None:
     """Turn stop strings into a criterion here: `generate` keeps the tokenizer that they need from other loops."""
-    strings = call.resolved(target).stop_strings
+    strings = settings.stop_strings
     if strings is None:
         return
     tokenizer = call.get("tokenizer")
@@ -353,9 +354,9 @@ def _prepare_stop_strings(target: PreTrainedModel, call: _Arguments) -> None:
     call.set("stopping_criteria", StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion]))
 
 
-def _heal_tokens(target: PreTrainedModel, call: _Arguments) -> None:
+def _heal_tokens(target: PreTrainedModel, call: _Arguments, settings: GenerationConfig) -> None:
     """Heal the prompt's last token here: `generate` keeps the tokenizer that this needs from other loops."""
-    if not call.resolved(target).token_healing:
+    if not settings.token_healing:
         return
     tokenizer = call.get("tokenizer")
     if tokenizer is None:
@@ -365,15 +366,19 @@ def _heal_tokens(target: PreTrainedModel, call: _Arguments) -> None:
     call.set("token_healing", False)
 
 
-def check_call(target: PreTrainedModel, call: _Arguments) -> None:
+def check_call(target: PreTrainedModel, call: _Arguments, settings: GenerationConfig) -> None:
     """Refuse what assisted generation cannot do, before any work is done.
+
+    Args:
+        target: the model that generates.
+        call: its arguments.
+        settings: the configuration that they come to.
 
     Raises:
         UnsupportedError: names the argument and the alternative.
     """
     require_real_tokens(getattr(vars(target).get("prepare_inputs_for_generation"), "__self__", None))
     inputs = call.input_ids()
-    settings = call.resolved(target)
     cache_implementation = _asked_by_call(call, "cache_implementation")
     asked_use_cache = _asked_by_call(call, "use_cache")
     refusals = [
