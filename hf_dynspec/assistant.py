@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .configuration import DEFAULT_SHARD_SIZE, LONGEST_DRAFT, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 class DynSpecAssistant(Bindable):
@@ -96,27 +97,32 @@ class DynSpecAssistant(Bindable):
         self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
         self._tree = _tree_config(tree)
         self._drafter = as_drafter(drafter)
+        self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
         self.profile = profile
         self.measure_coverage = measure_coverage
         self._fast_target_head = fast_target_head
         self.stats = DraftingStatistics()
         self.stats_total = DraftingStatistics()
-        self._lock = threading.Lock()
+        # Counts may be published by the garbage collector, at any time.
+        self._lock = threading.RLock()
         self._binding: _Binding | None = None
         self._sessions = SessionPool()
         if target is not None:
             self.bind(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DynSpecAssistant":
-        twin = copy.copy(self)
-        memo[id(self)] = twin
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(vars(self))
         twin.generation_config = copy.deepcopy(self.generation_config)
         twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
-        twin._lock, twin._sessions, twin._binding = threading.Lock(), SessionPool(), None
+        twin._lock, twin._sessions, twin._binding = threading.RLock(), SessionPool(), None
         if self.target is not None:
             twin._adopt(self.target, self._binding, self.forward)
         return twin
+
+    def __copy__(self) -> "DynSpecAssistant":
+        return copy.deepcopy(self)
 
     # Settings ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class DynSpecAssistant(Bindable):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._change(_tokenizer=tokenizer)
+        self._change(_given_tokenizer=tokenizer, _tokenizer=tokenizer)
 
     @property
     def fast_target_head(self) -> bool:
@@ -200,11 +206,11 @@ class DynSpecAssistant(Bindable):
         target = unwrapped(target)
         check_target(target)
         self.drafter.require_target(target)
-        before, pair = self._binding, (self.drafter, self.tokenizer)
+        before, pair = self._binding, (self.drafter, self._given_tokenizer)
         if before is not None and before.target() is target and all(map(operator.is_, before.pair, pair)):
             tokenizer, size = self.tokenizer, before.vocabulary_size
         else:
-            tokenizer = shared_tokenizer(target, self.drafter, self.tokenizer)
+            tokenizer = shared_tokenizer(target, self.drafter, self._given_tokenizer)
             size = shared_vocabulary_size(target, self.drafter, tokenizer)
         self._require_tokenizer_of_policy(tokenizer)
         if self.tree is not None:
@@ -213,7 +219,7 @@ class DynSpecAssistant(Bindable):
         # What a policy cannot do for this pair it says now, and not in the first call.
         session = self._make_session(self._draftable_eos(target.generation_config, size), size)
         self._tokenizer = tokenizer
-        self._adopt(target, _Binding(weakref.ref(target), size, (self.drafter, tokenizer)), forward)
+        self._adopt(target, _Binding(weakref.ref(target), size, pair), forward)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
         return self
 
@@ -331,6 +337,7 @@ class DynSpecAssistant(Bindable):
         """
         from .hub import fingerprint_tokenizer, read_artifact, rebuild_policy
 
+        target = unwrapped(target)
         check_target(target)
         tokenizer = tokenizer if tokenizer is not None else local_tokenizer(target)
         fingerprint = None
@@ -487,7 +494,7 @@ class DynSpecAssistant(Bindable):
 
 @dataclass(frozen=True)
 class _Binding:
-    """What an assistant knows of the target that it is bound to, and which drafter and tokenizer it fits."""
+    """What an assistant knows of the target that it is bound to, and for which drafter and given tokenizer."""
 
     target: weakref.ref[PreTrainedModel]
     vocabulary_size: int
@@ -557,10 +564,19 @@ class GenerateCall(Call):
         self._stopwatch = Stopwatch(assistant.profile, devices)
         self._start = 0.0
 
-    def drafting(self, **arguments: Any) -> Drafting:
+    def drafting(
+        self,
+        *,
+        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+    ) -> Drafting:
         """See `Call.drafting`."""
         assistant = self._assistant
-        generation_config = arguments["generation_config"]
+        _require_drafting_settings(assistant.generation_config)
+        # Before anything is asked of the head, it has to be the one that the drafter has now.
+        _ = assistant.drafter.weights_version
         eos = assistant.scored_eos_token_ids(generation_config)
         kept = None if self._conversation is None else self._conversation.session
         # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew, and so do another
@@ -579,10 +595,10 @@ class GenerateCall(Call):
             assistant.drafter.reads,
             assistant.forward,
             generation_config,
-            arguments["input_ids"],
-            arguments["model_kwargs"],
+            input_ids,
+            model_kwargs,
             assistant.generation_config,
-            arguments["logits_processor"],
+            logits_processor,
             assistant.tree,
             is_kept=self._conversation is not None,
             continues=continues,
@@ -675,7 +691,14 @@ def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) 
         choices = (argument, getattr(config, name, None), default)
         setattr(config, name, next(choice for choice in choices if choice is not None))
     # What the drafter's own file says is looked at too.
-    tokens, threshold = config.num_assistant_tokens, config.assistant_confidence_threshold
+    _require_drafting_settings(config)
+    return config
+
+
+def _require_drafting_settings(config: GenerationConfig) -> None:
+    """Refuse settings of drafting that are mistyped or out of range. They may be assigned at any time."""
+    tokens, threshold = config.num_assistant_tokens, config.assistant_confidence_threshold or 0.0
+    schedule = config.num_assistant_tokens_schedule or "constant"
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= LONGEST_DRAFT:
         raise ConfigurationError(
             f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
@@ -684,4 +707,7 @@ def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) 
         raise ConfigurationError(
             f"assistant_confidence_threshold must be between 0 and 1, got {shown_value(threshold)}"
         )
-    return config
+    if schedule not in _SCHEDULES:
+        raise ConfigurationError(
+            f"num_assistant_tokens_schedule must be one of {', '.join(_SCHEDULES)}, got {shown_value(schedule)}"
+        )

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -68,8 +69,6 @@ class DraftSession:
         self._features_end = 0
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
-        # Which sessions of a pool this is one of.
-        self.kind: object = None
 
     def prepare(self) -> None:
         """Copy and compile what the head needs to score the policy's shortlists."""
@@ -213,11 +212,13 @@ class DraftSession:
         if version == self._weights_version:
             return
         self._weights_version = version
-        if self._head is not self._drafter.head:
-            self._head = self._drafter.head
+        head, before = self._drafter.head, self._head
+        is_of_another_kind = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
+        if head is not before:
+            self._head = head
             self._rows.forget()
             self.prepare()
-        if not self._drafter.keeps_states:
+        if is_of_another_kind or not self._drafter.keeps_states:
             self._backbone = self._drafter.start()
 
     def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
@@ -265,10 +266,11 @@ class SessionPool:
 
     def __init__(self, most: int = 4):
         self._most = most
-        self._lock = threading.Lock()
+        # A session may be given back by the garbage collector, at any time.
+        self._lock = threading.RLock()
         self._idle: list[DraftSession] = []
         # Sessions that were made before the last `clear` are not taken back.
-        self._kind = object()
+        self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
 
     def take(self, eos_token_ids: tuple[int, ...], make: Callable[[], DraftSession]) -> DraftSession:
         """Return a waiting session for these EOS ids, or one that `make` makes."""
@@ -276,25 +278,25 @@ class SessionPool:
             for place in reversed(range(len(self._idle))):
                 if self._idle[place].vocabulary.eos_token_ids == eos_token_ids:
                     return self._idle.pop(place)
-            kind = self._kind
+            made = self._made
         session = make()
-        session.kind = kind
+        made.add(session)
         return session
 
     def give(self, session: DraftSession) -> None:
         """Keep a session for the next call, without the text that it was for."""
         session.rest()
         with self._lock:
-            if session.kind is self._kind:
+            if session in self._made:
                 self._idle.append(session)
                 del self._idle[: -self._most]
 
     def has_made(self, session: DraftSession) -> bool:
         """Whether a session was made since the last `clear`."""
-        return session.kind is self._kind
+        return session in self._made
 
     def clear(self) -> None:
         """Give up all sessions, those that are in use when they are given back."""
         with self._lock:
             self._idle.clear()
-            self._kind = object()
+            self._made = weakref.WeakSet()

@@ -50,11 +50,23 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
     vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items()}
     for name, vocabulary in vocabularies.items():
         first, expected = next(iter(vocabularies.items()))
-        if vocabulary != expected:
+        if _disagree(vocabulary, expected):
             raise UnsupportedError(
                 f"{first} ({len(expected):,} entries) and {name} ({len(vocabulary):,}) differ. {_ALTERNATIVE}"
             )
     return next(iter(known.values()), None)
+
+
+def _disagree(one: dict[str, int], other: dict[str, int]) -> bool:
+    """Whether a token or an id means two things. One vocabulary may have more of them than the other, as that of a
+    chat model has beside its base model's."""
+    if one == other:
+        return False
+    by_id = {token_id: token for token, token_id in other.items()}
+    return any(
+        other.get(token, token_id) != token_id or by_id.get(token_id, token) != token
+        for token, token_id in one.items()
+    )
 
 
 def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer: Any) -> int:

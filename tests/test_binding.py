@@ -432,6 +432,58 @@ def test_wrappers_before_and_after(target, drafter):
     assert vars(target)["generate"] is first
 
 
+def test_a_second_binding_over_a_wrapper_leaves_nothing_either(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    wrapped = target.generate = wrapper_of(target.generate, [])
+    assistant.policy = "full"
+    assert torch.equal(greedy(target, assistant), greedy(tiny()))
+    assistant.unbind()
+    assert vars(target).get("generate") is wrapped and "_get_candidate_generator" not in vars(target)
+
+
+def test_copies_of_either_kind(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    twin = copy.copy(assistant)
+    assert twin is not assistant and torch.equal(greedy(target, twin), greedy(target, assistant))
+
+
+def test_a_tokenizer_that_was_found_is_not_one_that_was_given(tmp_path):
+    """Another pair with another tokenizer may be bound after it; and a chat model may have more tokens."""
+    models = []
+    for index, tokenizer in enumerate((word_tokenizer(), character_tokenizer())):
+        tiny(seed=index).save_pretrained(tmp_path / str(index))
+        tokenizer.save_pretrained(tmp_path / str(index))
+        models.append(type(tiny()).from_pretrained(tmp_path / str(index)))
+    assistant = DynSpecAssistant(models[0], target=models[0])
+    assert assistant.tokenizer.get_vocab() == word_tokenizer().get_vocab()
+    assistant.unbind()
+    assistant.drafter = models[1]
+    assistant.bind(models[1])
+    assert assistant.tokenizer.get_vocab() == character_tokenizer().get_vocab()
+    more = word_tokenizer()
+    more.add_tokens(["<tool>"])
+    DynSpecAssistant(models[0], target=models[0], tokenizer=more)
+    with pytest.raises(UnsupportedError, match="differ"):
+        DynSpecAssistant(models[0], target=models[0], tokenizer=character_tokenizer())
+
+
+def test_what_a_candidate_generator_cannot_serve(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    config = GenerationConfig(max_length=30)
+    for error, words, one, ids, settings in (
+        (NotBoundError, "bind", DynSpecAssistant(drafter), prompt(), config),
+        (UnsupportedError, "DynSpecAssistant", drafter, prompt(), config),
+        (UnsupportedError, "one prompt", assistant, prompt().expand(2, -1), config),
+        (UnsupportedError, "one prompt", assistant, prompt()[:, :0], config),
+        (UnsupportedError, "max_length", assistant, prompt(), GenerationConfig()),
+    ):
+        with pytest.raises(error, match=words):
+            DynSpecCandidateGenerator(one, input_ids=ids, generation_config=settings)
+    for settings in ({"assistant_ensemble_weight": 0.5}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(UnsupportedError, match=next(iter(settings))):
+            target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target), **settings)
+
+
 SIGNATURES = {
     "any": "def generate(self, *args, **kwargs): return super(type(self), self).generate(*args, **kwargs)",
     "one and any": "def generate(self, x, *args, **more): return super(type(self), self).generate(x, *args, **more)",

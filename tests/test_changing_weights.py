@@ -1,6 +1,8 @@
 """Users adapt weights: the next round drafts with what is there, and the output stays the target's own."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import accelerate
@@ -250,6 +252,27 @@ def test_an_eagle_head_whose_weights_change(what, layout, tmp_path):
     assert torch.equal(greedy(target, assistant), greedy(target))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_eagle_head_follows_the_targets_dtype(dtype, layout, tmp_path):
+    target = tiny(num_hidden_layers=4)
+    random_head(layout).write(tmp_path)
+    eagle = EagleDrafter.from_pretrained(tmp_path, target=target)
+    for tree in (False, TreeConfig(20, 2, 5)):
+        assistant = DynSpecAssistant(eagle, POLICY_CASES["hybrid"](), target=target.float(), tree=tree)
+        conversation = assistant.conversation()
+        for one in (assistant, conversation):
+            greedy(target, one)
+        target.to(dtype)
+        for one in (assistant, conversation, assistant):
+            output = greedy(target, one)
+            assert dtype == torch.bfloat16 or torch.equal(output, greedy(target))
+            assert one.stats.drafted > 0
+    wrapped = peft.get_peft_model(target, lora())
+    eagle = EagleDrafter.from_pretrained(tmp_path, target=wrapped)
+    assert eagle._target() is target
+
+
 # Targets -------------------------------------------------------------------------------------------------------------
 
 
@@ -384,3 +407,39 @@ def test_adapters_are_not_traced_and_steps_are_traced_again_without_them(target,
     model.merge_and_unload()
     scores_of(assistant)
     assert assistant.drafter.step is not None
+
+
+def test_traces_hold_no_weights(target):
+    """torch keeps what is traced for ever, so that it must not be a model."""
+    drafter = tiny(seed=11, intermediate_size=72)  # an architecture that no other test has
+    weights = [weakref.ref(one) for one in drafter.parameters()]
+    assistant = DynSpecAssistant(drafter, target=target)
+    assert assistant.drafter.step is not None
+    greedy(target, assistant)
+    del assistant, drafter
+    gc.collect()
+    assert not any(one() is not None for one in weights)
+
+
+def test_steps_are_traced_again_when_a_hook_is_gone(target, drafter):
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    hook = drafter.model.layers[0].register_forward_hook(lambda *args: None)
+    greedy(target, assistant)
+    assert assistant.drafter.step is None
+    hook.remove()
+    greedy(target, assistant)
+    assert assistant.drafter.step is not None
+
+
+def test_a_change_that_could_not_be_taken_up_is_not_forgotten(target):
+    drafter = tiny("gpt2", seed=3)
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    greedy(target, assistant)
+    drafter.set_output_embeddings(perturbed(drafter, 0.5, seed=6).get_output_embeddings())
+    drafter.train()
+    with pytest.raises(UnsupportedError, match=r"eval\(\)"):
+        greedy(target, assistant)
+    drafter.eval()
+    fresh = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target)
+    assert torch.equal(greedy(target, assistant), greedy(target, fresh))
+    assert assistant.stats.to_dict() == fresh.stats.to_dict()

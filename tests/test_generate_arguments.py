@@ -3,6 +3,7 @@
 import copy
 import types
 
+import families
 import pytest
 import torch
 from eagle_heads import random_head
@@ -32,11 +33,33 @@ from transformers import (
     TextStreamer,
 )
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, EagleDrafter, InContextShortlist, UnsupportedError
+from hf_dynspec import (
+    ConfigurationError,
+    DynSpecAssistant,
+    EagleDrafter,
+    InContextShortlist,
+    TreeConfig,
+    UnsupportedError,
+)
 from hf_dynspec.session import DraftSession
 
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+
+# A Phi-3 that reads everything anew past 32 tokens.
+PHI3_SWITCH = {
+    "sliding_window": None,
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 5.0],
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 1.0,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -700,3 +723,160 @@ def test_the_targets_fast_head_may_be_switched_off(drafter, target):
     assert_same(target, assistant)
     assistant.fast_target_head = True
     assert_same(target, assistant)
+
+
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("pads", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_new_tokens_alone_after_a_cache(family, pads, tree):
+    """With the mask of the whole text, as a conversation is continued by hand."""
+    target = tiny(family)
+    assistant = DynSpecAssistant(perturbed(target), "hybrid", target=target, tree=tree)
+    whole = torch.cat([torch.zeros(1, pads, dtype=torch.int64), prompt(30)], dim=1)
+    mask = (torch.arange(whole.shape[1]) >= pads).long()[None]
+
+    def continued(length: int, with_assistant: bool) -> torch.Tensor:
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(whole[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
+        arguments = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 20, "do_sample": False}
+        model = assistant if with_assistant else None
+        return target.generate(whole[:, length:], assistant_model=model, **arguments)
+
+    for length in (10, 24):
+        assert torch.equal(continued(length, True), continued(length, False))
+        assert assistant.stats.drafted > 0
+
+
+def test_attentions_after_a_cache_have_plain_generations_shapes():
+    target = tiny()
+    target.set_attn_implementation("eager")
+    assistant = DynSpecAssistant(perturbed(target), "full", target=target)
+    mask = torch.ones(1, 30, dtype=torch.int64)
+    outputs = []
+    for model in (assistant, None):
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(prompt(30)[:, :20], past_key_values=cache)
+        outputs.append(
+            target.generate(
+                prompt(30)[:, 20:],
+                attention_mask=mask,
+                past_key_values=cache,
+                assistant_model=model,
+                max_new_tokens=10,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_attentions=True,
+            ).attentions
+        )
+    ours, theirs = ([[layer.shape for layer in token] for token in one] for one in outputs)
+    assert ours == theirs
+
+
+def test_prompts_of_other_integers(assistant, target):
+    ids = prompt().to(torch.int32)
+    for arguments in ({}, {"repetition_penalty": 1.5}):
+        expected = target.generate(ids, max_new_tokens=20, do_sample=False, **arguments)
+        output = target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=assistant, **arguments)
+        assert torch.equal(output.long(), expected.long())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("num_assistant_tokens", 0),
+        ("num_assistant_tokens", -1),
+        ("num_assistant_tokens", None),
+        ("num_assistant_tokens", 2.5),
+        ("num_assistant_tokens", True),
+        ("assistant_confidence_threshold", "x"),
+        ("assistant_confidence_threshold", 2.0),
+        ("num_assistant_tokens_schedule", "sometimes"),
+    ],
+)
+def test_settings_that_are_assigned_are_looked_at_before_work(name, wrong, target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    before = getattr(assistant.generation_config, name)
+    setattr(assistant.generation_config, name, wrong)
+    with pytest.raises(ConfigurationError, match=name):
+        generate(target, assistant)
+    setattr(assistant.generation_config, name, before)
+    assert_same(target, assistant)
+
+
+def test_a_schedule_stays_where_nothing_is_drafted_and_below_the_longest_draft(target):
+    assistant = DynSpecAssistant(target, "full", target=target, num_assistant_tokens=1023)
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    target.generate(prompt(4), assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    assert assistant.generation_config.num_assistant_tokens <= 1024
+    type(target).generate(
+        target, prompt(), assistant_model=assistant, max_new_tokens=30, do_sample=False, guidance_scale=1.5
+    )
+    assert assistant.generation_config.num_assistant_tokens <= 1024
+
+
+class Chunks:
+    """A streamer that keeps the tokens."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def test_healing_with_a_bos_and_without_a_prompt(drafter):
+    """`generate` makes the mask before it heals."""
+    tokenizer, target = character_tokenizer(), tiny()
+    assistant = DynSpecAssistant(drafter, target=target)
+    text = torch.cat([torch.tensor([[BOS]]), prompt()], dim=1)
+    arguments = {"tokenizer": tokenizer, "token_healing": True, "max_new_tokens": 12, "do_sample": False}
+    for ids in (text, prompt(), None):
+        streamed: list[list[int]] = []
+        for model in (assistant, None):
+            streamer = Chunks()
+            output = target.generate(ids, assistant_model=model, streamer=streamer, **arguments)
+            streamed.append(streamer.tokens)
+            assert streamer.tokens == output[0].tolist()
+        assert streamed[0] == streamed[1]
+
+
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("pads", [0, 6])
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_a_rope_that_changes_after_longer_texts_and_padding(rope, pads, tree):
+    limit = 40
+    settings = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0}
+    if rope == "longrope":
+        settings |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0]}
+        settings |= {"original_max_position_embeddings": limit}
+    target = tiny(rope_parameters=settings, max_position_embeddings=limit if rope == "dynamic" else 512)
+    target.generation_config.eos_token_id = None
+    assistant = DynSpecAssistant(target, "full", target=target, tree=tree)
+    text = torch.cat([torch.zeros(1, pads, dtype=torch.int64), prompt(30)], dim=1)
+    mask = (torch.arange(text.shape[1]) >= pads).long()[None]
+    # Beyond the limit a dynamic rope is not repeatable: what it says depends on the longest text that it has read.
+    new = 24 if rope == "longrope" else limit - text.shape[1]
+    for longer in (0, 30):
+        if longer:
+            target(prompt(limit + longer))
+        arguments = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False}
+        expected = target.generate(text, **arguments)
+        if longer:
+            target(prompt(limit + longer))
+        assert torch.equal(target.generate(text, assistant_model=assistant, **arguments), expected)
+
+
+@pytest.mark.parametrize("chunk", [8, 33, 40])
+@pytest.mark.parametrize("length", [30, 40])
+def test_chunks_of_a_model_that_reads_anew_past_a_limit(length, chunk, drafter):
+    target = families.model_of("phi3", **PHI3_SWITCH)
+    target.generation_config.eos_token_id = None
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    arguments = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk}
+    expected = target.generate(prompt(length), **arguments)
+    assert torch.equal(target.generate(prompt(length), assistant_model=assistant, **arguments), expected)

@@ -495,6 +495,13 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
 
     plain, own, fast = outputs()
     assert own == 0 and fast > 1, "the fast product did not run"
+
+    def add_bias(target):
+        projection = target.get_output_embeddings()
+        projection.bias = torch.nn.Parameter(random(301, seed=9) * 30)
+
+    _, own, fast = outputs(add_bias)
+    assert fast > 1, "the fast product did not follow the bias"
     output, _, fast = outputs(replace_weight)
     assert torch.equal(output, plain) and fast > 1, "the fast product did not follow the weight"
     changes = {

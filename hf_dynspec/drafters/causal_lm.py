@@ -12,7 +12,7 @@ from ..head import DynamicLMHead
 from ..model_parts import decoder_of, input_device
 from ..tree import attention_mask, attention_windows, require_known_kinds
 from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
-from .traced_step import TracedStep, cache_of, layers_of, trace_step
+from .traced_step import TracedStep, cache_of, can_be_traced, layers_of, trace_step
 from .weights_watch import WeightsWatch
 
 
@@ -40,13 +40,13 @@ class CausalLMDrafter(Drafter):
             )
         self.model = model
         self.windows = attention_windows(model.config.get_text_config())
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._version = 0
-        self.head = self._checked_head()
-        self._projection_watch = WeightsWatch(model.get_output_embeddings(), samples=True)
+        self._take_up_projection()
         self._watch = WeightsWatch(self.decoder)
         self.has_own_layers = _has_own_layers(model)
         self.step = None if self.has_own_layers else trace_step(model, self._watch)
+        self._could_be_traced = self.step is not None
         self._require_cache()
 
     @property
@@ -57,11 +57,8 @@ class CausalLMDrafter(Drafter):
     @property
     def weights_version(self) -> int:
         with self._lock:
-            projection = self.model.get_output_embeddings()
-            if projection is not self._projection_watch.module:
-                self._projection_watch = WeightsWatch(projection, samples=True)
-                self._take_up_projection()
-            elif self._projection_watch.has_changed():
+            watch = self._projection_watch
+            if watch is None or watch.module is not self.model.get_output_embeddings() or watch.has_changed():
                 self._take_up_projection()
             if self.decoder is not self._watch.module:
                 self._watch = WeightsWatch(self.decoder)
@@ -71,13 +68,27 @@ class CausalLMDrafter(Drafter):
             return self._version
 
     def _take_up_projection(self) -> None:
+        # Not watched until there is a head of what is there, so that a failure is not forgotten.
+        self._projection_watch = None
         self.head = self._checked_head()
+        self._projection_watch = WeightsWatch(self.model.get_output_embeddings(), samples=True)
         self._version += 1
 
     def _take_up_decoder(self) -> None:
         # Weights are the trace's input; the decoder's parts, settings and hooks are what it must have been made with.
         self.step = None if self.has_own_layers else trace_step(self.model, self._watch)
         self._version += 1
+
+    def _trace_again(self) -> None:
+        """Trace a step where that could not be done before and can now, as when a hook is gone."""
+        with self._lock:
+            if self.step is None and not self.has_own_layers:
+                could, self._could_be_traced = (
+                    self._could_be_traced,
+                    can_be_traced(self.model, list(self.decoder.modules())),
+                )
+                if self._could_be_traced and not could:
+                    self.step = trace_step(self.model, self._watch)
 
     def _checked_head(self) -> DynamicLMHead:
         head = DynamicLMHead.matching(self.model)
@@ -169,6 +180,8 @@ class CausalLMDrafter(Drafter):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
 
     def start(self) -> "CausalLMState":
+        if self.step is None:
+            self._trace_again()
         return CausalLMState(self)
 
 

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..errors import ArtifactError, UnsupportedError
 from ..head import DynamicLMHead
+from ..model_parts import unwrapped
 from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
 from .eagle_checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, read_checkpoint, write_checkpoint
 from .weights_watch import WeightsWatch, stamp
@@ -55,16 +56,16 @@ class EagleDrafter(Drafter):
     """
 
     def __init__(self, checkpoint: EagleCheckpoint, target: PreTrainedModel, dtype: torch.dtype | None = None):
+        target = unwrapped(target)
         _require_fit(checkpoint, target)
         self.checkpoint = checkpoint
         self.settings = checkpoint.settings
         self.reads = _hidden_states_read(checkpoint.settings, target.config.get_text_config().num_hidden_layers)
         self._target = weakref.ref(target)
         self._dtype = dtype
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._version = 0
         self._take_up(target)
-        self.rotary = _Rotary(checkpoint.settings, self.head.device, self.weights.qkv.dtype)
 
     def _take_up(self, target: PreTrainedModel) -> None:
         """Reference what the target lends, and fuse the checkpoint's own weights."""
@@ -72,6 +73,7 @@ class EagleDrafter(Drafter):
         device, dtype = shared.weight.device, self._dtype or shared.weight.dtype
         self.head = _choose_head(self.checkpoint, shared, dtype)
         self.weights = _Weights.fuse(self.checkpoint, device, dtype)
+        self.rotary = _Rotary(self.checkpoint.settings, device, dtype)
         own = self.checkpoint.tensors.get("embed_tokens.weight")
         self.embedding = (
             target.get_input_embeddings().weight.detach() if own is None else own.to(device=device, dtype=dtype)

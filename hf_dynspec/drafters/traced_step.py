@@ -122,7 +122,7 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
     """
     decoder = watch.module
     modules = list(decoder.modules())
-    if not _can_be_traced(model, modules):
+    if not can_be_traced(model, modules):
         return None
     weights = watch.parameters()
     key = (repr(model.config), repr(decoder), tuple((one.shape, one.dtype, one.device) for one in weights))
@@ -133,7 +133,10 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
             if key not in _traces and len(_traces) < _MOST_TRACES:
                 _traces[key] = None
                 example = _example(decoder, _TRACED_LENGTH)
-                _traces[key] = torch.jit.trace(step.run, (*example[:2], *weights, *example[2:]), check_trace=False)
+                graph = torch.jit.trace(step.run, (*example[:2], *weights, *example[2:]), check_trace=False)
+                # By this torch would keep alive what was traced, and with it these weights.
+                graph.__dict__.pop("_torchdynamo_inline", None)
+                _traces[key] = graph
             graph = _traces.get(key)
             if graph is not None and all(
                 _agrees(step, graph, weights, _example(decoder, n)) for n in _COMPARED_LENGTHS
@@ -168,7 +171,8 @@ class _Step:
         return (outputs[0], *layers_of(cache))
 
 
-def _can_be_traced(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
+def can_be_traced(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
+    """Whether a trace could hold for these modules of a model as they are now."""
     return (
         has_steady_steps(model)
         and not any(module.training or "forward" in vars(module) for module in modules)

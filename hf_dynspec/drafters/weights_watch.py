@@ -102,7 +102,8 @@ def _marks_of(tensor: torch.Tensor, samples: bool) -> Iterator[Any]:
     yield tensor.dtype
     yield 0 if tensor.is_inference() else tensor._version
     if samples and tensor.device.type == "cpu" and tensor.numel():
-        numbers = tensor.detach().flatten()
+        # The whole of one that is not contiguous would be copied.
+        numbers = (tensor if tensor.is_contiguous() else tensor[:1]).detach().flatten()
         # As text, since a sum that is no number differs from itself.
         yield str(numbers[:: max(1, numbers.shape[0] // _SAMPLED)].sum().item())
 

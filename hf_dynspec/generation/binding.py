@@ -23,6 +23,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -61,8 +62,15 @@ class Call(ABC):
     """One `generate` call of a bound assistant."""
 
     @abstractmethod
-    def drafting(self, **arguments: Any) -> Drafting:
-        """Return the object that drafts, given the decoding loop's own arguments by name."""
+    def drafting(
+        self,
+        *,
+        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+    ) -> Drafting:
+        """Return the object that drafts, given the decoding loop's own arguments."""
 
 
 class Bindable(ABC):
@@ -140,15 +148,24 @@ class TargetHook:
                 self._withdraw()
 
     def _withdraw(self) -> None:
-        """Put back what was there, but for what somebody else has put in its place by now: that calls this hook, which
-        then does nothing but go on to what was there."""
+        """Put back what was there, but where somebody else has put something in its place by now: if that calls this
+        hook, it goes on to what was there."""
         target = self._target()
         for name in _HOOKED if target is not None else ():
             if getattr(vars(target).get(name), "__self__", None) is not self:
                 continue
             delattr(target, name)
-            if name in self._previous:
-                setattr(target, name, self._previous[name])
+            previous = self._previous_of(name)
+            if previous is not None:
+                setattr(target, name, previous)
+
+    def _previous_of(self, name: str) -> Any:
+        """The attribute that the object had, but for those of hooks that no assistant is bound to any more."""
+        previous = self._previous.get(name)
+        owner = getattr(previous, "__self__", None)
+        if isinstance(owner, TargetHook) and not owner._forwards:
+            return owner._previous_of(name)
+        return previous
 
     def forward_of(self, assistant: Bindable) -> TargetForward | None:
         """What runs the target for an assistant that is bound to it through this."""
@@ -157,7 +174,7 @@ class TargetHook:
     def _inner(self, name: str) -> Callable[..., Any]:
         """What is called in the end: the attribute that the object had, or the method of its class."""
         target = self._target()
-        return self._previous.get(name) or types.MethodType(getattr(type(target), name), target)
+        return self._previous_of(name) or types.MethodType(getattr(type(target), name), target)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`target.generate`, with a check of the arguments where the assistant is one of ours."""
@@ -179,10 +196,13 @@ class TargetHook:
         check_call(target, call, settings)
         _prepare_cache(target, call)
         _prepare_stop_strings(target, call, settings)
-        _heal_tokens(target, call, settings)
+        healer = _take_healer(call, settings)
+        streamer = call.get("streamer")
+        if healer is not None:
+            call.remove("streamer")
         call.remove("assistant_model")
         with assistant.open_call() as opened:
-            loop = functools.partial(decode, drafting_call=opened, token_streamer=call.get("streamer"))
+            loop = functools.partial(decode, drafting_call=opened, token_streamer=streamer, healer=healer)
             call.set("custom_generate", loop)
             return inner(*call.args, **call.kwargs)
 
@@ -191,6 +211,7 @@ class TargetHook:
         assistant = kwargs.get("assistant_model")
         if not isinstance(assistant, Bindable) or self.forward_of(assistant.owner) is None:
             return self._inner("_get_candidate_generator")(*args, **kwargs)
+        _check_method(kwargs["generation_config"])
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 
@@ -283,10 +304,6 @@ class _Arguments:
         place = self._names.index(name) if name in self._names else len(self.args)
         return place if place < len(self.args) else None
 
-    def has(self, name: str) -> bool:
-        """Whether the caller passed it."""
-        return self._place(name) is not None or name in self.kwargs
-
     def get(self, name: str) -> Any:
         """An argument, or None where it was not passed."""
         place = self._place(name)
@@ -354,16 +371,15 @@ def _prepare_stop_strings(target: PreTrainedModel, call: _Arguments, settings: G
     call.set("stopping_criteria", StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion]))
 
 
-def _heal_tokens(target: PreTrainedModel, call: _Arguments, settings: GenerationConfig) -> None:
-    """Heal the prompt's last token here: `generate` keeps the tokenizer that this needs from other loops."""
+def _take_healer(call: _Arguments, settings: GenerationConfig) -> Any:
+    """The tokenizer to heal the prompt's last token with, None where that was not asked for. The loop does it, as
+    `generate` keeps the tokenizer from loops that are not its own."""
     if not settings.token_healing:
-        return
-    tokenizer = call.get("tokenizer")
-    if tokenizer is None:
+        return None
+    if call.get("tokenizer") is None:
         raise UnsupportedError("token_healing reads text: pass the target's tokenizer as tokenizer=… too.")
-    name = "input_ids" if call.get("inputs") is None else "inputs"
-    call.set(name, target.heal_tokens(call.get(name), tokenizer))
     call.set("token_healing", False)
+    return call.get("tokenizer")
 
 
 def check_call(target: PreTrainedModel, call: _Arguments, settings: GenerationConfig) -> None:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..errors import UnsupportedError
+from ..errors import NotBoundError, UnsupportedError
 from ..head import widen
 from ..protocol import Candidates
 from .drafting import Drafting
@@ -43,7 +43,9 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             the one is empty, and known what the other hides.
 
     Raises:
-        UnsupportedError: the assistant drafts trees, or `past_key_values` holds tokens already.
+        UnsupportedError: the assistant drafts trees, `past_key_values` holds tokens already, there is no single
+            prompt, or no `max_length`.
+        NotBoundError: the assistant is not bound to a target.
     """
 
     requires_model_outputs = True
@@ -57,6 +59,14 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         model_kwargs: dict[str, Any] | None = None,
     ):
+        if not hasattr(assistant, "open_call"):
+            raise UnsupportedError(f"a {type(assistant).__name__} does not draft here: pass a DynSpecAssistant.")
+        if assistant.target is None:
+            raise NotBoundError("bind the assistant to a target before it drafts.")
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+            raise UnsupportedError(f"one prompt, int64 [1, n >= 1], is drafted for, got {list(input_ids.shape)}.")
+        if generation_config.max_length is None:
+            raise UnsupportedError("generation_config.max_length says where drafts end: set it.")
         processors = LogitsProcessorList() if logits_processor is None else logits_processor
         model_kwargs = model_kwargs or {}
         cache = model_kwargs.get("past_key_values")

@@ -44,6 +44,7 @@ def decode(
     *,
     drafting_call: Any,
     token_streamer: Any = None,
+    healer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate with chains or trees of candidates.
@@ -56,6 +57,7 @@ def decode(
         generation_config: the call's resolved configuration.
         drafting_call: the `binding.Call` that this is.
         token_streamer: is given the new tokens of each round.
+        healer: the tokenizer to heal the prompt's last token with, or None. The streamer is then given the prompt too.
         model_kwargs: what the target is called with; `past_key_values` holds a cache that can be cropped.
 
     Returns:
@@ -72,6 +74,10 @@ def decode(
             f"speculative decoding takes a dynamic cache, and this is a {type(cache).__name__}: leave use_cache and "
             "cache_implementation as they are."
         )
+    if healer is not None:
+        input_ids = _healed(target, input_ids, healer, generation_config, stopping_criteria)
+        if token_streamer is not None:
+            token_streamer.put(input_ids.cpu())
     cache.activate_past_recording()
     record = _Record(generation_config, target.config.get_text_config())
     verifier = _Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), input_ids.device)
@@ -106,11 +112,30 @@ def decode(
         model_kwargs = target._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
         )
-        record.add_states(outputs, k, outcome, length, is_tree)
+        record.add_states(outputs, k, outcome, drafting.cached_before + length, is_tree)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()
     return record.result(input_ids, cache)
+
+
+def _healed(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    tokenizer: Any,
+    generation_config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+) -> torch.Tensor:
+    """Heal the prompt's last token. A prompt may become shorter or longer, as its text is tokenised anew; new tokens
+    are then counted from there."""
+    healed = target.heal_tokens(input_ids, tokenizer)
+    longer = healed.shape[1] - input_ids.shape[1]
+    if longer and generation_config.max_new_tokens is not None:
+        generation_config.max_length += longer
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                criterion.max_length += longer
+    return healed
 
 
 class _Verifier:

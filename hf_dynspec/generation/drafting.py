@@ -127,7 +127,8 @@ class Drafting:
         self._candidates = None
         self._prefix_length = input_ids.shape[1]
         most = self._max_length - input_ids.shape[1] - 1
-        room = self._target.room(input_ids.shape[1])
+        length = self.cached_before + input_ids.shape[1]
+        room = self._target.room(length, length - self._hidden_by_mask)
         if self._tree is None:
             most = min(most, room)
         elif room < self._tree.total_tokens - 1:
@@ -161,7 +162,16 @@ class Drafting:
                 unread = length - size * len(self._read_ahead)
             rows = self._earlier_rows(input_ids.shape[1] if unread is None else unread)
             outputs = self._target.run(
-                input_ids, candidates, unread, is_first, model_kwargs, states, self._logits, rows
+                input_ids,
+                candidates,
+                unread,
+                is_first,
+                model_kwargs,
+                states,
+                self._logits,
+                rows,
+                self.cached_before,
+                alone=bool(self._read_ahead),
             )
         if rows:
             self._prompt_logits = outputs.logits[0, : rows + 1]
@@ -195,10 +205,9 @@ class Drafting:
             self._session.stats.record_verified_tokens(candidates, outcome.token_ids.to(self._device))
             if self._measure_coverage:
                 self._record_coverage(candidates, outcome.scores)
-        if self._schedule in ("heuristic", "heuristic_transient") and self._tree is None:
-            drafted = 0 if candidates is None else candidates.token_ids.shape[0]
-            change = 2 if outcome.accepted == drafted else -1
-            self.num_assistant_tokens = max(1, self.num_assistant_tokens + change)
+        if candidates is not None and self._schedule != "constant" and self._tree is None:
+            change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
+            self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
 
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
@@ -225,25 +234,28 @@ class Drafting:
         self._padded_length = input_ids.shape[1]
         mask = model_kwargs.get("attention_mask")
         self._is_token: torch.Tensor | None = None
-        if mask is not None and mask.shape[1] == self._padded_length:
-            self._is_token = mask[0].to(input_ids.device).bool()
+        if mask is not None and mask.shape[1] >= self._padded_length:
+            self._is_token = mask[0, mask.shape[1] - self._padded_length :].to(input_ids.device).bool()
             self._prompt = self._prompt[self._is_token]
-        self._prompt = self._prompt.to(self._device)
+        self._prompt = self._prompt.to(device=self._device, dtype=torch.int64)
         self._kept = self._session.begin(self._prompt, continues)
-        self._skipped = self._cached_tokens_in(input_ids, model_kwargs)
+        self._settle_cached(input_ids, model_kwargs)
 
     def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
-        return torch.cat([self._prompt, input_ids[0, self._padded_length :].to(self._device)])
+        new = input_ids[0, self._padded_length :].to(device=self._device, dtype=torch.int64)
+        return torch.cat([self._prompt, new])
 
-    def _cached_tokens_in(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
-        """How many leading tokens of the prompt a passed-in cache holds already; 0 where only new ones were passed."""
+    def _settle_cached(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Settle how many leading tokens of the prompt a passed-in cache holds already, or how many there are before
+        the prompt where only new tokens were passed; and how many of all of them the mask hides."""
         cache = model_kwargs.get("past_key_values")
         cached = 0 if cache is None else cache.get_seq_length()
         mask = model_kwargs.get("attention_mask")
         mask_length = self._mask_length if mask is None else mask.shape[1]
         holds_all = mask_length is None or mask_length == input_ids.shape[1]
-        return cached if holds_all else 0
+        self._skipped, self.cached_before = (cached, 0) if holds_all else (0, cached)
+        self._hidden_by_mask = 0 if mask is None else int((mask[0] == 0).sum())
 
     def _states(self, outputs: Any, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""

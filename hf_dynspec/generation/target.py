@@ -50,6 +50,7 @@ class TargetForward:
         self._wants_fast_head = fast_head
         self._head: DynamicLMHead | None = None
         self._head_weight: torch.Tensor | None = None
+        self._head_bias: torch.Tensor | None = None
         if verifies_trees:
             self._require_tree_masks()
         self._require_cache()
@@ -69,9 +70,11 @@ class TargetForward:
         """Take up the output projection, where it is another one than before. Takes about two forwards then."""
         if not self._wants_fast_head:
             return
-        weight = getattr(self.model.get_output_embeddings(), "weight", None)
-        if weight is not self._head_weight or (self._head is not None and not self._lies_where_it_did(weight)):
-            self._head, self._head_weight = _fast_head(self.model), weight
+        projection = self.model.get_output_embeddings()
+        weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
+        is_same = weight is self._head_weight and bias is self._head_bias
+        if not is_same or (self._head is not None and not self._lies_where_it_did(weight)):
+            self._head, self._head_weight, self._head_bias = _fast_head(self.model), weight, bias
 
     @torch.no_grad()
     def _require_cache(self) -> None:
@@ -123,10 +126,15 @@ class TargetForward:
                 "output projection is given is none of them. Use an independent drafter."
             )
 
-    def room(self, length: int) -> int:
-        """How many candidates may be verified after a text of this length, so that positions are turned as they are
-        one after another. Some rotary embeddings (dynamic, longrope) change with the length of what is read."""
-        if self._rope_limit is None or (self._holds_past_limit and length > self._rope_limit + 1):
+    def room(self, length: int, positions: int) -> int:
+        """How many candidates may be verified, so that positions are turned as they are one after another. Some rotary
+        embeddings (dynamic, longrope) change with the length of what is read.
+
+        Args:
+            length: of the text.
+            positions: of it that no mask hides.
+        """
+        if self._rope_limit is None or (self._holds_past_limit and positions > self._rope_limit + 1):
             return LONGEST_DRAFT
         return max(0, self._rope_limit - length)
 
@@ -144,6 +152,8 @@ class TargetForward:
         states: tuple[int, ...],
         buffer: "RowsBuffer | None" = None,
         earlier_rows: int = 0,
+        cached_before: int = 0,
+        alone: bool = False,
     ) -> CausalLMOutputWithPast:
         """Run the target on what it has not read and on the candidates.
 
@@ -156,6 +166,8 @@ class TargetForward:
             states: hidden states to return, see `state`.
             buffer: may be used for the logits.
             earlier_rows: how many rows of logits to return of the positions before.
+            cached_before: tokens before those of `input_ids` that are in the cache.
+            alone: show the model what is unread and nothing before it, as plain generation does after chunks.
 
         Returns:
             The model's output; the last `k + 1` rows of `logits` `[1, …, V]` are those after the last verified token
@@ -166,19 +178,24 @@ class TargetForward:
         if candidates is not None:
             k = candidates.token_ids.shape[0]
             token_ids = torch.cat([input_ids, candidates.token_ids.to(input_ids.device).unsqueeze(0)], dim=1)
-        kwargs = _prepare_attention_mask(copy.copy(model_kwargs), token_ids.shape[1], False)
-        kwargs = _prepare_token_type_ids(kwargs, token_ids.shape[1])
+        kwargs = _prepare_attention_mask(copy.copy(model_kwargs), cached_before + token_ids.shape[1], False)
+        kwargs = _prepare_token_type_ids(kwargs, cached_before + token_ids.shape[1])
         positions = kwargs.get("position_ids")
         if positions is not None and k > 0:
             kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + k, False)
+        rows_read = None if unread is None else unread + k
+        if alone:
+            token_ids = token_ids[:, -rows_read:]
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = kwargs["position_ids"][..., -rows_read:]
         inputs = self.model.prepare_inputs_for_generation(
             token_ids,
-            next_sequence_length=None if unread is None else unread + k,
+            next_sequence_length=None if alone else rows_read,
             is_first_iteration=is_first,
             **kwargs,
         )
         if candidates is not None and not candidates.is_chain:
-            inputs |= self._tree_inputs(inputs, candidates, input_ids.shape[1] - 1)
+            inputs |= self._tree_inputs(inputs, candidates, cached_before + input_ids.shape[1] - 1)
         if states and inputs.get("output_hidden_states") is not True:
             inputs["output_hidden_states"] = entries_with(states)
         return self._forward(inputs, earlier_rows + k + 1, buffer)
@@ -197,7 +214,8 @@ class TargetForward:
             input_ids: int64 `[1, n]`: the prompt.
             unread: how many of its last tokens are in no cache.
             chunk_size: how many tokens to read at a time.
-            model_kwargs, states: as for `run`.
+            model_kwargs: as for `run`; its cache is replaced by the one that the model goes on with.
+            states: as for `run`.
 
         Returns:
             What the model returned for each chunk.
@@ -205,15 +223,22 @@ class TargetForward:
         outputs = []
         for left in range(unread - chunk_size, 0, -chunk_size):
             kwargs = copy.copy(model_kwargs)
-            for name in ("attention_mask", "position_ids", "token_type_ids"):
+            for name in ("attention_mask", "token_type_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][..., :-left]
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = kwargs["position_ids"][..., -left - chunk_size : -left]
+            # The chunk alone, as plain generation has it: some models look at how much they are shown.
             inputs = self.model.prepare_inputs_for_generation(
-                input_ids[:, :-left], next_sequence_length=chunk_size, is_first_iteration=True, **kwargs
+                input_ids[:, -left - chunk_size : -left], is_first_iteration=True, **kwargs
             )
             if states and inputs.get("output_hidden_states") is not True:
                 inputs["output_hidden_states"] = entries_with(states)
             outputs.append(self._forward(inputs, 1, None))
+            # Some models begin another cache where a chunk is longer than a limit.
+            cache = outputs[-1].past_key_values
+            cache.activate_past_recording()
+            model_kwargs["past_key_values"] = cache
         return outputs
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
@@ -366,7 +391,8 @@ def _rope_limit(config: Any) -> tuple[int | None, bool]:
     # Phi-3 reads everything anew at this length, whatever its rotary embedding is.
     named.append(getattr(config, "original_max_position_embeddings", None))
     if "dynamic" in kinds:
-        named.append(config.max_position_embeddings)
+        # What longer texts did to the frequencies is undone by texts that are shorter than this.
+        named = [one - 1 for one in (*named, config.max_position_embeddings) if one]
     limits = [one for one in named if one]
     return min(limits, default=None), "dynamic" not in kinds
 
@@ -441,4 +467,5 @@ def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
         or module._compiled_call_impl is not None
         for module in (model, projection)
     )
-    return is_plain and type(projection) is nn.Linear and projection.weight.data_ptr() == head.weight.data_ptr()
+    is_same = type(projection) is nn.Linear and projection.weight.data_ptr() == head.weight.data_ptr()
+    return is_plain and is_same and not nn.modules.module._has_any_global_hook()
