@@ -835,7 +835,9 @@ def test_healing_with_a_bos_and_without_a_prompt(drafter):
     assistant = DynSpecAssistant(drafter, target=target)
     text = torch.cat([torch.tensor([[BOS]]), prompt()], dim=1)
     arguments = {"tokenizer": tokenizer, "token_healing": True, "max_new_tokens": 12, "do_sample": False}
-    for ids in (text, prompt(), None):
+    with pytest.raises(UnsupportedError, match="token_healing"):
+        target.generate(None, assistant_model=assistant, **arguments)
+    for ids in (text, prompt()):
         streamed: list[list[int]] = []
         for model in (assistant, None):
             streamer = Chunks()

@@ -129,6 +129,8 @@ def _healed(
     """Heal the prompt's last token. A prompt may become shorter or longer, as its text is tokenised anew; new tokens
     are then counted from there."""
     healed = target.heal_tokens(input_ids, tokenizer)
+    if not healed.shape[1]:
+        raise UnsupportedError("token_healing leaves nothing of a prompt without text: leave it out, or pass a text.")
     longer = healed.shape[1] - input_ids.shape[1]
     if longer and generation_config.max_new_tokens is not None:
         generation_config.max_length += longer
