@@ -10,6 +10,7 @@ os.environ.pop("COLUMNS", None)
 
 import functools
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,6 +19,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Shells start what runs in the background with interrupts ignored, and so would be the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

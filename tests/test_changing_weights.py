@@ -20,6 +20,12 @@ from hf_dynspec.drafters.weights_watch import WeightsWatch
 POLICIES = ("full", "hybrid", "router", "in_context", "frequency")
 
 
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch) -> None:
+    """As in a new process: others that ran before may have made as many as there can be."""
+    monkeypatch.setattr(traced_step, "_traces", {})
+
+
 @pytest.fixture
 def target() -> PreTrainedModel:
     return tiny()
@@ -384,9 +390,8 @@ def test_weights_that_accelerate_keeps_elsewhere(target, drafter):
     assert torch.equal(greedy(target, assistant), greedy(target))
 
 
-def test_models_of_one_architecture_share_a_trace(drafter, monkeypatch):
+def test_models_of_one_architecture_share_a_trace():
     """Weights are its inputs, so it says of each model what that model says."""
-    monkeypatch.setattr(traced_step, "_traces", {})
     target = tiny()
     for seed in range(3):
         model = tiny(seed=seed)
