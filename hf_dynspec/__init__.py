@@ -13,7 +13,7 @@ _HOMES = {
     "ConfigurationError": ".errors",
     "DynSpecAssistant": ".assistant",
     "DynSpecCandidateGenerator": ".generation.candidate_generator",
-    "DynSpecConfig": ".configuration",
+    "DynSpecConfig": ".artifacts.config",
     "DynSpecError": ".errors",
     "EagleDrafter": ".drafters",
     "FrequencyShortlist": ".shortlists",
@@ -23,7 +23,7 @@ _HOMES = {
     "NotBoundError": ".errors",
     "RouterShortlist": ".shortlists",
     "ShortlistPolicy": ".shortlists",
-    "TreeConfig": ".tree_config",
+    "TreeConfig": ".drafting.tree_config",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
 }
@@ -43,9 +43,10 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .artifacts.config import DynSpecConfig as DynSpecConfig
     from .assistant import DynSpecAssistant as DynSpecAssistant
-    from .configuration import DynSpecConfig as DynSpecConfig
     from .drafters import EagleDrafter as EagleDrafter
+    from .drafting.tree_config import TreeConfig as TreeConfig
     from .errors import ArtifactError as ArtifactError
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DynSpecError as DynSpecError
@@ -59,4 +60,3 @@ if TYPE_CHECKING:
     from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import UnionShortlist as UnionShortlist
-    from .tree_config import TreeConfig as TreeConfig

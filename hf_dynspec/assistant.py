@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from .configuration import DEFAULT_SHARD_SIZE, LONGEST_DRAFT, DynSpecConfig, ModelReference, PolicyConfig
+from .artifacts.config import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .drafters.eagle_checkpoint import HEAD_FILES
+from .drafters.eagle.checkpoint import HEAD_FILES
+from .drafting.session import DraftSession, outside_inference_mode
+from .drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from .errors import ConfigurationError, NotBoundError, UnsupportedError, shown_value
-from .generation.binding import Bindable, Call, TargetHook, attach, check_target
-from .generation.drafting import Drafting, draft_once
+from .generation.binding import TargetHook, attach
+from .generation.call import Bindable, Call
+from .generation.refusals import check_target
+from .generation.round import Drafting, draft_once
+from .generation.sessions import SessionPool
 from .generation.target import TargetForward
-from .model_parts import output_rows, unwrapped
+from .loading import local_tokenizer, shared_tokenizer, shared_vocabulary_size
+from .modeling.parts import output_rows, unwrapped
 from .protocol import Candidates, VocabularyInfo
-from .session import DraftSession, SessionPool, outside_inference_mode
 from .shortlists import ShortlistPolicy, as_policy
 from .stats import DraftingStatistics, Stopwatch
-from .tree_config import TreeConfig
-from .vocabulary import local_tokenizer, shared_tokenizer, shared_vocabulary_size
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -234,7 +237,7 @@ class DynSpecAssistant(Bindable):
     def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
         if tokenizer is None or not self.policy.tokenizer_fingerprints:
             return
-        from .hub import fingerprint_tokenizer, require_same_tokenizer
+        from .vocabulary import fingerprint_tokenizer, require_same_tokenizer
 
         actual = fingerprint_tokenizer(tokenizer)
         for expected in self.policy.tokenizer_fingerprints:
@@ -281,13 +284,13 @@ class DynSpecAssistant(Bindable):
             ArtifactError: the policy has tensors and no tokenizer is known, or the folder belongs to something else.
             ConfigurationError: `max_shard_size` is not a size.
         """
-        from .hub import write_artifact
+        from .artifacts import write_artifact
 
         config = self._to_config(provenance or {}, results)
         return write_artifact(directory, config, self.policy.tensors(), max_shard_size=max_shard_size)
 
     def _to_config(self, provenance: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> DynSpecConfig:
-        from .hub import fingerprint_tokenizer
+        from .vocabulary import fingerprint_tokenizer
 
         tokenizer = None
         if self.tokenizer is not None:
@@ -335,7 +338,8 @@ class DynSpecAssistant(Bindable):
             ArtifactError: the artifact is damaged, for another tokenizer, or names no drafter that can be loaded.
             UnsupportedError: as for the constructor.
         """
-        from .hub import fingerprint_tokenizer, read_artifact, rebuild_policy
+        from .artifacts import read_artifact, rebuild_policy
+        from .vocabulary import fingerprint_tokenizer
 
         target = unwrapped(target)
         check_target(target)
@@ -381,7 +385,7 @@ class DynSpecAssistant(Bindable):
         Raises:
             ArtifactError: as for `save_pretrained`, or the repository belongs to something else.
         """
-        from .hub import push_artifact
+        from .artifacts import push_artifact
 
         with tempfile.TemporaryDirectory() as directory:
             self.save_pretrained(directory, provenance=provenance, results=results, max_shard_size=max_shard_size)
@@ -651,7 +655,7 @@ def _load_drafter(
     config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
 ) -> PreTrainedModel | Drafter:
     """The drafter that an artifact names, at the commit that it names, and without any code that it may bring."""
-    from .hub.models import download_snapshot, drafter_repository, load_named_drafter
+    from .artifacts.models import download_snapshot, drafter_repository, load_named_drafter
 
     reference = config.drafter
     repo_id = drafter_repository(reference)

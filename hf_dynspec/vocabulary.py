@@ -1,112 +1,114 @@
-"""Which token ids both models and the tokenizer share."""
+"""Tokenizer fingerprints: token ids mean something only beside the tokenizer that they come from."""
 
-import warnings
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from .errors import ArtifactError, ConfigurationError, shown_value
+from .fields import FieldError, require_integer, require_pattern
 
-from .drafters import CausalLMDrafter, Drafter
-from .errors import UnsupportedError
-from .model_parts import output_rows
-
-# Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
-# its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
-_LARGEST_PADDING = 1024
-_ALTERNATIVE = (
-    "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
-    "itself as assistant_model, with tokenizer and assistant_tokenizer."
-)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = None) -> Any:
-    """Return the tokenizer of both models: the one that is given, or the one found where either was loaded from, on
-    this computer only.
+# Several times the largest vocabularies in use. It bounds what a file's claim about itself can make a reader allocate.
+LARGEST_VOCABULARY = 2**22
 
-    Warns where two models have sources of their own and their tokenizers cannot both be known.
+
+MOST_EOS_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class TokenizerFingerprint:
+    """Which tokenizer the ids of an artifact belong to.
 
     Args:
-        target: the model that verifies.
-        drafter: the model that drafts. A head that was made for the target has no tokenizer of its own.
-        given: the tokenizer that the caller says both have.
-
-    Returns:
-        The tokenizer, or None where it is not known.
+        size: one past the largest token id.
+        sha256: hexadecimal digest of the pairs of token and id (`fingerprint_tokenizer`).
+        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats, 256 at most. A list is taken as a
+            tuple.
 
     Raises:
-        UnsupportedError: the two have different tokenizers, or one of them has another than the given one.
+        ConfigurationError: a value is mistyped or out of range.
     """
-    known = {"the given tokenizer": given, "the target's tokenizer": local_tokenizer(target)}
-    if isinstance(drafter, CausalLMDrafter):
-        is_same_source = bool(target.name_or_path) and drafter.model.name_or_path == target.name_or_path
-        its = "the target's tokenizer" if is_same_source else "the drafter's tokenizer"
-        known[its] = known.get(its) or local_tokenizer(drafter.model)
-        if known[its] is None or (given is None and known["the target's tokenizer"] is None):
-            warnings.warn(
-                "the tokenizers of target and drafter could not be compared, as they are not both known here. If they "
-                "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers.",
-                stacklevel=3,
+
+    size: int
+    sha256: str
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        require_integer("size", self.size, 1, LARGEST_VOCABULARY)
+        require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
+        if not isinstance(self.eos_token_ids, list | tuple):
+            raise FieldError(
+                "eos_token_ids", f"must be a list of ids, got {shown_value(self.eos_token_ids)}", "Give a list"
             )
-    known = {name: tokenizer for name, tokenizer in known.items() if tokenizer is not None}
-    vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items()}
-    for name, vocabulary in vocabularies.items():
-        first, expected = next(iter(vocabularies.items()))
-        if _disagree(vocabulary, expected):
-            raise UnsupportedError(
-                f"{first} ({len(expected):,} entries) and {name} ({len(vocabulary):,}) differ. {_ALTERNATIVE}"
-            )
-    return next(iter(known.values()), None)
+        if len(self.eos_token_ids) > MOST_EOS_TOKENS:
+            problem = f"holds {len(self.eos_token_ids)} ids, and {MOST_EOS_TOKENS} are the most"
+            raise FieldError("eos_token_ids", problem, "Give the ids that end a text")
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        for token_id in self.eos_token_ids:
+            require_integer("eos_token_ids", token_id, 0, self.size - 1)
+        if len(set(self.eos_token_ids)) != len(self.eos_token_ids):
+            raise FieldError("eos_token_ids", "repeats an id", "Give each id once")
 
 
-def _disagree(one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether a token or an id means two things. One vocabulary may have more of them than the other, as that of a
-    chat model has beside its base model's."""
-    if one == other:
-        return False
-    by_id = {token_id: token for token, token_id in other.items()}
-    return any(
-        other.get(token, token_id) != token_id or by_id.get(token_id, token) != token
-        for token, token_id in one.items()
+def fingerprint_tokenizer(tokenizer: Any, eos_token_ids: Iterable[int] | None = None) -> TokenizerFingerprint:
+    """Fingerprint a tokenizer by its vocabulary, added tokens included.
+
+    Args:
+        tokenizer: anything with transformers' `get_vocab()` and `eos_token_id`.
+        eos_token_ids: the end-of-sequence ids where they are known better than the tokenizer does, as a model's
+            generation configuration does where a chat model ends on several (None: the tokenizer's own).
+
+    Returns:
+        A fingerprint whose `size` is one past the largest id. That is the tokenizer's length, unless ids were skipped,
+        in which case the length would cut off real tokens. Its `sha256` runs over the sorted pairs of token and id.
+
+    Raises:
+        ConfigurationError: the tokenizer has no vocabulary, or an end-of-sequence id is not one of its ids.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if not vocabulary:
+        raise ConfigurationError("the tokenizer has no vocabulary; pass one that is loaded")
+    if eos_token_ids is None:
+        eos_token_ids = _as_ids(tokenizer.eos_token_id)
+    # The lengths keep the text unambiguous whatever characters the tokens hold.
+    pairs = "".join([f"{len(token)}:{token}:{token_id}\n" for token, token_id in sorted(vocabulary.items())])
+    return TokenizerFingerprint(
+        size=max(vocabulary.values()) + 1,
+        sha256=hashlib.sha256(pairs.encode("utf-8", "surrogatepass")).hexdigest(),
+        eos_token_ids=tuple(dict.fromkeys(int(token_id) for token_id in eos_token_ids)),
     )
 
 
-def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer: Any) -> int:
-    """Return how many leading token ids are real tokens that both models can score.
+def require_same_tokenizer(
+    expected: TokenizerFingerprint, actual: TokenizerFingerprint, source: str = "config.json: tokenizer"
+) -> None:
+    """Check that an artifact's ids mean the same tokens to the tokenizer at hand.
+
+    The end-of-sequence ids may differ, because a base model and its chat model share a vocabulary and end differently:
+    `read_artifact` asks its rankings to cover both.
 
     Args:
-        target: the model that verifies.
-        drafter: the model that drafts.
-        tokenizer: the tokenizer of both, or None where it is not known; padding then counts as tokens.
+        expected: what the artifact was made with.
+        actual: the tokenizer at hand.
+        source: what errors call the artifact's fingerprint.
 
     Raises:
-        UnsupportedError: the models' vocabularies differ by more than padding, or the drafter's holds other ids.
+        ArtifactError: the vocabularies differ.
     """
-    target_rows = output_rows(target)
-    draftable = drafter.head.token_ids
-    # A head that leaves tokens out says which ones it has, and was made for this target.
-    drafter_rows = drafter.head.weight.shape[0] if draftable is None else target_rows
-    if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
-        raise UnsupportedError(
-            f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
-            f"tokenizers. {_ALTERNATIVE}"
-        )
-    rows = min(target_rows, drafter_rows)
-    # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
-    size = rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
-    if draftable is not None and int(draftable.max()) >= size:
-        raise UnsupportedError(
-            f"the drafter's head scores the token id {int(draftable.max()):,}, and the tokenizer's end at "
-            f"{size - 1:,}. Load the head that was made for this target."
-        )
-    return size
+    fix = "Use the artifact with the models that its config.json names, or build one with this tokenizer."
+    if expected.size != actual.size:
+        problem = f"the artifact is for a tokenizer of {expected.size} ids, and this one has {actual.size}"
+        raise ArtifactError(f"{source}.size", problem, fix)
+    if expected.sha256 != actual.sha256:
+        problem = "the artifact is for a tokenizer of the same size that gives other ids to some tokens"
+        raise ArtifactError(f"{source}.sha256", problem, fix)
 
 
-def local_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer beside the model's weights, or None where there is none on this computer."""
-    from transformers import AutoTokenizer
-
-    if not model.name_or_path:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
-    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
-        return None
+def _as_ids(eos_token_id: int | list[int] | None) -> list[int]:
+    if eos_token_id is None:
+        return []
+    return list(eos_token_id) if isinstance(eos_token_id, list | tuple) else [eos_token_id]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from hf_dynspec import TreeConfig
+from hf_dynspec.drafting.processors import draw_several
+from hf_dynspec.drafting.trees import DrawnTreeGrowth
 from hf_dynspec.generation import verification
-from hf_dynspec.generation.processing import draw_several
 from hf_dynspec.generation.verification import Outcome, ProcessRow, followed, outcome_of, walk
 from hf_dynspec.protocol import Candidates, Shortlist
-from hf_dynspec.tree import DrawnTreeGrowth
 
 Path = tuple[int, ...]
 

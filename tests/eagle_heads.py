@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_dynspec import EagleDrafter
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 LAYOUTS = ("eagle2", "eagle3", "speculators")
 # Ids that `trimmed_head` drafts.

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from hf_dynspec import DynSpecAssistant, TreeConfig, UnsupportedError
 from hf_dynspec.drafters import CausalLMDrafter, Drafter, DrafterState
 from hf_dynspec.drafters.base import UnrolledStep
-from hf_dynspec.head import DynamicLMHead
+from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.modeling.head import DynamicLMHead
 from hf_dynspec.protocol import Candidates, Needs, Prompt, Shortlist, VocabularyInfo
-from hf_dynspec.session import DraftSession
 from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
 
 PROMPT_LENGTH, NEW_TOKENS = 10, 34

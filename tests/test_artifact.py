@@ -19,26 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from hf_dynspec.configuration import (
-    DynSpecConfig,
-    ModelReference,
-    PolicyConfig,
-    TokenizerFingerprint,
-    parse_strict_json,
-    weights_files,
-)
+from hf_dynspec.artifacts import folder as artifact_module
+from hf_dynspec.artifacts import read_artifact, rebuild_policy, render_card, write_artifact
+from hf_dynspec.artifacts import tensors as weights_module
+from hf_dynspec.artifacts.card import is_unedited_card
+from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig, weights_files
 from hf_dynspec.errors import ArtifactError, ConfigurationError
-from hf_dynspec.hub import artifact as artifact_module
-from hf_dynspec.hub import (
-    fingerprint_tokenizer,
-    read_artifact,
-    rebuild_policy,
-    render_card,
-    require_same_tokenizer,
-    write_artifact,
-)
-from hf_dynspec.hub import weights as weights_module
-from hf_dynspec.hub.card import is_unedited_card
+from hf_dynspec.files import parse_strict_json
 from hf_dynspec.shortlists import (
     FrequencyShortlist,
     FullShortlist,
@@ -46,6 +33,7 @@ from hf_dynspec.shortlists import (
     InContextShortlist,
     UnionShortlist,
 )
+from hf_dynspec.vocabulary import TokenizerFingerprint, fingerprint_tokenizer, require_same_tokenizer
 
 SIZE = 50
 TOKENIZER = TokenizerFingerprint(size=SIZE, sha256="ab" * 32, eos_token_ids=(2, 7))
@@ -245,11 +233,6 @@ def test_a_configuration_shares_nothing_with_its_caller():
     settings["sizes"].append(3)
     config.to_dict()["policy"]["settings"]["sizes"].append(4)
     assert config.policy.settings == {"sizes": [1, 2]}
-
-
-def test_importing_the_configuration_does_not_load_torch():
-    code = "import sys, hf_dynspec.configuration; sys.exit('torch' in sys.modules)"
-    assert run_python(code).returncode == 0
 
 
 # --- Damaged config.json ---

@@ -19,23 +19,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from hf_dynspec.artifacts import write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
-from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafters import EagleDrafter
+from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, DynSpecError
-from hf_dynspec.evaluation import benchmark, provenance, systems
-from hf_dynspec.evaluation.benchmark import BenchmarkSettings, run_benchmark
+from hf_dynspec.evaluation import provenance
+from hf_dynspec.evaluation.bench import benchmark, systems
+from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
+from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
+from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.evaluation.provenance import git_revision, write_json
-from hf_dynspec.evaluation.report import acceptance_table, round_table, speed_table, summarize, to_dict
-from hf_dynspec.evaluation.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.tree_text import parse_tree
-from hf_dynspec.evaluation.workloads import WorkloadError, WorkloadPrompt, encode_workload, read_workload
-from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
 from hf_dynspec.kernels import cpu
 from hf_dynspec.shortlists import FrequencyShortlist
-from hf_dynspec.tree_config import TreeConfig
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from hf_dynspec.artifacts import read_artifact, rebuild_policy
 from hf_dynspec.build import corpus as corpus_module
 from hf_dynspec.build.corpus import plan_corpus, read_prompts, read_unit
 from hf_dynspec.build.frequency import (
@@ -37,7 +38,7 @@ from hf_dynspec.build.frequency import (
 )
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
-from hf_dynspec.hub import fingerprint_tokenizer, read_artifact, rebuild_policy
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = [

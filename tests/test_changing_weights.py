@@ -178,7 +178,7 @@ def test_adapters_that_are_switched_disabled_and_merged(target, drafter):
 @pytest.mark.parametrize("name", ["in place", "the head in place", "adapters injected", "a state assigned"])
 def test_a_drafter_that_changes_in_the_middle_of_a_call(name, target, drafter, monkeypatch):
     """The round after the change drafts with what is there, from the first token on: its cache is computed anew."""
-    from hf_dynspec.session import DraftSession
+    from hf_dynspec.drafting.session import DraftSession
 
     drafts = []
     draft = DraftSession.draft_chain

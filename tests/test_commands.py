@@ -374,7 +374,7 @@ def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path
 @pytest.mark.parametrize("command", ["bench", "coverage"])
 @pytest.mark.parametrize("name", ["prompts.jsonl/out.json", ".", "no/such/folder/out.json", "/dev/null"])
 def test_files_that_cannot_be_written_are_refused_before_work(folder, monkeypatch, command, name):
-    monkeypatch.setattr("hf_dynspec.evaluation.workloads.read_workload", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr("hf_dynspec.evaluation.prompts.read_workload", lambda *_: pytest.fail("work was begun"))
     result = CliRunner().invoke(app, measure(command, folder, "--json", folder / name))
     assert isinstance(result.exception, ConfigurationError)
     assert "cannot be written: --json takes a file in an existing folder" in str(result.exception)

@@ -39,8 +39,8 @@ from hf_dynspec import (
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation import coverage, teacher_forcing
-from hf_dynspec.evaluation.coverage import (
+from hf_dynspec.evaluation.coverage import coverage, teacher_forcing
+from hf_dynspec.evaluation.coverage.coverage import (
     CoverageResult,
     CoverageSettings,
     DepthCoverage,
@@ -48,17 +48,17 @@ from hf_dynspec.evaluation.coverage import (
     TextCoverage,
     measure_coverage,
 )
-from hf_dynspec.evaluation.coverage_report import coverage_table, depth_table, domain_tables, write_plot
-from hf_dynspec.evaluation.pair import generation_config
-from hf_dynspec.evaluation.rounds import (
+from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, write_plot
+from hf_dynspec.evaluation.coverage.rounds import (
     RoundsAlongText,
     draft_steps,
     expected_acceptance_length,
     expected_tokens,
     rejected_draft,
 )
-from hf_dynspec.evaluation.teacher_forcing import ForcedText, Rows
-from hf_dynspec.evaluation.workloads import WorkloadPrompt
+from hf_dynspec.evaluation.coverage.teacher_forcing import ForcedText, Rows
+from hf_dynspec.evaluation.pair import generation_config
+from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyState, position_aware_size

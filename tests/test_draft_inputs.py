@@ -8,8 +8,8 @@ from models import prompt, tiny
 
 from hf_dynspec.drafters import CausalLMDrafter
 from hf_dynspec.drafters.base import Drafter
-from hf_dynspec.drafters.eagle import EagleDrafter
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.drafter import EagleDrafter
 
 LENGTH, DEPTH = 14, 4
 # Sums in another order, in fp64.

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
+from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.draft_rounds import RoundRecorder
 from hf_dynspec.build.draft_steps import Recording, RecordingSettings, Windows, sample_windows
@@ -20,8 +21,7 @@ from hf_dynspec.build.router_judging import held_out_figures, largest_budget
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 from hf_dynspec.evaluation.pair import generation_config
-from hf_dynspec.hub import read_artifact
-from hf_dynspec.shortlists.router import RouterShortlist
+from hf_dynspec.shortlists.router.policy import RouterShortlist
 
 DEPTH = 4
 SETTINGS = RecordingSettings(

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_dynspec.commands import app, main
-from hf_dynspec.drafters import eagle_checkpoint
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
-from hf_dynspec.drafters.eagle_conversion import convert_checkpoint, read_output_rows
+from hf_dynspec.drafters.eagle import checkpoint as eagle_checkpoint
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
+from hf_dynspec.drafters.eagle.conversion import convert_checkpoint, read_output_rows
 from hf_dynspec.errors import ArtifactError
 
 TRIMMED = 100

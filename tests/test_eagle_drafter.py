@@ -6,10 +6,10 @@ from eagle_heads import LAYOUTS, Head, SlowHead, drafter_of, random_head, target
 from models import VOCABULARY, tiny
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from hf_dynspec.drafters.eagle import EagleDrafter, EagleState
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.drafter import EagleDrafter, EagleState
 from hf_dynspec.errors import ArtifactError, UnsupportedError
-from hf_dynspec.head import DynamicLMHead, PackedRows
+from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import Shortlist
 
 # Sums in another order, over hidden states of size 1 to 10 that are fed back up to four times: rounding of 2⁻⁵³ in

@@ -22,10 +22,10 @@ from models import EOS, POLICY_CASES, SLIDING_WINDOW, TERRIBLE, VOCABULARY, Rand
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
-from hf_dynspec.configuration import ModelReference
-from hf_dynspec.generation.drafting import Drafting
-from hf_dynspec.hub import read_artifact
-from hf_dynspec.session import DraftSession
+from hf_dynspec.artifacts import read_artifact
+from hf_dynspec.artifacts.config import ModelReference
+from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.generation.round import Drafting
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 SHAPE = TreeConfig(total_tokens=24, depth=3, top_k=4)
@@ -307,7 +307,7 @@ def test_turns(family, with_cache, shape, drafter):
 
 def reads_of(monkeypatch) -> list[tuple[int, int]]:
     """The length of every prefix that a head is brought to, and how many features it is given."""
-    from hf_dynspec.drafters.eagle import EagleState
+    from hf_dynspec.drafters.eagle.drafter import EagleState
 
     advance, reads = EagleState.advance, []
 

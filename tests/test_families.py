@@ -6,8 +6,8 @@ from models import FAMILIES, POLICY_CASES, SLIDING_WINDOW, VOCABULARY, RandomSho
 
 from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.drafters import CausalLMDrafter
-from hf_dynspec.head import DynamicLMHead
-from hf_dynspec.session import DraftSession
+from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.modeling.head import DynamicLMHead
 
 POLICIES = {name: POLICY_CASES[name] for name in ("full", "hybrid", "in_context")} | {"random": RandomShortlist}
 NEW_TOKENS = 40

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from hf_dynspec.artifacts import read_artifact, write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
+from hf_dynspec.artifacts.frequency_list import export_frequency_list, import_frequency_list
 from hf_dynspec.commands import app
-from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
 from hf_dynspec.errors import ArtifactError, ConfigurationError
-from hf_dynspec.hub import read_artifact, write_artifact
-from hf_dynspec.hub.frequency_list import export_frequency_list, import_frequency_list
 
 
 def saved(path, content, **options):

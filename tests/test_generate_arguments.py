@@ -41,7 +41,7 @@ from hf_dynspec import (
     TreeConfig,
     UnsupportedError,
 )
-from hf_dynspec.session import DraftSession
+from hf_dynspec.drafting.session import DraftSession
 
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}

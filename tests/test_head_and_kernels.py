@@ -11,8 +11,8 @@ from models import FAMILIES, tiny
 
 from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.generation.target import TargetForward
-from hf_dynspec.head import DynamicLMHead, PackedRows, widen
 from hf_dynspec.kernels import cpu, packed_scores, reference, replace_rows, scattered_scores_for, top_k_ids
+from hf_dynspec.modeling.head import DynamicLMHead, PackedRows, widen
 from hf_dynspec.protocol import Shortlist
 
 # Relative to the size of the sums: fp32 sums of up to 200 products in another order differ by less than 1e-5, and bf16

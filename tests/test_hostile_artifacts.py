@@ -43,24 +43,18 @@ from test_artifact import container, forge_weights
 
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
+from hf_dynspec.artifacts import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
+from hf_dynspec.artifacts.config import LARGEST_VOCABULARY, DynSpecConfig, ModelReference, PolicyConfig
+from hf_dynspec.artifacts.folder import card_to_publish
+from hf_dynspec.artifacts.frequency_list import import_frequency_list
+from hf_dynspec.artifacts.tensors import serialize_tensors
 from hf_dynspec.build.corpus import CorpusError, plan_corpus
 from hf_dynspec.build.frequency import load_tokenizer
-from hf_dynspec.configuration import (
-    LARGEST_VOCABULARY,
-    LONGEST_DRAFT,
-    DynSpecConfig,
-    ModelReference,
-    PolicyConfig,
-    TokenizerFingerprint,
-)
 from hf_dynspec.drafters import EagleDrafter
-from hf_dynspec.drafters.eagle_checkpoint import read_checkpoint
-from hf_dynspec.drafters.eagle_conversion import read_output_rows
+from hf_dynspec.drafters.eagle.checkpoint import read_checkpoint
+from hf_dynspec.drafters.eagle.conversion import read_output_rows
+from hf_dynspec.drafting.tree_config import LONGEST_DRAFT
 from hf_dynspec.errors import LONGEST_MESSAGE, ArtifactError, ConfigurationError, DynSpecError, shown_text
-from hf_dynspec.hub import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
-from hf_dynspec.hub.artifact import card_to_publish
-from hf_dynspec.hub.frequency_list import import_frequency_list
-from hf_dynspec.hub.weights import serialize_tensors
 from hf_dynspec.protocol import Prompt, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import (
     FrequencyShortlist,
@@ -73,6 +67,7 @@ from hf_dynspec.shortlists import (
 )
 from hf_dynspec.shortlists.base import LARGEST_COUNT, LARGEST_TOP_K
 from hf_dynspec.shortlists.union import DEEPEST_UNION, MOST_POLICIES
+from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
 EOS = (2, 77)

@@ -8,17 +8,12 @@ import torch
 from huggingface_hub import HfApi, constants
 from local_hub import Hub, Repository, running_hub
 
-from hf_dynspec.configuration import (
-    DynSpecConfig,
-    ModelReference,
-    PolicyConfig,
-    TokenizerFingerprint,
-    weights_files,
-)
+from hf_dynspec.artifacts import push_artifact, read_artifact, write_artifact
+from hf_dynspec.artifacts.card import is_unedited_card
+from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig, weights_files
 from hf_dynspec.errors import ArtifactError
-from hf_dynspec.hub import push_artifact, read_artifact, write_artifact
-from hf_dynspec.hub.card import is_unedited_card
 from hf_dynspec.shortlists import FrequencyShortlist, UnionShortlist
+from hf_dynspec.vocabulary import TokenizerFingerprint
 
 SIZE = 50
 REPO = "acme/dynspec"

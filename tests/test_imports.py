@@ -13,34 +13,46 @@ import hf_dynspec
 ROOT = Path(hf_dynspec.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# Which rooms (files or folders of the package) each room may import. A room not named here may import any above it.
-DOWNHILL = {
-    "errors": set(),
-    "protocol": set(),
-    "kernels": set(),
-    "model_parts": {"errors"},
-    "head": {"protocol", "kernels", "errors", "model_parts"},
-    "stats": {"protocol"},
-    "shortlists": {"protocol", "kernels", "errors", "head"},
-    "tree_config": {"errors"},
-    "tree": {"protocol", "tree_config", "errors"},
-    "drafters": {"protocol", "kernels", "errors", "head", "tree", "model_parts"},
-    "session": {"protocol", "kernels", "errors", "head", "stats", "tree", "tree_config", "drafters", "shortlists"},
+# The rooms, files or folders of the package, from the lowest to the highest: each imports from those before it alone.
+ROOMS = (
+    "errors",
+    "fields",
+    "files",
+    "vocabulary",
+    "protocol",
+    "kernels",
+    "stats",
+    "shortlists",
+    "modeling",
+    "drafters",
+    "drafting",
+    "loading",
+    "generation",
+    "assistant",
+    "artifacts",
+    "build",
+    "evaluation",
+    "commands",
+)
+# The climbs: what opens the room of artifacts when it is called, because it was given a name in place of a thing.
+CLIMBS = {
+    ("shortlists.frequency", "artifacts"),
+    ("shortlists.router.policy", "artifacts"),
+    ("drafters.eagle.checkpoint", "artifacts"),
+    ("assistant", "artifacts"),
 }
-# Of the rooms that hold several implementations, the session knows the contracts only.
+# Of the rooms that hold several implementations, a draft knows the contracts only.
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
-LEAVES = {"build", "hub", "evaluation", "commands"}
-# What reads and writes artifacts, which `from_pretrained` methods and their like may reach for when they are called.
-ENDS = {"hub", "configuration"}
 # transformers is none of their business; torch alone is (and triton, inside functions, for the kernels).
 THIRD_PARTIES = {
     "errors": set(),
     "protocol": {"torch"},
     "kernels": {"torch", "triton"},
-    "head": {"torch"},
+    "fields": set(),
+    "files": set(),
+    "vocabulary": set(),
+    "modeling": {"torch"},
     "shortlists": {"torch"},
-    "session": {"torch"},
-    "tree": {"torch"},
     "stats": {"torch"},
 }
 # A Triton kernel cannot be written without triton. The file that holds it is imported where it is of use, and lazily.
@@ -103,13 +115,13 @@ def third_parties(file: Path) -> Iterator[tuple[str, bool]]:
 def test_the_walk_sees_what_it_looks_for():
     """Every rule below rests on this."""
     source = (
-        "import torch\nfrom ..head import widen\nfrom . import base\nfrom .base import A, B\n"
+        "import torch\nfrom ..modeling.head import widen\nfrom . import base\nfrom .base import A, B\n"
         "def f():\n    from ..drafters import eagle\n    import triton.language\n"
     )
     seen = list(imports(ROOT / "shortlists" / "full.py", source))
     assert seen == [
         ("torch", False),
-        ("hf_dynspec.head.widen", False),
+        ("hf_dynspec.modeling.head.widen", False),
         ("hf_dynspec.shortlists.base", False),
         ("hf_dynspec.shortlists.base.A", False),
         ("hf_dynspec.shortlists.base.B", False),
@@ -117,19 +129,38 @@ def test_the_walk_sees_what_it_looks_for():
         ("triton.language", True),
     ]
     assert len(FILES) > 20
-    assert ("head", False) in own_modules(ROOT / "drafters" / "base.py")
+    assert ("modeling.head", False) in own_modules(ROOT / "drafters" / "base.py")
 
 
-@pytest.mark.parametrize("room", DOWNHILL)
-def test_rooms_import_only_rooms_below_them(room):
-    files = [file for file in FILES if room_of(module_of(file)) == room]
-    assert files
-    for file in files:
-        imported = {
-            room_of(module) for module, lazily in own_modules(file) if not (lazily and room_of(module) in ENDS)
-        }
-        imported -= {room, ""}
-        assert imported <= DOWNHILL[room], f"{file.name} imports {imported - DOWNHILL[room]}"
+def test_every_room_has_its_place():
+    assert {room_of(module_of(file)) for file in FILES} - {"", "__init__"} == set(ROOMS)
+
+
+def test_imports_run_downhill():
+    climbs = set()
+    for file in FILES:
+        room = room_of(module_of(file))
+        for module, lazily in own_modules(file):
+            if room and module and ROOMS.index(room_of(module)) > ROOMS.index(room):
+                climbs.add((module_of(file), room_of(module)))
+                assert lazily, f"{module_of(file)} imports {module}, which is above it"
+    assert climbs == CLIMBS
+
+
+def test_no_files_import_each_other():
+    """In no way, not even when they are called."""
+    imported = {module_of(file): {module for module, _ in own_modules(file)} for file in FILES}
+    for module, others in imported.items():
+        others -= {module, ""}
+    climbing = {file for file, _ in CLIMBS}
+    left = {
+        module: {one for one in others if not (module in climbing and room_of(one) == "artifacts")}
+        for module, others in imported.items()
+        if module
+    }
+    while leaves := {module for module, others in left.items() if not others & set(left)}:
+        left = {module: others for module, others in left.items() if module not in leaves}
+    assert left == {}
 
 
 @pytest.mark.parametrize("room", THIRD_PARTIES)
@@ -139,20 +170,9 @@ def test_low_rooms_stay_free_of_transformers(room):
             assert {name for name, _ in third_parties(file)} <= THIRD_PARTIES[room], file.name
 
 
-def test_the_session_knows_the_contracts_only():
-    modules = {module for module, _ in own_modules(ROOT / "session.py")}
+def test_a_draft_knows_the_contracts_only():
+    modules = {module for file in FILES if room_of(module_of(file)) == "drafting" for module, _ in own_modules(file)}
     assert {module for module in modules if room_of(module) in CONTRACTS} == set(CONTRACTS.values())
-
-
-def test_leaves_are_not_imported_by_the_rooms_above_them():
-    """A method may reach for the Hub when it is called; nothing does so by being imported."""
-    for file in FILES:
-        room = room_of(module_of(file))
-        if room in LEAVES:
-            continue
-        for module, lazily in own_modules(file):
-            if room_of(module) in LEAVES:
-                assert lazily and room_of(module) in ENDS, f"{file.relative_to(ROOT)} imports {module}"
 
 
 def test_heavy_optional_packages_are_imported_where_they_are_used():
@@ -211,7 +231,7 @@ def test_the_search_for_private_names_finds_them():
         "def f(target, generation_config):\n    target._get_candidate_generator()\n"
         "    getattr(generation_config, '_mask_length', None)\n    self._target = 1\n"
     )
-    assert private_uses(ROOT / "head.py", source) == [
+    assert private_uses(ROOT / "modeling" / "head.py", source) == [
         "transformers.generation.candidate_generator.CandidateGenerator",
         "transformers.generation.utils._speculative_sampling",
         "target._get_candidate_generator",

@@ -15,14 +15,15 @@ from models import perturbed, tiny, word_tokenizer
 from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
+from hf_dynspec.artifacts import annotate_artifact, push_artifact, read_artifact, write_artifact
+from hf_dynspec.artifacts.card import _POLICIES, render_card
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig, weights_files
+from hf_dynspec.artifacts.folder import merge_results
 from hf_dynspec.commands import app
-from hf_dynspec.configuration import DynSpecConfig, PolicyConfig, weights_files
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
-from hf_dynspec.evaluation.published_rows import read_published_rows
-from hf_dynspec.hub import annotate_artifact, fingerprint_tokenizer, push_artifact, read_artifact, write_artifact
-from hf_dynspec.hub.artifact import merge_results
-from hf_dynspec.hub.card import _POLICIES, render_card
+from hf_dynspec.evaluation.bench.published_rows import read_published_rows
 from hf_dynspec.shortlists import POLICIES, FrequencyShortlist, InContextShortlist, UnionShortlist
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 REPO = "acme/dynspec"
 SIZE = 64

@@ -17,11 +17,13 @@ from eagle_heads import random_head
 from models import random_router
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dynspec import DynSpecAssistant, hub
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec import artifacts as hub
+from hf_dynspec.artifacts import push_artifact, write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
-from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
-from hf_dynspec.hub import fingerprint_tokenizer, push_artifact, write_artifact
 from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

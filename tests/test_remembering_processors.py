@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from hf_dynspec import DynSpecAssistant, TreeConfig
-from hf_dynspec.generation import decoding, draft_processors, verification
+from hf_dynspec.drafting import draft_processors
+from hf_dynspec.generation import decoding, verification
 
 SHAPES = {"chain": False, "tree": TreeConfig(16, 3, 4)}
 ALL_POLICIES = POLICY_CASES | TERRIBLE
@@ -188,7 +189,7 @@ def test_no_draft_step_looks_at_the_whole_vocabulary(target, drafter, monkeypatc
             return result
 
         monkeypatch.setattr(torch, name, watched)
-    from hf_dynspec.generation.token_choice import TokenChoice
+    from hf_dynspec.drafting.token_choice import TokenChoice
 
     choose = TokenChoice.__call__
 

@@ -10,15 +10,16 @@ from eagle_heads import random_head
 from models import VOCABULARY, centroid_router, fitted_budgets, perturbed, prompt, random_router, tiny, word_tokenizer
 
 from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, TreeConfig
-from hf_dynspec.configuration import DynSpecConfig, PolicyConfig
+from hf_dynspec.artifacts import write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafters import EagleDrafter
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
-from hf_dynspec.head import DynamicLMHead, PackedRows
-from hf_dynspec.hub import fingerprint_tokenizer, write_artifact
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
-from hf_dynspec.shortlists.router import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
+from hf_dynspec.shortlists.router.policy import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 WIDTH = 32
 RANKING = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5))

@@ -26,11 +26,11 @@ from hf_dynspec import (
     TreeConfig,
     UnionShortlist,
 )
-from hf_dynspec import tree as tree_module
-from hf_dynspec.drafters.eagle_checkpoint import EagleCheckpoint
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec.drafting import trees as tree_module
+from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
+from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.generation import decoding, verification
-from hf_dynspec.generation.processing import ProcessorsByValue, draw, draw_several, few_columns
-from hf_dynspec.generation.token_choice import TokenChoice
 from hf_dynspec.protocol import Candidates, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.

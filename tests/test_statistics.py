@@ -7,8 +7,8 @@ import torch
 from models import POLICY_CASES, RandomShortlist, perturbed, prompt, tiny
 
 from hf_dynspec import DynSpecAssistant, FrequencyShortlist
+from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.protocol import Candidates, Shortlist
-from hf_dynspec.session import DraftSession
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
 
 

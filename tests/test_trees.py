@@ -47,10 +47,11 @@ from hf_dynspec import (
     TreeConfig,
     UnsupportedError,
 )
+from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.drafting.trees import TreeGrowth
 from hf_dynspec.generation.verification import Outcome
+from hf_dynspec.modeling.masks import attention_mask, attention_windows, descent
 from hf_dynspec.protocol import Candidates, Shortlist
-from hf_dynspec.session import DraftSession
-from hf_dynspec.tree import TreeGrowth, attention_mask, attention_windows, descent
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 NEW_TOKENS = 22

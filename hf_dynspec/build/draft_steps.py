@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from ..drafters import Drafter
 from ..errors import ConfigurationError
-from ..head import PackedRows, finish_logits
 from ..kernels import top_k_ids
-from ..model_parts import scale_and_cap
+from ..modeling.head import PackedRows, finish_logits
+from ..modeling.parts import scale_and_cap
 from ..protocol import Shortlist
 from .corpus import CorpusError, FilePart, read_unit
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..shortlists.router import RouterShortlist
+from ..shortlists.router.policy import RouterShortlist
 from .draft_steps import Recording
 from .router_training import Embed
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ConfigurationError
-from ..shortlists.router import NETWORK_TENSORS, Router, network_scores
+from ..shortlists.router.policy import NETWORK_TENSORS, Router, network_scores
 from .draft_steps import Recording
 
 # Gives the drafter's embeddings [m, d] of tokens, int64 [m].

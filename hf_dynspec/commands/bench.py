@@ -29,7 +29,7 @@ from .common import (
 from .running import claim_file
 
 if TYPE_CHECKING:
-    from ..evaluation.benchmark import BenchmarkResult
+    from ..evaluation.bench.benchmark import BenchmarkResult
 
 
 def bench(
@@ -81,10 +81,10 @@ def bench(
     in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
-    from ..evaluation.benchmark import BenchmarkSettings, run_benchmark
+    from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
+    from ..evaluation.bench.report import to_dict
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.report import to_dict
-    from ..evaluation.workloads import read_workload
+    from ..evaluation.prompts import read_workload
 
     files = [*prompts, *(more or [])]
     settings = BenchmarkSettings(
@@ -129,8 +129,8 @@ def bench(
 
 
 def _print(result: "BenchmarkResult", by_domain: bool) -> None:
+    from ..evaluation.bench.report import acceptance_table, round_table, speed_table
     from ..evaluation.pair import INTERRUPTION
-    from ..evaluation.report import acceptance_table, round_table, speed_table
 
     for note in result.notes:
         if note != INTERRUPTION:  # which is said at the end, with what is kept

@@ -14,8 +14,9 @@ from .common import wide_console
 from .running import claim_file, claim_folder, keeps, raise_lost_interrupt
 
 if TYPE_CHECKING:
+    from ..artifacts.config import ModelReference
     from ..build.frequency import Tally
-    from ..configuration import ModelReference, TokenizerFingerprint
+    from ..vocabulary import TokenizerFingerprint
 
 build_app = typer.Typer(
     help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
@@ -81,7 +82,7 @@ def frequency(
     from .. import __version__
     from ..build.corpus import CorpusError
     from ..build.frequency import Tally, load_tokenizer, rank, vocabulary_size
-    from ..hub.fingerprint import fingerprint_tokenizer
+    from ..vocabulary import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
     require_free_folder(context, out, overwrite)
@@ -143,9 +144,9 @@ def frequency_import(
     overwrite: Overwrite = False,
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
+    from ..artifacts.frequency_list import import_frequency_list
     from ..build.frequency import complete_ranking, load_tokenizer, vocabulary_size
-    from ..hub.fingerprint import fingerprint_tokenizer
-    from ..hub.frequency_list import import_frequency_list
+    from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
@@ -166,9 +167,9 @@ def frequency_export(
     out: Annotated[Path, typer.Option(help="The .pt file to write.")],
 ) -> None:
     """Write the most frequent tokens as a `.pt` list for FR-Spec, SGLang (--speculative-token-map) or vLLM."""
+    from ..artifacts.folder import read_artifact
+    from ..artifacts.frequency_list import export_frequency_list
     from ..errors import ArtifactError
-    from ..hub.artifact import read_artifact
-    from ..hub.frequency_list import export_frequency_list
 
     claim_file(context, out, "--out", make_folder=True)
     config, tensors = read_artifact(artifact)
@@ -196,7 +197,7 @@ def _require_one_source(
 
 def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
     """Refuse before any work what could not be written after it, and keep the folder from other commands."""
-    from ..configuration import LIBRARY_NAME
+    from ..artifacts.config import LIBRARY_NAME
     from ..errors import ConfigurationError
 
     if out.exists() and not out.is_dir():
@@ -326,7 +327,7 @@ def load_model(name: str, device: str, dtype: str) -> Any:
 
 
 def _reference(name: str, model: Any) -> "ModelReference":
-    from ..configuration import ModelReference
+    from ..artifacts.config import ModelReference
 
     return ModelReference(
         shorten_name(name),
@@ -361,8 +362,8 @@ def _write(
 ) -> None:
     import torch
 
-    from ..configuration import DynSpecConfig, PolicyConfig
-    from ..hub.artifact import write_artifact
+    from ..artifacts.config import DynSpecConfig, PolicyConfig
+    from ..artifacts.folder import write_artifact
 
     config = DynSpecConfig(
         policy=PolicyConfig(name="frequency", settings={"size": size, "position_aware": False}),

@@ -49,7 +49,7 @@ def clusters(
     """
     from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
     from ..build.frequency import load_tokenizer
-    from ..hub.fingerprint import fingerprint_tokenizer
+    from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
     where = _checked_device(device, needs_faiss=not balanced)
@@ -111,9 +111,9 @@ def _checked_device(name: str, needs_faiss: bool) -> "torch.device":
 
 def _read_head(name: str) -> "torch.Tensor":
     """`[V, d]`: the weight of a model's output projection."""
-    from ..drafters.eagle_conversion import read_output_rows
+    from ..drafters.eagle.conversion import read_output_rows
     from ..errors import ArtifactError
-    from ..head import DynamicLMHead
+    from ..modeling.head import DynamicLMHead
 
     if os.path.isdir(name):
         try:
@@ -139,9 +139,9 @@ def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> 
 
 
 def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> None:
-    from ..configuration import DynSpecConfig, PolicyConfig
-    from ..hub.artifact import write_artifact
-    from ..shortlists.router import Router, RouterShortlist
+    from ..artifacts.config import DynSpecConfig, PolicyConfig
+    from ..artifacts.folder import write_artifact
+    from ..shortlists.router.policy import Router, RouterShortlist
 
     policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))
     # The model is in the provenance alone: its head may be the target's or the drafter's own.

@@ -30,7 +30,7 @@ from .common import (
 from .running import claim_file
 
 if TYPE_CHECKING:
-    from ..evaluation.coverage import CoverageResult
+    from ..evaluation.coverage.coverage import CoverageResult
 
 
 def coverage(
@@ -76,10 +76,10 @@ def coverage(
     that of the policy that is named first. To sweep a policy's sizes, name it several times. A run that is
     interrupted shows and saves what it has.
     """
-    from ..evaluation.coverage import CoverageSettings, measure_coverage
-    from ..evaluation.coverage_report import require_plot_file, to_dict, write_plot
+    from ..evaluation.coverage.coverage import CoverageSettings, measure_coverage
+    from ..evaluation.coverage.report import require_plot_file, to_dict, write_plot
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.workloads import read_workload
+    from ..evaluation.prompts import read_workload
 
     files = [*prompts, *(more or [])]
     settings = CoverageSettings(
@@ -124,7 +124,7 @@ def coverage(
 
 
 def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
-    from ..evaluation.coverage_report import coverage_table, depth_table, domain_tables
+    from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables
     from ..evaluation.pair import INTERRUPTION
 
     for note in result.notes:

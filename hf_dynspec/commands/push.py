@@ -42,9 +42,9 @@ def push(
     The artifact is checked as on loading. --results, --dataset and --license are noted in its folder first. A model
     card that somebody edited is kept.
     """
-    from ..evaluation.published_rows import read_published_rows
-    from ..hub import annotate_artifact, push_artifact, read_artifact, rebuild_policy
-    from ..hub.artifact import card_to_publish, published_sizes, require_repository_name, with_annotations
+    from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild_policy
+    from ..artifacts.folder import card_to_publish, published_sizes, require_repository_name, with_annotations
+    from ..evaluation.bench.published_rows import read_published_rows
 
     require_repository_name(repo_id)
     config, tensors = read_artifact(_require_folder(directory))
@@ -85,7 +85,7 @@ def _require_folder(directory: Path) -> Path:
 
 def _provenance(known: Mapping[str, Any], datasets: list[str], license_id: str | None) -> dict[str, Any]:
     """What to note of where the artifact comes from: the licence, and all datasets, those known before too."""
-    from ..hub.artifact import require_repository_name
+    from ..artifacts.folder import require_repository_name
 
     noted: dict[str, Any] = {}
     if datasets:

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import (
-    Out,
-    command_text,
-    describe_inputs,
-    describe_model,
-    going_on,
-    require_free_folder,
-    shorten_name,
-)
+from .build import Out, command_text, describe_inputs, describe_model, going_on, require_free_folder, shorten_name
 from .common import Device, Dtype, Pace, Target, Threads, progress_bar, wide_console
 from .running import keeps, require_space
 
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
     from ..build.router_judging import HeldOutFigures
     from ..build.router_training import TrainingSettings, TrainingState
     from ..drafters import Drafter
-    from ..shortlists.router import Router, RouterShortlist
+    from ..shortlists.router.policy import Router, RouterShortlist
 
 train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -128,7 +120,7 @@ def router(
     from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
     from ..evaluation.pair import PairSettings, load_models
-    from ..shortlists.router import RouterShortlist
+    from ..shortlists.router.policy import RouterShortlist
 
     _require_options(schedule, share, mass)
     recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, temperature=temperature, seed=seed)
@@ -205,7 +197,7 @@ def _describe_kept(work: Path, fix: str) -> str:
 def _require_options(schedule: str, share: float, mass: float) -> None:
     """Refuse options that are out of range."""
     from ..errors import ConfigurationError
-    from ..shortlists.router import SCHEDULES
+    from ..shortlists.router.policy import SCHEDULES
 
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -225,7 +217,7 @@ def _settle(
     """The policy with budgets, and as many clusters as shortlists of a mean size allow; and what it then does at the
     held-out steps, beside its other schedules and other routers with as large shortlists."""
     from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
-    from ..shortlists.router import SCHEDULES, RouterShortlist
+    from ..shortlists.router.policy import SCHEDULES, RouterShortlist
 
     draftable = drafter.head.token_ids
 
@@ -253,7 +245,7 @@ class _Pair:
     """The models, and what follows from them."""
 
     def __init__(self, target: Any, drafter: "Drafter", tokenizer: Any):
-        from ..vocabulary import shared_vocabulary_size
+        from ..loading import shared_vocabulary_size
 
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.vocabulary_size = shared_vocabulary_size(target, drafter, tokenizer)
@@ -281,7 +273,7 @@ class _Pair:
     def require_trained_for(self, name: str, policy: "RouterShortlist") -> None:
         """Refuse a router that cannot be judged at this pair's draft steps."""
         from ..errors import ConfigurationError
-        from ..hub import fingerprint_tokenizer, require_same_tokenizer
+        from ..vocabulary import fingerprint_tokenizer, require_same_tokenizer
 
         router, width = policy.router, self.drafter.head.weight.shape[1]
         if router.centroids is not None:

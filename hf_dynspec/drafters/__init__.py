@@ -3,10 +3,10 @@
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..model_parts import unwrapped
+from ..modeling.parts import unwrapped
 from .base import Drafter, DrafterState
 from .causal_lm import CausalLMDrafter
-from .eagle import EagleDrafter
+from .eagle.drafter import EagleDrafter
 
 __all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_drafter"]
 

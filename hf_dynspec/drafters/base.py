@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..head import DynamicLMHead
+from ..modeling.head import DynamicLMHead
 
 # Is shown what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
 # was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.

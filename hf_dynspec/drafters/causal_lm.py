@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedError
-from ..head import DynamicLMHead
-from ..model_parts import decoder_of, input_device
-from ..tree import attention_mask, attention_windows, require_known_kinds
+from ..modeling.head import DynamicLMHead
+from ..modeling.masks import attention_mask, attention_windows, require_known_kinds
+from ..modeling.parts import decoder_of, input_device
 from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
 from .traced_step import TracedStep, cache_of, can_be_traced, layers_of, trace_step
 from .weights_watch import WeightsWatch

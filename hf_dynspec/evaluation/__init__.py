@@ -1,10 +1,10 @@
 """What tells whether drafting with a shortlist pays: prompts, the benchmark that runs them, and its reports."""
 
-from .benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
-from .coverage import CoverageResult, CoverageSettings, measure_coverage
+from .bench.benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
+from .coverage.coverage import CoverageResult, CoverageSettings, measure_coverage
 from .policy_text import parse_policy
+from .prompts import WorkloadError, WorkloadPrompt, read_workload
 from .tree_text import parse_tree
-from .workloads import WorkloadError, WorkloadPrompt, read_workload
 
 __all__ = [
     "BenchmarkResult",

@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ..configuration import ModelReference
+from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from ..drafters.eagle_checkpoint import EagleCheckpoint, read_checkpoint
+from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
 from ..shortlists import ShortlistPolicy
 from .policy_text import DEFAULT_POLICIES, named_policies, shorten_paths
-from .workloads import WorkloadPrompt, encode_workload, read_workload
+from .prompts import WorkloadPrompt, encode_workload, read_workload
 
 # The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
 INDEPENDENT = "drafter"

@@ -2,22 +2,20 @@
 
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..drafting.processors import may_keep_state
 from ..errors import NotBoundError, UnsupportedError
-from ..head import widen
+from ..modeling.head import widen
 from ..protocol import Candidates
-from .drafting import Drafting
-from .processing import may_keep_state
+from .call import Bindable
+from .round import Drafting
 from .verification import Outcome
-
-if TYPE_CHECKING:
-    from .binding import Bindable
 
 
 class DynSpecCandidateGenerator(CandidateGenerator):
@@ -52,7 +50,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        assistant: "Bindable",
+        assistant: Bindable,
         *,
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,

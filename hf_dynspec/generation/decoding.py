@@ -23,11 +23,11 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..drafting.processors import divide, may_keep_state
 from ..errors import UnsupportedError
+from ..modeling.masks import attention_windows
 from ..protocol import Candidates
-from ..tree import attention_windows
-from .drafting import Drafting
-from .processing import divide, may_keep_state
+from .round import Drafting
 from .target import keep_path
 from .verification import Outcome, Step, followed, is_free_to_look, outcome_of, walk
 
@@ -55,7 +55,7 @@ def decode(
         logits_processor: applied to the target's logits.
         stopping_criteria: asked after every token.
         generation_config: the call's resolved configuration.
-        drafting_call: the `binding.Call` that this is.
+        drafting_call: the `call.Call` that this is.
         token_streamer: is given the new tokens of each round.
         healer: the tokenizer to heal the prompt's last token with, or None. The streamer is then given the prompt too.
         model_kwargs: what the target is called with; `past_key_values` holds a cache that can be cropped.

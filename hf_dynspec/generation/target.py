@@ -15,12 +15,12 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..configuration import LONGEST_DRAFT
+from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
-from ..head import DynamicLMHead, finish_logits
-from ..model_parts import decoder_of, input_device, output_rows, scale_and_cap
+from ..modeling.head import DynamicLMHead, finish_logits
+from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds
+from ..modeling.parts import decoder_of, input_device, output_rows, scale_and_cap
 from ..protocol import Candidates
-from ..tree import attention_mask, attention_windows, descent, require_known_kinds
 
 # Attention implementations that take any mask.
 MASKED_ATTENTION = ("sdpa", "eager")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..drafting.processors import draw, few_columns
 from ..kernels import argmax_rows
 from ..protocol import Candidates
-from .processing import draw, few_columns
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
 # fp32 [1, V].

@@ -11,7 +11,7 @@ from ..protocol import Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, Switch, WholeNumber
 
 if TYPE_CHECKING:
-    from ..configuration import TokenizerFingerprint
+    from ..vocabulary import TokenizerFingerprint
 
 
 def position_aware_size(largest: int, depth: int) -> int:
@@ -108,7 +108,7 @@ class FrequencyState(ShortlistState):
 
 def _read_ranking(artifact: str | os.PathLike) -> tuple[torch.Tensor, "TokenizerFingerprint | None"]:
     # Imported here, as only those who name an artifact need the Hub client.
-    from ..hub import read_artifact
+    from ..artifacts import read_artifact
 
     config, tensors = read_artifact(artifact)
     if "ranking" not in tensors:

@@ -12,6 +12,7 @@ from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
+from .registry import policy_class
 
 # Policies of a union and of the unions within it, all together, and how deep unions may lie within each other.
 MOST_POLICIES = 32
@@ -67,16 +68,12 @@ class UnionShortlist(ShortlistPolicy):
     @classmethod
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
         """As for every policy; the policies inside are counted before the settings of any are looked at."""
-        from . import policy_class
-
         _count_policies(settings)
         for part in settings["policies"]:
             policy_class(part["name"]).require_settings(part["settings"])
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
-        from . import policy_class
-
         cls.require_settings(settings)
         policies = []
         for index, part in enumerate(settings["policies"]):

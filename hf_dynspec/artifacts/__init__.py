@@ -1,0 +1,13 @@
+"""Artifacts on disk and on the Hugging Face Hub: reading, writing, checks and model cards."""
+
+from .card import render_card
+from .folder import annotate_artifact, push_artifact, read_artifact, rebuild_policy, write_artifact
+
+__all__ = [
+    "annotate_artifact",
+    "push_artifact",
+    "read_artifact",
+    "rebuild_policy",
+    "render_card",
+    "write_artifact",
+]

@@ -1,0 +1,350 @@
+"""What an artifact's `config.json` says, strictly validated."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, TypeVar
+
+from .. import __version__
+from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
+from ..errors import ArtifactError, ConfigurationError, shown_value
+from ..fields import FieldError, json_object, require_integer, require_name, require_pattern, require_probability
+from ..vocabulary import LARGEST_VOCABULARY, TokenizerFingerprint
+
+LIBRARY_NAME = "hf_dynspec"
+FORMAT_VERSION = 1
+
+MOST_TREE_NODES = 2048  # `top_k` at each of a tree's depths
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MOST_SHARDS = 64
+DEFAULT_SHARD_SIZE = "1GB"
+
+# What the artifact itself is called in rows of results that also have a "system" for what it was compared with.
+ARTIFACT_SYSTEM = "this artifact"
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+_WRITE_AGAIN = "Write the artifact again with save_pretrained(), or download it again"
+_Section = TypeVar("_Section")
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """Which model an artifact was made with.
+
+    An artifact must not tell strangers how its author's disk is laid out. An absolute path is therefore reduced when
+    the reference is made: a snapshot inside the Hub's cache becomes the repository id and commit that it came from,
+    any other path becomes its last component with `local=True`. Whoever loads such an artifact has to pass the model.
+    The disk is not looked at: a relative folder whose name could be a Hub id needs an explicit `local=True`.
+
+    Args:
+        name_or_path: a Hub id, a relative path, or an absolute path (stored reduced, see above).
+        commit: the Hub commit, 40 hexadecimal digits, where known.
+        architecture: the model's class name, where known.
+        vocab_size: rows of the model's output projection, padding included, where known.
+        local: the name is that of a local folder and not to be looked up on the Hub.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    name_or_path: str
+    commit: str | None = None
+    architecture: str | None = None
+    vocab_size: int | None = None
+    local: bool = False
+
+    def __post_init__(self):
+        require_name("name_or_path", self.name_or_path)
+        if self.architecture is not None:
+            require_name("architecture", self.architecture)
+        if self.vocab_size is not None:
+            require_integer("vocab_size", self.vocab_size, 1, LARGEST_VOCABULARY)
+        if not isinstance(self.local, bool):
+            raise FieldError("local", f"must be true or false, got {shown_value(self.local)}", "Give true or false")
+        name, cached_commit, local = _without_folders(self.name_or_path)
+        object.__setattr__(self, "name_or_path", name)
+        object.__setattr__(self, "local", self.local or local)
+        if self.commit is None:
+            object.__setattr__(self, "commit", cached_commit)
+        if self.commit is not None:
+            require_pattern("commit", self.commit, _COMMIT, "40 hexadecimal digits")
+
+    @property
+    def hub_id(self) -> str | None:
+        """The id to look up on the Hub, or None where the model is known by a local folder only."""
+        return self.name_or_path if not self.local and _HUB_ID.fullmatch(self.name_or_path) else None
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """A shortlist policy by name, with what `ShortlistPolicy.settings()` returned.
+
+    Args:
+        name: a key of `hf_dynspec.shortlists.POLICIES`. Whether it is one is checked when the policy is built.
+        settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file. Which
+            settings there are, and within which bounds, the policy's class says (`ShortlistPolicy.setting_rules`).
+
+    Raises:
+        ConfigurationError: a value is mistyped or not JSON.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        require_name("name", self.name)
+        object.__setattr__(self, "settings", json_object("settings", self.settings))
+
+
+def weights_files(shards: int) -> tuple[str, ...]:
+    """The names of the files that hold the tensors of an artifact: one file, or the shards and their index, whose
+    names are those of transformers. Names are made from the number of shards and never taken from a file.
+
+    Args:
+        shards: how many files the tensors are split into; 0 where there are none.
+    """
+    if shards < 2:
+        return (WEIGHTS_FILE,) * shards
+    return (*(f"model-{index:05d}-of-{shards:05d}.safetensors" for index in range(1, shards + 1)), INDEX_FILE)
+
+
+@dataclass(frozen=True)
+class WeightsDigest:
+    """Which file of tensors belongs to a `config.json`, so that files of two artifacts are never mixed.
+
+    Args:
+        sha256: hexadecimal digest of the file.
+        size: its bytes.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    sha256: str
+    size: int
+
+    def __post_init__(self):
+        require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
+        require_integer("size", self.size, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class DynSpecConfig:
+    """Everything about an artifact that is not a tensor.
+
+    Args:
+        policy: the shortlist policy and its settings.
+        tokenizer: whose ids the artifact speaks of. Required as soon as the artifact holds tensors.
+        drafter: the model that drafts.
+        target: the model that verifies.
+        num_assistant_tokens: draft length, or None for the default.
+        assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
+        tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
+            its `top_k` at each depth may not be more than 2,048 nodes together.
+        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
+            `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
+            measured: numbers by name, or a list of objects that are the rows of a table).
+        results: measurements, one JSON object for each row of the card's tables. `"workload"` names what was run,
+            every other number is a metric, every string a condition under which it was measured. Rows of the same
+            `"measurement"` make a table of their own. Rows of what the artifact was compared with have a `"system"`,
+            which is `"this artifact"` for the artifact's own.
+        weights: the digests of the files that hold the tensors, by the names of `weights_files`; filled in by
+            `write_artifact`, empty where there are no tensors. In `config.json` a single file's digest stands without
+            its name. They follow from the tensors, so they take no part in comparisons.
+        hf_dynspec_version: the version that wrote the artifact.
+        format_version: the version of this layout.
+
+    Raises:
+        ConfigurationError: a value is mistyped or out of range.
+    """
+
+    policy: PolicyConfig
+    tokenizer: TokenizerFingerprint | None = None
+    drafter: ModelReference | None = None
+    target: ModelReference | None = None
+    num_assistant_tokens: int | None = None
+    assistant_confidence_threshold: float | None = None
+    tree: TreeConfig | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, WeightsDigest] = field(default_factory=dict, compare=False)
+    hf_dynspec_version: str = field(default=__version__, compare=False)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        for name, (kind, required) in _SECTIONS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (required or value is not None):
+                raise FieldError(
+                    name, f"must be a {kind.__name__}, got {shown_value(value)}", f"Give a {kind.__name__}"
+                )
+        _require_format_version(self.format_version)
+        if self.num_assistant_tokens is not None:
+            require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
+        if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
+            problem = (
+                f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"
+            )
+            raise FieldError("tree", problem, "Give a smaller top_k or depth")
+        if self.assistant_confidence_threshold is not None:
+            require_probability("assistant_confidence_threshold", self.assistant_confidence_threshold)
+        require_name("hf_dynspec_version", self.hf_dynspec_version)
+        object.__setattr__(self, "provenance", json_object("provenance", self.provenance))
+        object.__setattr__(self, "results", _checked_results(self.results))
+        object.__setattr__(self, "weights", _checked_weights(self.weights))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values that `from_dict` reads back. Shares nothing with this configuration."""
+        return {"library_name": LIBRARY_NAME, **_section_to_dict(self), "weights": _weights_to_json(self.weights)}
+
+    def to_json(self) -> str:
+        """The text of `config.json`."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> "DynSpecConfig":
+        """Read what `to_dict` returned.
+
+        Args:
+            data: the parsed file.
+            source: what errors call the file.
+
+        Raises:
+            ArtifactError: not an hf_dynspec configuration; or a key is unknown or missing, a value mistyped or out of
+                range. Its `field` is `"<source>: <dotted key>"`.
+        """
+        if not isinstance(data, Mapping):
+            raise ArtifactError(source, f"must hold a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
+        if data.get("library_name") != LIBRARY_NAME:
+            raise ArtifactError(
+                f"{source}: library_name",
+                f"is {shown_value(data.get('library_name'))} and not {LIBRARY_NAME!r}: no artifact of hf_dynspec",
+                "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made.",
+            )
+        values = {key: value for key, value in data.items() if key != "library_name"}
+        with _naming_the_path(f"{source}: "):
+            # A newer layout may have other sections: its version is told before any of them is found fault with.
+            _require_format_version(values.get("format_version"))
+        for name, (kind, _) in _SECTIONS.items():
+            if values.get(name) is not None:
+                values[name] = _read_section(kind, values[name], f"{source}: {name}", ".")
+        values["weights"] = _read_weights(values.get("weights"), f"{source}: weights")
+        return _read_section(cls, values, source, ": ")
+
+
+# The sections of a configuration: their classes, and whether one may be missing.
+_SECTIONS: dict[str, tuple[type, bool]] = {
+    "policy": (PolicyConfig, True),
+    "tokenizer": (TokenizerFingerprint, False),
+    "drafter": (ModelReference, False),
+    "target": (ModelReference, False),
+    "tree": (TreeConfig, False),
+}
+
+
+def _section_to_dict(section: Any) -> dict[str, Any]:
+    """A section's fields as JSON values."""
+    values = {}
+    for item in fields(section):
+        value = getattr(section, item.name)
+        is_section = item.name in _SECTIONS and value is not None
+        values[item.name] = _section_to_dict(value) if is_section else deepcopy(value)
+    return values
+
+
+def _weights_to_json(weights: Mapping[str, WeightsDigest]) -> dict[str, Any] | None:
+    """None, the digest of the only file, or the digests of shards and index by their names."""
+    digests = {name: _section_to_dict(digest) for name, digest in weights.items()}
+    return digests.get(WEIGHTS_FILE, digests) or None
+
+
+def _read_weights(data: Any, where: str) -> dict[str, WeightsDigest]:
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not data or not {"sha256", "size"}.isdisjoint(data):
+        return {WEIGHTS_FILE: _read_section(WeightsDigest, data, where, ".")}
+    named = weights_files(len(data) - 1) if 2 < len(data) <= MOST_SHARDS + 1 else ()
+    for name in data:
+        if name not in named:
+            problem = "is not among the names of so many shards and their index"
+            raise ArtifactError(f"{where}.{name[:80]}", problem, f"{_WRITE_AGAIN}.")
+    return {name: _read_section(WeightsDigest, data[name], f"{where}.{name}", ".") for name in named}
+
+
+def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -> _Section:
+    """Build one section from exactly the keys that it has."""
+    if not isinstance(data, Mapping):
+        raise ArtifactError(where, f"must be a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
+    known = {item.name: item for item in fields(kind)}
+    for key in data:
+        if key not in known:
+            raise ArtifactError(
+                f"{where}{separator}{key}", "is not a key of this section", f"Remove the key. {_WRITE_AGAIN}."
+            )
+    for key, item in known.items():
+        if key not in data and item.default is MISSING and item.default_factory is MISSING:
+            raise ArtifactError(f"{where}{separator}{key}", "is missing", f"{_WRITE_AGAIN}.")
+    with _naming_the_path(where + separator):
+        return kind(**data)
+
+
+@contextmanager
+def _naming_the_path(prefix: str) -> Iterator[None]:
+    """Turn what a constructor refuses into an `ArtifactError` that names where in the file it stands."""
+    try:
+        yield
+    except FieldError as error:
+        raise ArtifactError(prefix + error.field, error.problem, f"{error.fix}. {_WRITE_AGAIN}.") from error
+    except ConfigurationError as error:
+        raise ArtifactError(prefix.rstrip(".: "), str(error), f"{_WRITE_AGAIN}.") from error
+
+
+def _without_folders(name: str) -> tuple[str, str | None, bool]:
+    """A model's name without the folders above it, the commit where the Hub's cache tells it, and whether the name is
+    that of a local folder."""
+    windows = "\\" in name or PureWindowsPath(name).drive
+    path = PureWindowsPath(name) if windows else PurePosixPath(name)
+    if not (path.is_absolute() or path.drive or name.startswith("~")):
+        return name, None, name.startswith(".")
+    for folder, snapshots, commit in zip(path.parts, path.parts[1:], path.parts[2:], strict=False):
+        if folder.startswith("models--") and snapshots == "snapshots" and _COMMIT.fullmatch(commit):
+            return folder.removeprefix("models--").replace("--", "/"), commit, False
+    return path.name or "model", None, True
+
+
+def _checked_results(results: Any) -> list[dict[str, Any]]:
+    if not isinstance(results, list | tuple):
+        raise FieldError("results", f"must be a list of rows, got {shown_value(results)}", "Give a list")
+    rows = [json_object("results", row) for row in results]
+    for row in rows:
+        if not isinstance(row.get("workload"), str):
+            raise FieldError("results", "a row does not name its workload", 'Give each row a text "workload"')
+        if any(isinstance(value, dict | list) for value in row.values()):
+            raise FieldError("results", "a row holds a list or an object", "Give each row only numbers and text")
+    return rows
+
+
+def _checked_weights(weights: Any) -> dict[str, WeightsDigest]:
+    """The digests in the order of `weights_files`."""
+    given = dict(weights) if isinstance(weights, Mapping) else {"": weights}
+    names = weights_files(len(given) - (len(given) > 1))
+    if set(given) != set(names) or not all(isinstance(digest, WeightsDigest) for digest in given.values()):
+        raise FieldError("weights", "must be digests by the names of weights_files()", "Leave it to write_artifact()")
+    return {name: given[name] for name in names}
+
+
+def _require_format_version(value: Any) -> None:
+    if isinstance(value, bool) or value != FORMAT_VERSION:
+        raise FieldError(
+            "format_version",
+            f"is {shown_value(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
+            "Install the hf_dynspec that wrote the artifact",
+        )

@@ -1,0 +1,1 @@
+"""One draft: the session, trees, and how a token is chosen."""

@@ -1,0 +1,172 @@
+"""Twins of transformers' logits processors that look at the slots of a shortlist alone, for draft steps.
+
+A processor of transformers reads and writes as many numbers as the vocabulary has tokens, which takes longer than the
+rest of a draft step. These do the same to the logits of a shortlist, from tables that are made once a call. What they
+leave out (bans of several tokens in a row) costs acceptance and never exactness.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from .processors import looks_at_values_only
+
+
+class DraftContext:
+    """The tokens before a draft step, as the twins ask for them.
+
+    Args:
+        vocabulary_rows: all token ids are below it.
+        padding: how many tokens before the text are padding.
+        device: where the tokens are.
+    """
+
+    def __init__(self, vocabulary_rows: int, padding: int, device: torch.device):
+        self._padding = padding
+        self._prefix = torch.empty(0, dtype=torch.int64, device=device)
+        self._path = self._prefix
+        # By the position from which on they are looked for: which tokens the verified text holds, and how much of it
+        # was read so far.
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+        # All False but while `are_among` runs; one entry more than there are tokens.
+        self._marks = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
+
+    def start_round(self, prefix: torch.Tensor) -> None:
+        """Set the verified tokens, int64 `[n]`, without padding. They only ever grow."""
+        self._prefix = prefix
+
+    def set_path(self, drafted: list[torch.Tensor]) -> None:
+        """Set the tokens, each int64 `[m]`, that were drafted between the verified ones and a draft step."""
+        self._path = torch.cat(drafted) if drafted else self._prefix[:0]
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are, padding included."""
+        return self._padding + self._prefix.shape[0] + self._path.shape[0]
+
+    def tokens(self) -> torch.Tensor:
+        """int64 `[n]`: all of them but padding."""
+        return torch.cat([self._prefix, self._path])
+
+    def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """bool, of the shape of `slots`: whether each of these tokens is among those from position `start` on, which
+        counts padding."""
+        begin = max(0, start - self._padding)
+        seen, known = self._seen.get(begin) or (torch.zeros_like(self._marks), begin)
+        seen.index_fill_(0, self._prefix[known:], True)
+        self._seen[begin] = seen, max(begin, self._prefix.shape[0])
+        before = seen.index_select(0, self._path)
+        seen.index_fill_(0, self._path, True)
+        is_held = seen.index_select(0, slots)
+        # Equal tokens of a path have the same entry before it.
+        seen.index_copy_(0, self._path, before)
+        return is_held
+
+    def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """bool, of the shape of `slots`: whether each of these tokens is one of `token_ids`, int64 `[m]`; an id one
+        past the vocabulary stands for none."""
+        self._marks.index_fill_(0, token_ids, True)
+        is_among = self._marks.index_select(0, slots)
+        self._marks.index_fill_(0, token_ids, False)
+        return is_among
+
+    @property
+    def no_token(self) -> int:
+        """What `are_among` takes for no token."""
+        return self._marks.shape[0] - 1
+
+
+# Process the logits of a shortlist's slots: logits, fp32 [width], slots, int64 [width], and the context.
+_Twin = Callable[[Any, torch.Tensor, torch.Tensor, DraftContext], torch.Tensor]
+
+
+def draft_processors(processors: LogitsProcessorList) -> list[Any]:
+    """Those of a call's processors that drafts go through, in their order: the ones that look at values only as they
+    are, twins of the others as functions of logits, slots and context."""
+    kept: list[Any] = []
+    for one in processors:
+        if looks_at_values_only(one):
+            kept.append(one)
+        elif type(one) in _TWINS:
+            kept.append(partial(_TWINS[type(one)], one))
+    return kept
+
+
+def _penalise_repetition(
+    processor: RepetitionPenaltyLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
+) -> torch.Tensor:
+    # A tensor says how many tokens of the prompt are padding, and there is none here.
+    ignored = processor.prompt_ignore_length
+    is_seen = context.holds(slots, ignored if isinstance(ignored, int) else 0)
+    penalised = torch.where(logits < 0, logits * processor.penalty, logits / processor.penalty)
+    return torch.where(is_seen, penalised, logits)
+
+
+def _ban_repeated_ngrams(
+    processor: NoRepeatNGramLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
+) -> torch.Tensor:
+    tokens, size = context.tokens(), processor.ngram_size
+    if tokens.shape[0] < size:
+        return logits
+    ngrams = tokens.unfold(0, size, 1)
+    goes_on_alike = (ngrams[:, :-1] == tokens[tokens.shape[0] - size + 1 :]).all(1)
+    banned = torch.where(goes_on_alike, ngrams[:, -1], context.no_token)
+    return logits.masked_fill(context.are_among(slots, banned), -torch.inf)
+
+
+def _add_bias(
+    processor: SequenceBiasLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
+) -> torch.Tensor:
+    # Made when the processor first sees the target's logits.
+    if not processor.prepared_bias_variables:
+        return logits
+    return logits + processor.length_1_bias.to(slots.device).index_select(0, slots)
+
+
+def _suppress(
+    processor: SuppressTokensLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
+) -> torch.Tensor:
+    suppressed = torch.as_tensor(processor.suppress_tokens, device=slots.device)
+    suppressed = suppressed.where((suppressed >= 0) & (suppressed < context.no_token), context.no_token)
+    return logits.masked_fill(context.are_among(slots, suppressed), -torch.inf)
+
+
+def _ban_end_before(
+    length: int, end: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
+) -> torch.Tensor:
+    if context.length >= length:
+        return logits
+    is_end = (slots.unsqueeze(-1) == end.to(slots.device)).any(-1)
+    return logits.masked_fill(is_end, -torch.inf)
+
+
+def _require_length(processor: MinLengthLogitsProcessor, *step: Any) -> torch.Tensor:
+    return _ban_end_before(processor.min_length, processor.eos_token_id, *step)
+
+
+def _require_new_tokens(processor: MinNewTokensLengthLogitsProcessor, *step: Any) -> torch.Tensor:
+    return _ban_end_before(processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id, *step)
+
+
+# Exactly these classes: a subclass may do anything.
+_TWINS: dict[type, _Twin] = {
+    MinLengthLogitsProcessor: _require_length,
+    MinNewTokensLengthLogitsProcessor: _require_new_tokens,
+    NoBadWordsLogitsProcessor: _add_bias,
+    NoRepeatNGramLogitsProcessor: _ban_repeated_ngrams,
+    RepetitionPenaltyLogitsProcessor: _penalise_repetition,
+    SequenceBiasLogitsProcessor: _add_bias,
+    SuppressTokensLogitsProcessor: _suppress,
+}

@@ -1,0 +1,255 @@
+"""Everything that changes during one `generate` call: draft, then observe what the target said, round after round."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..drafters.base import Drafter
+from ..kernels import top_k_ids
+from ..modeling.head import PackedRows
+from ..protocol import Candidates, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..shortlists.base import ShortlistPolicy
+from ..stats import DraftingStatistics, Stopwatch
+from .tree_config import TreeConfig
+from .trees import DrawnTreeGrowth, TreeGrowth
+
+# Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
+# before it. Also returns the logits that the token was drawn by.
+ChooseToken = Callable[[torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+# Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
+# to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
+# probabilities (see `protocol.Draws`), and their columns in it, int64 [w, c], in the order in which they were drawn.
+DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def outside_inference_mode(method: _Method) -> _Method:
+    """Run a method without gradients and outside of `torch.inference_mode`, whatever its caller does.
+
+    What a session keeps from call to call is updated in place, which torch forbids for tensors that were made in
+    inference mode as soon as somebody calls outside of it.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Leaving inference mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
+class DraftSession:
+    """The drafter's cache, the policy's state and the packed rows of one text. Not shared between threads.
+
+    A session can be used again for another text, and then keeps its buffers; or be continued with a longer text, and
+    then keeps what it knows of the part that stayed the same.
+    """
+
+    def __init__(self, drafter: Drafter, policy: ShortlistPolicy, vocabulary: VocabularyInfo):
+        self.vocabulary = vocabulary
+        self._drafter = drafter
+        self._state = policy.start(vocabulary)
+        self._show = self._state.foresee if policy.needs.draft_inputs else None
+        self._rows = PackedRows()
+        self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
+        self._candidates: Candidates | None = None
+        self._weights_version = drafter.weights_version
+        self._head = drafter.head
+        self._backbone = drafter.start()
+        # Hidden states of the target that the drafter has not read yet, and one past the last token that they are of.
+        self._features: torch.Tensor | None = None
+        self._features_end = 0
+        self.stats = DraftingStatistics()
+        self.stopwatch = Stopwatch(enabled=False)
+
+    def prepare(self) -> None:
+        """Copy and compile what the head needs to score the policy's shortlists."""
+        if self._state.layout is not None:
+            self._head.prepare_blocks(self._state.layout)
+
+    def rest(self) -> None:
+        """Forget the text, so that nothing of it is held while the session waits for another one."""
+        self._state.restart()
+        self._backbone = self._drafter.start()
+        self._features, self._features_end = None, 0
+        self._prefix = self._prefix[:0].clone()
+        self._candidates = None
+
+    def begin(self, prompt: torch.Tensor, continues: bool) -> int:
+        """Start on a text.
+
+        Args:
+            prompt: int64 `[n]`, without padding, on the drafter's device.
+            continues: keep what is known of the longest common beginning of this text and the last one, and what the
+                policy remembers. Waits for the device once.
+
+        Returns:
+            The length of the common beginning that was kept.
+        """
+        self._candidates = None
+        kept = 0
+        if continues:
+            n = min(prompt.shape[0], self._prefix.shape[0])
+            differs = prompt[:n] != self._prefix[:n]
+            kept = n if not bool(differs.any()) else int(differs.to(torch.int8).argmax())
+            # The last token is processed again, for its hidden state.
+            self._backbone.truncate(min(kept, self._backbone.length, prompt.shape[0] - 1))
+            self._forget_features_past(kept)
+        else:
+            self._state.restart()
+            self._backbone = self._drafter.start()
+            self._features = None
+        self._prefix = prompt
+        with self.stopwatch.section("policy"):
+            self._state.observe_prompt(Prompt(prompt[kept:]))
+        return kept
+
+    def _forget_features_past(self, length: int) -> None:
+        if self._features is not None and self._features_end > length:
+            kept = length - (self._features_end - self._features.shape[0])
+            self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
+
+    def observe_prompt_logits(self, top_ids: torch.Tensor) -> None:
+        """Tell the policy the target's most probable tokens, int64 `[m, k]`, at the last `m` prompt positions."""
+        with self.stopwatch.section("policy"):
+            self._state.observe_prompt(Prompt(self._prefix[:0], top_ids))
+
+    def observe_features(self, features: torch.Tensor, end: int) -> None:
+        """Take in the target's hidden states for a drafter that reads them.
+
+        Args:
+            features: `[m, d · layers]`: those at the tokens `end − m … end − 1` of the text.
+            end: one past the last of these tokens.
+        """
+        if self._features is not None and end - features.shape[0] == self._features_end:
+            features = torch.cat([self._features, features])
+        self._features, self._features_end = features, end
+
+    def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
+        """Draft a chain.
+
+        Args:
+            prefix: int64 `[n]`: all verified tokens, without padding, on the drafter's device.
+            count: how many tokens to draft, at least 1.
+            choose: picks a token from the logits of a draft step.
+            threshold: stop after a token that was less probable than this. Above 0 it waits for the device each step.
+        """
+        token_ids, used_logits, shortlists = [], [], []
+        hidden, fresh = self._advance(prefix), prefix[-1:]
+        while True:
+            shortlist, logits = self._score(len(token_ids), fresh, hidden)
+            with self.stopwatch.section("choice"):
+                fresh, used = choose(logits[0], shortlist, token_ids)
+            token_ids.append(fresh)
+            used_logits.append(used)
+            shortlists.append(shortlist)
+            if len(token_ids) == count:
+                break
+            if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
+                break
+            with self.stopwatch.section("backbone"):
+                hidden = self._backbone.draft(fresh, show=self._show)
+        return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
+
+    def draft_tree(
+        self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
+    ) -> Candidates:
+        """Draft a dynamic tree: of the likeliest tokens (EAGLE-2, section 4), or of drawn ones (`DrawnTreeGrowth`).
+
+        Args:
+            prefix: as for `draft_chain`.
+            config: the shape of the tree.
+            most: the longest path that is of use, at least 1.
+            draw: draws the children of nodes (None: they are the most probable ones).
+        """
+        levels = min(config.depth + 1, most)
+        if draw is not None:
+            # Every level of a drawn tree has its share of the nodes.
+            levels = min(levels, config.total_tokens - 1)
+        growth = TreeGrowth(config) if draw is None else DrawnTreeGrowth(config, levels)
+        hidden, fresh, parents = self._advance(prefix), prefix[-1:], None
+        paths = prefix.new_empty(1, 0)
+        shortlists = []
+        for depth in range(levels):
+            if depth:
+                with self.stopwatch.section("backbone"):
+                    hidden = self._backbone.draft(fresh, parents, self._show)
+            shortlist, logits = self._score(depth, fresh, hidden)
+            shortlists.append(shortlist)
+            with self.stopwatch.section("choice"):
+                if draw is None:
+                    best = top_k_ids(logits, min(config.top_k, shortlist.width))
+                    log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+                    fresh, parents = growth.add_level(shortlist.ids_at(best), log_probabilities)
+                else:
+                    fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
+                    paths = torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
+        with self.stopwatch.section("choice"):
+            token_ids, scores, parents, depths = growth.choose()
+            draws = None if draw is None else growth.draws()
+        return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws))
+
+    def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
+        self._prefix = prefix
+        with self.stopwatch.section("backbone"):
+            self._follow_weights()
+            hidden = self._backbone.advance(prefix, self._features, self._show)[-1:]
+        self._features = None
+        return hidden
+
+    def _follow_weights(self) -> None:
+        """Take up weights of the drafter that changed since the last round."""
+        version = self._drafter.weights_version
+        if version == self._weights_version:
+            return
+        self._weights_version = version
+        head, before = self._drafter.head, self._head
+        is_of_another_kind = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
+        if head is not before:
+            self._head = head
+            self._rows.forget()
+            self.prepare()
+        if is_of_another_kind or not self._drafter.keeps_states:
+            self._backbone = self._drafter.start()
+
+    def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
+        """Select the shortlist of a draft step and score it for every token that is expanded, fp32 `[m, width]`."""
+        with self.stopwatch.section("policy"):
+            shortlist = self._state.select(depth, token_ids, hidden)
+        with self.stopwatch.section("head"):
+            return shortlist, self._head.scores(hidden, shortlist, self._rows)
+
+    def _keep(self, candidates: Candidates) -> Candidates:
+        self._candidates = candidates
+        self.stats.record_draft(candidates)
+        return candidates
+
+    def observe(self, verified: torch.Tensor, top_ids: torch.Tensor | None) -> None:
+        """Take in the verdict on the last draft and roll the drafter back to the verified prefix.
+
+        Args:
+            verified: int64 `[a + 1]`: the accepted candidates and the target's own token after them.
+            top_ids: see `Verdict`.
+        """
+        if self._candidates is None:
+            return
+        with self.stopwatch.section("backbone"):
+            confirmed = self._prefix.shape[0] + verified.shape[0] - 1
+            self._backbone.truncate(min(self._backbone.length, confirmed))
+        self._prefix = torch.cat([self._prefix, verified])
+        with self.stopwatch.section("policy"):
+            self._state.observe(Verdict(self._candidates.token_ids, verified, top_ids))
+        self._candidates = None
+
+
+def _probability(logits: torch.Tensor, shortlist: Shortlist, token_id: torch.Tensor) -> torch.Tensor:
+    """`[1]`: the probability that the logits `[width]` give to a token of the shortlist."""
+    is_token = shortlist.scored_slots == token_id
+    return logits.softmax(-1).masked_fill(~is_token, 0.0).amax(keepdim=True)

@@ -1,0 +1,106 @@
+"""How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under those of the call's processors
+that a draft may be shown."""
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..kernels import top_k_ids
+from ..protocol import Shortlist
+from .draft_processors import DraftContext, draft_processors
+from .processors import ProcessorsByValue, draw, draw_several, looks_at_values_only
+
+
+class TokenChoice:
+    """Chooses the tokens of one call's drafts.
+
+    Drafting under the processors that the target's logits go through makes drafts agree with it more often. It cannot
+    make the output wrong: greedy verification compares tokens, and sampling uses the distribution returned here. A
+    processor takes part only if it is known to be pure and has a twin that looks at a shortlist alone
+    (`draft_processors`): all others see nothing but the target's logits.
+
+    Args:
+        do_sample: draw tokens instead of taking the most probable one.
+        processors: the call's logits processors.
+        vocabulary_rows: width of the target's logits.
+        padding: how many tokens of the prompt are padding, which processors that count tokens do not leave out.
+        device: where drafts are chosen.
+    """
+
+    def __init__(
+        self,
+        do_sample: bool,
+        processors: LogitsProcessorList,
+        vocabulary_rows: int,
+        padding: int,
+        device: torch.device,
+    ):
+        kept = draft_processors(processors)
+        # From the last one on that must know which token a logit belongs to, rows are processed side by side.
+        cut = max((index + 1 for index, one in enumerate(kept) if not looks_at_values_only(one)), default=0)
+        self._by_id = kept[:cut]
+        self._by_value = ProcessorsByValue(kept[cut:])
+        self.do_sample = do_sample
+        self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
+        # Processors by value are passed tokens, and read none.
+        self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def start_round(self, prefix: torch.Tensor) -> None:
+        """Set the verified tokens, int64 `[n]`, that this round's candidates follow."""
+        if self._context is not None:
+            self._context.start_round(prefix)
+
+    def __call__(
+        self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `session.ChooseToken`."""
+        if self._by_id:
+            logits = self._process_by_id(logits, shortlist, drafted)
+        if not self.do_sample:
+            if self._by_value:
+                logits = self._by_value(self._no_tokens, logits.unsqueeze(0))[0]
+            return shortlist.ids_at(logits.argmax(-1, keepdim=True)), logits
+        columns, likely = self._process_by_value(logits.unsqueeze(0))
+        column = draw(likely[0].softmax(-1))
+        if columns is None:
+            return shortlist.ids_at(column), likely[0]
+        column = columns[0].index_select(0, column)
+        return shortlist.ids_at(column), torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
+
+    def draw_children(
+        self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `session.DrawChildren`.
+
+        Processors that look at token ids are asked node by node, each with its own path, as they are for a chain.
+        """
+        if self._by_id:
+            nodes = zip(logits.unbind(0), paths.unbind(0), strict=True)
+            logits = torch.stack([self._process_by_id(row, shortlist, [path]) for row, path in nodes])
+        columns, logits = self._process_by_value(logits)
+        probabilities = logits.softmax(-1)
+        if columns is None:
+            token_ids = shortlist.scored_slots.expand(logits.shape[0], -1)
+        else:
+            token_ids = shortlist.ids_at(columns)
+        return token_ids, probabilities, draw_several(probabilities, min(count, logits.shape[1]))
+
+    def _process_by_value(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Process logits, fp32 `[m, width]`, of what is to be drawn. What a top-k leaves is all that the rest has to
+        look at: then the columns that are left, int64 `[m, k]`, and their logits; otherwise None and all logits."""
+        most_kept, columns = self._by_value.most_kept, None
+        if most_kept is not None and most_kept < logits.shape[1]:
+            columns = top_k_ids(logits, most_kept)
+            logits = logits.gather(1, columns)
+        return columns, self._by_value(self._no_tokens, logits) if self._by_value else logits
+
+    def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
+        """Apply processors that need to know which token a logit belongs to, fp32 `[width]`."""
+        slots, processed = shortlist.scored_slots, logits
+        self._context.set_path(drafted)
+        for one in self._by_id:
+            if looks_at_values_only(one):
+                processed = one(self._no_tokens, processed.unsqueeze(0))[0]
+            else:
+                processed = one(processed, slots, self._context)
+        # Processors may forbid all of a small shortlist. Something must be drafted, and the target will refuse it.
+        return torch.where((processed > -torch.inf).any(), processed, logits)

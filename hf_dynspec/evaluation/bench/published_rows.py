@@ -1,0 +1,158 @@
+"""Rows for an artifact's model card from the JSON files of `hf-dynspec bench` and `hf-dynspec coverage`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...artifacts.config import ARTIFACT_SYSTEM
+from ...errors import ConfigurationError
+from ...shortlists import ShortlistPolicy
+from ..provenance import describe_policies
+from ..tree_text import format_tree
+from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
+
+_BASELINES = {
+    PLAIN: "plain generate",
+    HEAD_PRODUCT: HEAD_PRODUCT,
+    TRANSFORMERS: "transformers' assisted generation",
+}
+
+
+def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, Any]]:
+    """The figures of a measurement as rows of `DynSpecConfig.results`, over all domains together.
+
+    The policy that is published is called `ARTIFACT_SYSTEM`, by its tensors and not by its name, with those settings
+    that were measured with other values; what it was compared with keeps its label.
+
+    Args:
+        path: what `--json` of `hf-dynspec bench` or `hf-dynspec coverage` wrote.
+        policy: the artifact's.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is of something else, of a run that was interrupted, or of other
+            policies than this one.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+        rows = _benchmark_rows if "generations" in data else _coverage_rows
+        conditions = {"workload": _workload(data), **_hardware(data)}
+        if data["complete"] is not True:
+            raise ConfigurationError(f"{path} is of a run that was interrupted; run the measurement to its end")
+        names = _artifact_names(path, data["policies"], policy)
+        return [_without_missing({**row, **conditions}) for row in rows(data, lambda label: names.get(label, label))]
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"{path} is not what --json of hf-dynspec bench or hf-dynspec coverage writes: "
+            f"{type(error).__name__}: {error!s:.100}"
+        ) from error
+
+
+def _artifact_names(path: Path, policies: dict[str, Any], policy: ShortlistPolicy) -> dict[str, str]:
+    """What the measured policies that are the artifact's are called, by their labels."""
+    (own,) = describe_policies({"": policy}).values()
+    own = json.loads(json.dumps(own))
+    names = {}
+    for label, measured in policies.items():
+        if measured["name"] != own["name"] or measured.get("tensors", {}) != own["tensors"]:
+            continue
+        changed = [
+            f"{key}={value}" for key, value in measured["settings"].items() if own["settings"].get(key) != value
+        ]
+        names[label] = f"{ARTIFACT_SYSTEM} with {', '.join(changed)}" if changed else ARTIFACT_SYSTEM
+    if not names:
+        raise ConfigurationError(
+            f"{path} does not measure this artifact's {own['name']} policy with its tensors, but "
+            f"{', '.join(policies) or 'nothing'}; measure with the folder that is published"
+        )
+    return names
+
+
+def _workload(data: dict[str, Any]) -> str:
+    files = ", ".join(Path(name).stem for name in data["settings"]["prompts"]) or "prompts"
+    prompts, texts = len(data["prompts"]), data["settings"].get("continuations", 1)
+    each = "" if texts == 1 else f", {texts} continuations each"
+    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}"
+
+
+def _hardware(data: dict[str, Any]) -> dict[str, str]:
+    hardware, target = data["provenance"]["hardware"], data["models"]["target"]
+    processor = hardware["gpus"][0] if target["device"].startswith("cuda") else hardware["cpu"]
+    tokens = data["settings"]["max_new_tokens"]
+    return {
+        "hardware": f"{processor}, {hardware['threads']} CPU threads, {target['dtype']}",
+        "generation": f"{tokens} new tokens, chains of {data['settings']['num_assistant_tokens']} unless trees",
+    }
+
+
+def _decoding(temperature: float, top_k: int | None = None) -> str:
+    if temperature == 0:
+        return "greedy"
+    return f"temperature {temperature:g}" + (f", top-k {top_k}" if top_k else "")
+
+
+def _benchmark_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[dict[str, Any]]:
+    rows = []
+    for row in data["results"]:
+        if row["domain"] is not None or "tokens_per_second" not in row:
+            continue
+        rows.append(
+            {
+                "measurement": "benchmark",
+                "decoding": _decoding(row["temperature"], data["settings"]["top_k"]),
+                "system": _system(data["systems"], row["system"], named),
+                "tokens_per_second": row["tokens_per_second"]["median"],
+                "speedup": row["ratios"][PLAIN]["median"],
+                "speedup_over_plain_with_head_product": row["ratios"].get(HEAD_PRODUCT, {}).get("median"),
+                "acceptance_length": row.get("acceptance_length"),
+                "active_vocabulary": row.get("active_vocabulary"),
+                "draft_ms_per_round": row.get("draft_ms_per_round"),
+                "coverage": row.get("coverage"),
+            }
+        )
+    return rows
+
+
+def _system(systems: dict[str, Any], label: str, named: Callable[[str], str]) -> str:
+    """A system's label with the policy called by its name; a drafter is told where there are several."""
+    if label not in systems:
+        return _BASELINES[label]
+    made_of = systems[label]
+    parts = [made_of["drafter"]] if len({one["drafter"] for one in systems.values()}) > 1 else []
+    parts.append(named(made_of["policy"]))
+    if made_of["tree"] is not None:
+        from ...drafting.tree_config import TreeConfig
+
+        parts.append(f"tree {format_tree(TreeConfig(**made_of['tree']))}")
+    return " · ".join(parts)
+
+
+def _coverage_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[dict[str, Any]]:
+    rows = []
+    for row in data["results"]:
+        if row["domain"] is not None:
+            continue
+        figures = {name: estimate["mean"] for name, estimate in row["figures"].items()}
+        rows.append(
+            {
+                "measurement": "coverage",
+                "decoding": _decoding(data["settings"]["temperature"]),
+                "system": named(row["policy"]),
+                "shortlist_size": figures["size"],
+                "mass": figures["mass"],
+                "oracle_mass": figures["oracle_mass"],
+                f"recall_at_{data['settings']['recall_k']}": figures["recall"],
+                "oov_rate": figures["oov"],
+                "acceptance_probability": figures["acceptance"],
+                "expected_acceptance_length": figures["acceptance_length"],
+            }
+        )
+    return rows
+
+
+def _without_missing(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}

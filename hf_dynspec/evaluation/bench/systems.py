@@ -1,0 +1,218 @@
+"""The ways to generate that a benchmark compares: baselines, and assistants of drafters, policies and shapes."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...assistant import DynSpecAssistant
+from ...drafting.tree_config import TreeConfig
+from ...errors import ConfigurationError
+from ...kernels import dense_scores, has_dense_kernel, prepare_kernels
+from ...loading import shared_vocabulary_size
+from ..pair import Pair
+from ..tree_text import format_tree
+
+PLAIN = "plain"
+# Plain generation with the product that verifications compute the target's logits by, where that is this package's:
+# what drafting itself gains is what is faster than this.
+HEAD_PRODUCT = "plain generate, this package's head product"
+TRANSFORMERS = "transformers"
+
+# All systems that draft do so by the same number of tokens in every round, or their rounds would not be comparable: by
+# default transformers also ends a draft at the first token of which the drafter is less sure than 0.4.
+CONSTANT_DRAFT_LENGTH = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one assistant is made of.
+
+    Args:
+        drafter: the drafter's label.
+        policy: the policy's label.
+        tree: the shape of its trees; None drafts chains.
+    """
+
+    drafter: str
+    policy: str
+    tree: TreeConfig | None
+
+    @property
+    def group(self) -> tuple[str, TreeConfig | None]:
+        """What policies have to have in common to be compared with one another: the drafter and the shape."""
+        return self.drafter, self.tree
+
+
+def combine(
+    drafters: Sequence[str], policies: Iterable[str], shapes: Sequence[TreeConfig | None]
+) -> dict[str, Combination]:
+    """Every drafter with every policy in every shape, by label, the policies of one group side by side.
+
+    A label is the policy's, with the drafter's before it where there are several, and with the tree after it.
+
+    Args:
+        drafters: their labels.
+        policies: their labels.
+        shapes: of trees; None for chains.
+
+    Raises:
+        ConfigurationError: two combinations would have one label.
+    """
+    combined: dict[str, Combination] = {}
+    for drafter, shape, policy in product(drafters, shapes, policies):
+        parts = [drafter] if len(drafters) > 1 else []
+        parts += [policy] if shape is None else [policy, f"tree {format_tree(shape)}"]
+        label = " · ".join(parts)
+        if label in combined:
+            raise ConfigurationError(f"two systems would be shown as {label!r}; show the policies by other names")
+        combined[label] = Combination(drafter, policy, shape)
+    return combined
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to generate.
+
+    Args:
+        label: what it is shown as.
+        assistant: what is passed as `assistant_model`; None for plain generation.
+        is_ours: whether it is an assistant of this package, and not one of the baselines.
+        surroundings: makes what its calls are made in.
+    """
+
+    label: str
+    assistant: Any
+    is_ours: bool = False
+    surroundings: Callable[[], AbstractContextManager] = nullcontext
+
+
+@contextmanager
+def open_systems(
+    pair: Pair,
+    combinations: dict[str, Combination],
+    num_assistant_tokens: int,
+    transformers_assisted: bool,
+    notes: list[str],
+) -> Iterator[list[System]]:
+    """Set up the baselines and an assistant for each combination; put the models back as they were.
+
+    Args:
+        pair: models and policies.
+        combinations: what the assistants are made of, by label.
+        num_assistant_tokens: tokens of each chain, of all systems that draft chains.
+        transformers_assisted: set up transformers' assisted generation too.
+        notes: is told which baselines could not be set up, and why.
+
+    Raises:
+        UnsupportedError: the models cannot be used together.
+    """
+    for drafter in pair.drafters.values():
+        # Refuses a drafter with another tokenizer. The assistants are told the tokenizer, to look it up only once.
+        shared_vocabulary_size(pair.target, drafter, None)
+    systems = [System(PLAIN, None)]
+    if "cpu" in {pair.target.device.type, *(drafter.head.device.type for drafter in pair.drafters.values())}:
+        # Not in a call that is timed.
+        prepare_kernels()
+    problem = _why_not_head_product(pair.target)
+    if problem is None:
+        systems.append(System(HEAD_PRODUCT, None, surroundings=lambda: head_product(pair.target)))
+    else:
+        notes.append(f"plain generate with this package's head product was left out: {problem}")
+    with ExitStack() as stack:
+        problem = _why_not_transformers(pair)
+        if transformers_assisted and problem is None:
+            stack.enter_context(_draft_length(pair.drafter_model, num_assistant_tokens))
+            systems.append(System(TRANSFORMERS, pair.drafter_model))
+        elif transformers_assisted:
+            notes.append(f"transformers' assisted generation was left out: {problem}")
+        for label, combination in combinations.items():
+            assistant = _assistant(pair, combination, num_assistant_tokens)
+            stack.callback(assistant.unbind)
+            systems.append(System(label, assistant, is_ours=True))
+        yield systems
+
+
+def _assistant(pair: Pair, combination: Combination, num_assistant_tokens: int) -> DynSpecAssistant:
+    assistant = DynSpecAssistant(
+        pair.drafters[combination.drafter],
+        pair.policies[combination.policy],
+        target=pair.target,
+        tokenizer=pair.tokenizer,
+        num_assistant_tokens=num_assistant_tokens,
+        tree=combination.tree or False,
+    )
+    for name, value in CONSTANT_DRAFT_LENGTH.items():
+        setattr(assistant.generation_config, name, value)
+    return assistant
+
+
+@contextmanager
+def head_product(target: PreTrainedModel) -> Iterator[None]:
+    """Let the target's output projection be computed as verifications compute it, until the block is left.
+
+    Args:
+        target: its projection is a linear layer, of whose weight `kernels.has_dense_kernel` holds.
+    """
+    projection = target.get_output_embeddings()
+    before = vars(projection).get("forward")
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        scores = dense_scores(hidden.flatten(0, -2), projection.weight)
+        if projection.bias is not None:
+            scores += projection.bias
+        return scores.view(*hidden.shape[:-1], -1)
+
+    projection.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del projection.forward
+        else:
+            projection.forward = before
+
+
+def _why_not_head_product(target: PreTrainedModel) -> str | None:
+    """Why the target's output projection is not computed by this package's product; None where it is."""
+    projection = target.get_output_embeddings()
+    if type(projection) is not nn.Linear:
+        return f"the target's output projection is {type(projection).__name__}, and not a plain linear layer"
+    weight = projection.weight
+    if has_dense_kernel(weight):
+        return None
+    kind = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} on {weight.device}"
+    return f"it is compiled for large heads in float32 on CPUs, where there is a C++ compiler; the target's is {kind}"
+
+
+def _why_not_transformers(pair: Pair) -> str | None:
+    """Why transformers' assisted generation cannot draft with this pair's small model; None where it can."""
+    if pair.drafter_model is None:
+        return "it drafts with an independent model, and there are EAGLE heads only"
+    rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (pair.target, pair.drafter_model))
+    if rows == drafter_rows:
+        return None
+    return (
+        "it takes two models for users of one tokenizer only if their vocabularies have equally many rows, and these "
+        f"have {rows:,} and {drafter_rows:,}"
+    )
+
+
+@contextmanager
+def _draft_length(drafter: PreTrainedModel, num_assistant_tokens: int) -> Iterator[None]:
+    """Let transformers draft as many tokens as the assistants do, which it reads from the drafter's own settings."""
+    config = drafter.generation_config
+    wanted = {"num_assistant_tokens": num_assistant_tokens, **CONSTANT_DRAFT_LENGTH}
+    before = {name: getattr(config, name) for name in wanted}
+    for name, value in wanted.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

@@ -1,0 +1,361 @@
+"""The drafting side of one call: hands the text to the session, asks for candidates, and feeds the verdicts back."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+
+from ..drafting.session import DraftSession, outside_inference_mode
+from ..drafting.token_choice import TokenChoice
+from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
+from ..kernels import top_k_ids
+from ..modeling.parts import output_rows
+from ..protocol import Candidates, Needs
+from ..stats import DraftingStatistics
+from .target import RowsBuffer, TargetForward, entries_with
+from .verification import Outcome
+
+# Prompt positions whose full-vocabulary logits are held at a time while looking for the most probable tokens.
+_PROMPT_CHUNK = 64
+
+
+class Drafting:
+    """Drafts for one `generate` call, has the target verify, and feeds its verdicts back to the session.
+
+    Args:
+        session: the drafting session, not yet begun.
+        needs: what the session's policy asks to be shown.
+        reads: the hidden states of the target that the drafter reads.
+        target: runs the model that verifies.
+        generation_config: the call's resolved configuration.
+        input_ids: int64 `[1, n]`: the prompt, padding included.
+        model_kwargs: what the target is called with.
+        drafting_config: `num_assistant_tokens`, its schedule and `assistant_confidence_threshold`.
+        logits_processor: the call's logits processors.
+        tree: draft trees of this shape (None: chains).
+        is_kept: the session will go on with a longer text after this call.
+        continues: it goes on with a longer text in this call.
+        measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
+            vocabulary for every verified position.
+    """
+
+    @outside_inference_mode
+    def __init__(
+        self,
+        session: DraftSession,
+        needs: Needs,
+        reads: tuple[int, ...],
+        target: TargetForward,
+        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        drafting_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        tree: TreeConfig | None = None,
+        is_kept: bool = False,
+        continues: bool = False,
+        measure_coverage: bool = False,
+    ):
+        self.num_assistant_tokens = int(drafting_config.num_assistant_tokens)
+        self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
+        self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
+        self._session = session
+        self._device = session.vocabulary.device
+        self._needs = needs
+        self._reads = reads
+        self._target = target
+        self._tree = tree
+        self._is_kept = is_kept
+        self._max_length = generation_config.max_length
+        self._mask_length = getattr(generation_config, "_mask_length", None)
+        self._prefill_chunk_size = generation_config.prefill_chunk_size
+        self._measure_coverage = measure_coverage
+        self._logits = RowsBuffer()
+        # What the target returned for the chunks of the prompt before the last one.
+        self._read_ahead: list[Any] = []
+        self._prompt_logits: torch.Tensor | None = None
+        self._candidates: Candidates | None = None
+        self._prefix_length = input_ids.shape[1]
+        self._begin(input_ids, model_kwargs, continues)
+        padding = self._padded_length - self._prompt.shape[0]
+        rows = output_rows(target.model)
+        self._choose = TokenChoice(
+            bool(generation_config.do_sample), logits_processor, rows, padding, self._session.vocabulary.device
+        )
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether candidates are trees."""
+        return self._tree is not None
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Width of the target's logits, `V`."""
+        return output_rows(self._target.model)
+
+    @property
+    def wanted_states(self) -> bool | list[int]:
+        """What `output_hidden_states` of the target's next forward has to be: False where none are wanted."""
+        states = self._wanted_states()
+        return entries_with(states) if states else False
+
+    def _wanted_states(self) -> tuple[int, ...]:
+        if self._is_unread and self._needs.prompt_top_k and self._target.has_head_state:
+            return (*self._reads, self._target.num_layers)
+        return self._reads
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether the target has not read the prompt yet."""
+        return self._prefix_length == self._padded_length
+
+    @outside_inference_mode
+    def propose(self, input_ids: torch.Tensor, ends_with_text: bool = False, drafts: bool = True) -> Candidates | None:
+        """Draft the candidates of one round.
+
+        Args:
+            input_ids: int64 `[1, n]`: all verified tokens, padding included.
+            ends_with_text: leave out what a chain has after an end of the text, which waits for the device.
+            drafts: False where nothing is to be drafted.
+
+        Returns:
+            Candidates, or None where only one more token is wanted, or the target has to read the prompt first.
+        """
+        self._candidates = None
+        self._prefix_length = input_ids.shape[1]
+        most = self._max_length - input_ids.shape[1] - 1
+        length = self.cached_before + input_ids.shape[1]
+        room = self._target.room(length, length - self._hidden_by_mask)
+        if self._tree is None:
+            most = min(most, room)
+        elif room < self._tree.total_tokens - 1:
+            return None
+        if not drafts or most < 1 or (self._is_unread and (self._tree is not None or self._reads)):
+            return None
+        prefix = self._without_padding(input_ids)
+        self._choose.start_round(prefix)
+        if self._tree is not None:
+            draw = self._choose.draw_children if self._choose.do_sample else None
+            self._candidates = self._session.draft_tree(prefix, self._tree, most, draw)
+        else:
+            count = min(self.num_assistant_tokens, most)
+            self._candidates = self._session.draft_chain(prefix, count, self._choose, self._threshold)
+            if ends_with_text:
+                self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
+        return self._candidates
+
+    def verify(
+        self, input_ids: torch.Tensor, candidates: Candidates | None, is_first: bool, model_kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the target on the candidates. See `TargetForward.run`."""
+        unread, states = 1, self._wanted_states()
+        if is_first:
+            unread = input_ids.shape[1] - self._skipped if self._skipped else None
+        with self._session.stopwatch.section("verification"):
+            if is_first and self._prefill_chunk_size:
+                length = input_ids.shape[1] if unread is None else unread
+                size = self._prefill_chunk_size
+                self._read_ahead = self._target.read_ahead(input_ids, length, size, model_kwargs, states)
+                unread = length - size * len(self._read_ahead)
+            rows = self._earlier_rows(input_ids.shape[1] if unread is None else unread)
+            outputs = self._target.run(
+                input_ids,
+                candidates,
+                unread,
+                is_first,
+                model_kwargs,
+                states,
+                self._logits,
+                rows,
+                self.cached_before,
+                alone=bool(self._read_ahead),
+            )
+        if rows:
+            self._prompt_logits = outputs.logits[0, : rows + 1]
+            outputs.logits = outputs.logits[:, rows:]
+        return outputs
+
+    def _earlier_rows(self, unread: int) -> int:
+        """How many rows of logits before the last verified token are wanted, as they do not follow from states."""
+        if not (self._is_unread and self._needs.prompt_top_k) or self._target.has_head_state:
+            return 0
+        return min(unread, self._needs.prompt_positions or _PROMPT_CHUNK, _PROMPT_CHUNK) - 1
+
+    def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
+        """Count the round, and show the session the verdict.
+
+        Args:
+            outputs: the target's.
+            outcome: the tokens that came out.
+            is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more.
+        """
+        self.count(outcome)
+        if not is_done or self._is_kept:
+            self.learn(outputs, outcome)
+
+    @outside_inference_mode
+    def count(self, outcome: Outcome) -> None:
+        """Count the round, and adapt the draft length as transformers' schedules do."""
+        candidates = self._candidates
+        self._session.stats.record_verification(outcome.accepted)
+        if candidates is not None:
+            self._session.stats.record_verified_tokens(candidates, outcome.token_ids.to(self._device))
+            if self._measure_coverage:
+                self._record_coverage(candidates, outcome.scores)
+        if candidates is not None and self._schedule != "constant" and self._tree is None:
+            change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
+            self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
+
+    @outside_inference_mode
+    def learn(self, outputs: Any, outcome: Outcome) -> None:
+        """Show the session the verdict, and the hidden states that the drafter reads."""
+        if self._is_unread and self._needs.prompt_top_k:
+            self._observe_prompt_logits(outputs)
+        if self._reads:
+            self._observe_features(outputs, outcome)
+        self._read_ahead = []
+        if self._candidates is None:
+            return
+        top_ids = None
+        if self._needs.verify_top_k:
+            with self._session.stopwatch.section("policy"):
+                logits = outputs.logits[0][outcome.rows]
+                top_ids = top_k_ids(logits, min(self._needs.verify_top_k, logits.shape[1])).to(self._device)
+        self._session.observe(outcome.token_ids.to(self._device), top_ids)
+
+    # The prompt ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], continues: bool) -> None:
+        """Hand the prompt to the session and settle what the target's first forward must process."""
+        self._prompt = input_ids[0]
+        self._padded_length = input_ids.shape[1]
+        mask = model_kwargs.get("attention_mask")
+        self._is_token: torch.Tensor | None = None
+        if mask is not None and mask.shape[1] >= self._padded_length:
+            self._is_token = mask[0, mask.shape[1] - self._padded_length :].to(input_ids.device).bool()
+            self._prompt = self._prompt[self._is_token]
+        self._prompt = self._prompt.to(device=self._device, dtype=torch.int64)
+        self._kept = self._session.begin(self._prompt, continues)
+        self._settle_cached(input_ids, model_kwargs)
+
+    def _without_padding(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
+        new = input_ids[0, self._padded_length :].to(device=self._device, dtype=torch.int64)
+        return torch.cat([self._prompt, new])
+
+    def _settle_cached(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Settle how many leading tokens of the prompt a passed-in cache holds already, or how many there are before
+        the prompt where only new tokens were passed; and how many of all of them the mask hides."""
+        cache = model_kwargs.get("past_key_values")
+        cached = 0 if cache is None else cache.get_seq_length()
+        mask = model_kwargs.get("attention_mask")
+        mask_length = self._mask_length if mask is None else mask.shape[1]
+        holds_all = mask_length is None or mask_length == input_ids.shape[1]
+        self._skipped, self.cached_before = (cached, 0) if holds_all else (0, cached)
+        self._hidden_by_mask = 0 if mask is None else int((mask[0] == 0).sum())
+
+    def _states(self, outputs: Any, index: int) -> torch.Tensor:
+        """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""
+        return torch.cat([self._target.state(one, index) for one in (*self._read_ahead, outputs)])
+
+    # The verdict ---------------------------------------------------------------------------------------------------
+
+    def _observe_features(self, outputs: Any, outcome: Outcome) -> None:
+        """Hand the session the hidden states at the tokens that the drafter will read, the prompt's at first."""
+        states = torch.cat([self._states(outputs, index) for index in self._reads], dim=-1)
+        rows = outputs.logits.shape[1]
+        features = states[states.shape[0] - rows :][outcome.rows]
+        length = self._prompt.shape[0] + self._prefix_length - self._padded_length
+        if self._is_unread:
+            unseen = states[: states.shape[0] - rows + 1]
+            if self._is_token is not None:
+                unseen = unseen[self._is_token[self._padded_length - unseen.shape[0] :].to(unseen.device)]
+            features = unseen
+        self._session.observe_features(features.to(self._device), length + outcome.accepted)
+
+    def _observe_prompt_logits(self, outputs: Any) -> None:
+        """Find the target's most probable tokens at the prompt positions that the policy has not seen."""
+        if not self._target.has_head_state:
+            self._observe_likely(() if self._prompt_logits is None else (self._prompt_logits,))
+            self._prompt_logits = None
+            return
+        states = self._states(outputs, self._target.num_layers)
+        end = states.shape[0] - outputs.logits.shape[1] + 1
+        first_read = self._padded_length - end
+        start = max(0, self._padded_length - self._prompt.shape[0] + self._kept - first_read)
+        if self._needs.prompt_positions is not None:
+            start = max(start, end - self._needs.prompt_positions)
+        if start >= end:
+            return
+        head = self._target.model.get_output_embeddings()
+        # A scale or cap after the projection does not change which tokens are the most probable.
+        self._observe_likely(head(chunk) for chunk in states[start:end].split(_PROMPT_CHUNK))
+
+    def _observe_likely(self, logits: Iterable[torch.Tensor]) -> None:
+        """Show the session the most probable tokens of rows of logits, each `[m, V]`."""
+        k = min(self._needs.prompt_top_k, self.vocabulary_rows)
+        with self._session.stopwatch.section("policy"):
+            top_ids = [top_k_ids(rows, k).to(self._device) for rows in logits]
+        if top_ids:
+            self._session.observe_prompt_logits(torch.cat(top_ids))
+
+    def _record_coverage(self, candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> None:
+        mass = [
+            row[0].softmax(-1).index_select(0, shortlist.ids().to(row.device)).sum()
+            for row, shortlist in zip(scores, candidates.shortlists, strict=False)
+        ]
+        self._session.stats.record_coverage(torch.stack(mass))
+
+
+def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
+    """A chain without what comes after its first end of the text."""
+    ends = [place for place, token_id in enumerate(chain.token_ids.tolist()) if token_id in eos_token_ids]
+    if not ends:
+        return chain
+    count = ends[0] + 1
+    return replace(
+        chain, token_ids=chain.token_ids[:count], shortlists=chain.shortlists[:count], logits=chain.logits[:count]
+    )
+
+
+def draft_once(
+    target: TargetForward,
+    session: DraftSession,
+    needs: Needs,
+    reads: tuple[int, ...],
+    drafting_config: GenerationConfig,
+    tree: TreeConfig | None,
+    input_ids: torch.Tensor,
+) -> Candidates:
+    """Draft after a text as the second round of a greedy call does, whose first round ended with its last token.
+
+    Args:
+        target: as for `Drafting`, likewise the next five.
+        input_ids: int64 `[1, n]`, `n >= 2`.
+
+    Returns:
+        The candidates, with parents, depths and scores for chains too.
+    """
+    session.stats = DraftingStatistics()
+    prompt, last = input_ids[:, :-1], input_ids[0, -1:]
+    cache = DynamicCache(config=target.model.config)
+    kwargs = {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones_like(prompt)}
+    longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
+    drafting = Drafting(
+        session, needs, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
+    )
+    outputs = drafting.verify(prompt, None, True, kwargs)
+    drafting.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)
+    candidates = drafting.propose(input_ids)
+    if not candidates.is_chain:
+        return candidates
+    steps = torch.arange(candidates.token_ids.shape[0], device=candidates.token_ids.device)
+    log_probabilities = [
+        torch.where(shortlist.scored_slots == token_id, logits.log_softmax(-1), -torch.inf).amax()
+        for token_id, logits, shortlist in zip(
+            candidates.token_ids, candidates.logits, candidates.shortlists, strict=True
+        )
+    ]
+    return replace(candidates, parents=steps - 1, depths=steps, scores=torch.stack(log_probabilities).cumsum(0))

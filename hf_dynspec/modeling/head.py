@@ -1,0 +1,251 @@
+"""The dynamic LM head: hidden states × shortlist → logits, without touching the rest of the vocabulary."""
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..kernels import (
+    block_scores_for,
+    dense_scores,
+    has_dense_kernel,
+    packed_scores,
+    prepare_kernels,
+    replace_rows,
+    scattered_scores_for,
+)
+from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
+from .parts import decoder_of, input_device, is_plain, projection_of, scale_and_cap
+
+
+class PackedRows:
+    """The rows of one shortlist, packed side by side for one session and updated as the shortlist changes.
+
+    The buffers are as large as the widest shortlist seen so far, and are kept from one call to the next.
+    """
+
+    def __init__(self):
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._capacity = 0
+        self._version: int | None = None
+
+    def forget(self) -> None:
+        """Pack all rows anew when they are next asked for, as the head's changed."""
+        self._weight = self._bias = self._version = None
+
+    def update(self, head: "DynamicLMHead", shortlist: Shortlist) -> None:
+        """Make row `i` the head's row for slot `i`. Does nothing where the version is the one already packed."""
+        if shortlist.version == self._version and shortlist.slots.shape[0] == self._capacity:
+            return
+        changed = shortlist.replaced
+        if changed is None or shortlist.version - 1 != self._version or shortlist.slots.shape[0] != self._capacity:
+            self._repack(head.weight, head.bias, head.rows_of(shortlist.slots))
+        else:
+            rows = head.rows_of(shortlist.slots.index_select(0, changed))
+            replace_rows(self._weight, changed, head.weight, rows)
+            if head.bias is not None:
+                replace_rows(self._bias, changed, head.bias, rows)
+        self._version = shortlist.version
+        self._capacity = shortlist.slots.shape[0]
+
+    def _repack(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> None:
+        n = rows.shape[0]
+        if self._weight is None or self._weight.shape[0] < n:
+            self._weight = weight.new_empty(n, weight.shape[1])
+            self._bias = None if bias is None else bias.new_empty(n)
+        torch.index_select(weight, 0, rows, out=self._weight[:n])
+        if bias is not None:
+            torch.index_select(bias, 0, rows, out=self._bias[:n])
+
+    def scores(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """`[m, width]`: the scores of the leading packed rows."""
+        return packed_scores(hidden, self._weight[:width], None if self._bias is None else self._bias[:width])
+
+
+class DynamicLMHead:
+    """An output projection that scores a shortlist instead of the whole vocabulary. Immutable and shareable.
+
+    Args:
+        weight: `[V, d]`. Not copied and never written to.
+        bias: `[V]` or None.
+        logit_scale: multiplies the projection (Cohere, Granite, Falcon-H1).
+        soft_cap: `c` in `c · tanh(logits / c)` (Gemma 2), or None.
+        token_ids: int64 `[V]`: the token id that each row scores, without repeats, for heads that leave most of the
+            vocabulary out. None where row `i` scores id `i`.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        logit_scale: float = 1.0,
+        soft_cap: float | None = None,
+        token_ids: torch.Tensor | None = None,
+    ):
+        self.weight = weight.detach()
+        self.token_ids = token_ids
+        self._row_of = None if token_ids is None else _inverse(token_ids)
+        self.bias = None if bias is None else bias.detach()
+        self.logit_scale = logit_scale
+        self.soft_cap = soft_cap
+        self._scattered_scores = scattered_scores_for(self.weight.device)
+        self._block_scores = block_scores_for(self.weight.device)
+        # The rows in the order of a layout, for as long as somebody has that layout.
+        self._blocks: weakref.WeakKeyDictionary[BlockLayout, _Blocks] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> "DynamicLMHead":
+        """Wrap the output projection of a transformers causal language model; its configuration says what follows.
+
+        Raises:
+            UnsupportedError: the model has no output projection with a `[V, d]` floating-point weight.
+        """
+        return cls(*projection_of(model), *scale_and_cap(model))
+
+    def renewed(self) -> "DynamicLMHead":
+        """The same head without the copies that were made of its rows, for rows that were changed in place."""
+        return DynamicLMHead(self.weight, self.bias, self.logit_scale, self.soft_cap, self.token_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head's weights lie."""
+        return self.weight.device
+
+    def scores(self, hidden: torch.Tensor, shortlist: Shortlist, rows: PackedRows) -> torch.Tensor:
+        """Score a shortlist.
+
+        Args:
+            hidden: `[m, d]`, of the head's dtype and on its device.
+            shortlist: what to score; its slots are ids below `V`.
+            rows: the session's packed rows, brought up to date here.
+
+        Returns:
+            fp32 `[m, width]`: a logit for each scored slot, −inf for those that are not occupied.
+        """
+        if isinstance(shortlist, JoinedShortlist):
+            return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.blocks, shortlist.rest)], dim=1)
+        width = shortlist.width
+        if shortlist.is_prefix:
+            bias = None if self.bias is None else self.bias[:width]
+            logits = packed_scores(hidden, self.weight[:width], bias)
+        elif isinstance(shortlist, BlockShortlist):
+            held = self._held_blocks(shortlist.layout)
+            logits = self._block_scores(hidden, held.weight, shortlist.blocks, held.bias)
+            if self.soft_cap is None:
+                # What is not occupied is −inf already, and that a scale leaves.
+                return self._finish(logits)
+        elif shortlist.is_transient:
+            logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
+        else:
+            rows.update(self, shortlist)
+            logits = rows.scores(hidden, width)
+        logits = self._finish(logits.float())
+        occupied = shortlist.scored_occupied
+        return logits if occupied is None else torch.where(occupied, logits, -torch.inf)
+
+    def prepare_blocks(self, layout: BlockLayout) -> None:
+        """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
+        the first time on a machine."""
+        self._held_blocks(layout)
+        if self.device.type == "cpu":
+            prepare_kernels()
+
+    def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
+        """The rows in the order of a layout, copied when the layout is first seen."""
+        with self._lock:
+            held = self._blocks.get(layout)
+            if held is None:
+                rows = self.rows_of(layout.token_ids)
+                bias = self.weight.new_zeros(rows.shape) if self.bias is None else self.bias[rows]
+                bias = torch.where(layout.is_token, bias, -torch.inf)
+                held = self._blocks[layout] = _Blocks(self.weight[rows], bias)
+            return held
+
+    @property
+    def can_speed_up_all_scores(self) -> bool:
+        """Whether `all_scores` is faster than the module that the head was made from. The first time on a machine
+        takes seconds, as it compiles it."""
+        return has_dense_kernel(self.weight)
+
+    def all_scores(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Score every row: `[m, d]` → fp32 `[m, V]`. For the target's head, on the CPU. See `kernels.dense_scores`."""
+        logits = dense_scores(hidden, self.weight, out)
+        return self._finish((logits if self.bias is None else logits + self.bias).float())
+
+    @classmethod
+    def matching(cls, model: nn.Module) -> "DynamicLMHead | None":
+        """The head by which decoder and head give tokens the same logits as the whole model does, or None.
+
+        Families differ in what follows the decoder, and in what the same setting means: Granite divides by
+        `logits_scaling`, HyperCLOVA multiplies.
+
+        Raises:
+            UnsupportedError: as `from_model`.
+        """
+        head = cls.from_model(model)
+        if head.agrees_with(model):
+            return head
+        if head.logit_scale != 1.0:
+            head = cls(head.weight, head.bias, 1 / head.logit_scale, head.soft_cap)
+        return head if head.agrees_with(model) else None
+
+    def agrees_with(self, model: nn.Module) -> bool:
+        """Whether decoder and head give one token the same logits as the whole model does."""
+        token_ids = torch.tensor([[1]], device=input_device(model))
+        with torch.no_grad():
+            expected = model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
+            # A decoder may be of any kind.
+            try:
+                hidden = decoder_of(model)(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.weight)
+                actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
+            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+                return False
+            # What rounding may do to the logits, also that of a quantised projection; a missing scale, cap or
+            # transform is off by more.
+            is_exact = self.weight.dtype == torch.float32 and is_plain(model.get_output_embeddings())
+            tolerance = (1e-3 if is_exact else 5e-2) * expected.abs().max()
+            return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
+
+    def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""
+        return token_ids if self._row_of is None else self._row_of[token_ids]
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        return finish_logits(logits, self.logit_scale, self.soft_cap)
+
+
+def finish_logits(logits: torch.Tensor, logit_scale: float, soft_cap: float | None) -> torch.Tensor:
+    """Logits of any shape after a scale and `c · tanh(logits / c)`, where there is a cap."""
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """A head's rows in the order of a layout: weight `[B, T, d]` and bias `[B, T]`, −inf where there is no token."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def _inverse(token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 `[largest id + 1]`: the row of each token id; −1 where it has none."""
+    rows = token_ids.new_full((int(token_ids.max()) + 1,), -1)
+    return rows.scatter(0, token_ids, torch.arange(token_ids.shape[0], device=token_ids.device))
+
+
+def widen(logits: torch.Tensor, shortlist: Shortlist, into: torch.Tensor) -> None:
+    """Lay shortlist logits out over full token ids. The only place that does; `into` must hold −inf at these ids.
+
+    Args:
+        logits: fp32 `[..., width]`, −inf for slots that are not occupied.
+        shortlist: the shortlist they score.
+        into: fp32 `[..., V]`, written in place.
+    """
+    # An unoccupied slot may hold the id of an occupied one; the maximum keeps its −inf from winning.
+    into.scatter_reduce_(-1, shortlist.scored_slots.expand_as(logits), logits, "amax")

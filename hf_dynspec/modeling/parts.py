@@ -1,0 +1,136 @@
+"""The parts of a transformers model, wherever its family, its wrappers and its adapters keep them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import UnsupportedError
+
+# Where configurations of transformers' model families write what happens to the logits after the projection.
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+# How many unit vectors an output projection of an unknown kind is asked about at a time.
+_PROBED_COLUMNS = 64
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the transformers model inside `torch.compile`'s, peft's and data-parallel wrappers.
+
+    Each of them runs the model inside, so that a `generate` of the wrapper ends in the model's own. peft's adapters
+    are layers of that model, and stay there.
+
+    Raises:
+        UnsupportedError: the wrapper puts virtual tokens before the text (prompt, prefix and P-tuning), which no
+            token ids stand for.
+    """
+    while isinstance(model, nn.Module):
+        require_real_tokens(model)
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "peft_type") and hasattr(model, "get_base_model"):  # peft
+            model = model.get_base_model()
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            break
+    return model
+
+
+def require_real_tokens(model: Any) -> None:
+    """Refuse a peft wrapper that puts virtual tokens before the text.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
+    if getattr(config, "is_prompt_learning", False):
+        kind = getattr(model.peft_type, "value", model.peft_type)
+        raise UnsupportedError(
+            f"the model is adapted by {kind}, which puts virtual tokens before the text that no drafter can read. Use "
+            "an adapter in the layers, such as LoRA, or generate without an assistant."
+        )
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model that turns token ids into hidden states."""
+    decoder = model.get_decoder()
+    # For some families transformers finds the model itself, or its output projection.
+    if decoder is model or decoder is model.get_output_embeddings():
+        decoder = getattr(model, "model", model.base_model)
+    return decoder
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes its token ids, also where accelerate keeps its weights elsewhere."""
+    device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(one, "_hf_hook", None) for one in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((one for one in devices if one is not None), "cpu"))
+
+
+def output_rows(model: nn.Module) -> int:
+    """How many token ids a model scores, padding included."""
+    projection = model.get_output_embeddings()
+    weight = getattr(projection, "weight", None)
+    if is_plain(projection):
+        return weight.shape[0]
+    # The weight of a quantised projection may have any shape.
+    return getattr(projection, "out_features", None) or model.config.get_text_config().vocab_size
+
+
+def is_plain(projection: Any) -> bool:
+    """Whether an output projection is a product with a matrix in memory, and nothing else."""
+    weight = getattr(projection, "weight", None)
+    return (
+        isinstance(projection, nn.Linear)
+        and type(projection).forward is nn.Linear.forward
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.is_floating_point()
+        and weight.device.type != "meta"
+    )
+
+
+@torch.no_grad()
+def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight `[V, d]` and bias of a model's output projection. That of a plain one is not copied; any other, such
+    as one that is quantised or has adapters, is asked what it makes of unit vectors."""
+    projection = model.get_output_embeddings()
+    if is_plain(projection):
+        return projection.weight, projection.bias
+    config, device = model.config.get_text_config(), input_device(model)
+    try:
+        # accelerate loads what it keeps elsewhere; without it torch would compute with whatever there is.
+        if any(one.device.type == "meta" for one in projection.parameters()) and not hasattr(projection, "_hf_hook"):
+            raise ValueError("its weight is not in memory")
+        width = getattr(projection, "in_features", None) or config.hidden_size
+        bias = projection(torch.zeros(1, width, dtype=model.dtype, device=device))[0]
+        if bias.shape != (config.vocab_size,) or bias.device.type == "meta":
+            raise ValueError(f"it returns {list(bias.shape)} on {bias.device}, and not {config.vocab_size} logits")
+        weight = bias.new_empty(bias.shape[0], width)
+        for columns in torch.arange(width, device=device).split(_PROBED_COLUMNS):
+            unit = functional.one_hot(columns, width).to(bias.dtype)
+            weight[:, columns] = (projection(unit) - bias).T
+        if not bool(weight.isfinite().all()):
+            raise ValueError("its weights are not finite")
+    except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no output projection from hidden states to a vocabulary in memory "
+            f"({type(projection).__name__}: {error!s:.200}). Load it without offloading, or use another model."
+        ) from error
+    return weight, bias if bool(bias.any()) else None
+
+
+def scale_and_cap(model: nn.Module) -> tuple[float, float | None]:
+    """What a transformers model does to its logits after the projection, by its configuration: `finish_logits` takes
+    them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in _MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    return scale, getattr(config, "final_logit_softcapping", None)
