@@ -49,7 +49,7 @@ class Needs:
         verify_top_k: ids of the target's most probable tokens wanted for every verified position (0: none).
         prompt_top_k: ids of the target's most probable tokens wanted for every prompt position (0: none).
         prompt_positions: limits `prompt_top_k` to the last so many prompt positions (None: all of them).
-        draft_inputs: the embeddings and features that draft steps start from (`ShortlistState.foresee`).
+        draft_inputs: the embeddings and features that draft steps start from (`ShortlistState.observe_draft_inputs`).
     """
 
     verify_top_k: int = 0

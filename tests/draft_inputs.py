@@ -3,8 +3,8 @@
 import torch
 
 
-class Shown:
-    """Remembers what it was shown."""
+class DraftInputs:
+    """Remembers the draft inputs that it was given."""
 
     def __init__(self):
         self.embeddings, self.features = [], []

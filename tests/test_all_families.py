@@ -148,11 +148,11 @@ class WellInformedState(DrafterState):
     def length(self) -> int:
         return self._length
 
-    def advance(self, prefix, features=None, show=None):
+    def advance(self, prefix, features=None, observe_draft_inputs=None):
         self._length = prefix.shape[0]
         return self._next(1)
 
-    def draft(self, token_ids, parents=None, show=None):
+    def draft(self, token_ids, parents=None, observe_draft_inputs=None):
         self._length += 1
         return self._next(token_ids.shape[0])
 

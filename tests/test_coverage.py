@@ -241,13 +241,13 @@ class WatchedState(ShortlistState):
     def __init__(self, seen: list[tuple], inner: ShortlistState):
         self._seen = seen
         self._inner = inner
-        self._foreseen: tuple[torch.Tensor, ...] = ()
+        self._draft_inputs: tuple[torch.Tensor, ...] = ()
 
-    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._foreseen = (embeddings, features)
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._draft_inputs = (embeddings, features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        self._seen.append(("select", depth, token_ids.tolist(), torch.cat([features, *self._foreseen], dim=-1)))
+        self._seen.append(("select", depth, token_ids.tolist(), torch.cat([features, *self._draft_inputs], dim=-1)))
         return self._inner.select(depth, token_ids, features)
 
     def observe_prompt(self, prompt: Prompt) -> None:

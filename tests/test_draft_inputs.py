@@ -1,8 +1,8 @@
-"""What draft steps start from, as policies are shown it, and all draft steps of a text at once."""
+"""What draft steps start from, as policies are given it, and all draft steps of a text at once."""
 
 import pytest
 import torch
-from draft_inputs import Shown
+from draft_inputs import DraftInputs
 from eagle_heads import LAYOUTS, random_head
 from models import prompt, tiny
 
@@ -43,16 +43,16 @@ def test_all_steps_of_a_text_at_once_are_those_of_rounds(kind, target):
     steps = list(drafter.unroll(text, features, DEPTH))
     assert len(steps) == DEPTH
     for start in range(LENGTH - DEPTH):
-        state, shown = drafter.start(), Shown()
+        state, taken_in = drafter.start(), DraftInputs()
         prefix = text[: start + 2]
-        hidden = [state.advance(prefix, None if features is None else features[: start + 1], shown)[-1]]
+        hidden = [state.advance(prefix, None if features is None else features[: start + 1], taken_in)[-1]]
         for token in text[start + 2 : start + 1 + DEPTH]:
-            hidden.append(state.draft(token[None], show=shown)[0])
+            hidden.append(state.draft(token[None], observe_draft_inputs=taken_in)[0])
         for depth, step in enumerate(steps):
             assert step.hidden.shape[0] == LENGTH - 1 - depth
             torch.testing.assert_close(step.hidden[start], hidden[depth], **CLOSE)
-            torch.testing.assert_close(step.embeddings[start : start + 1], shown.embeddings[depth], **CLOSE)
-            torch.testing.assert_close(step.features[start : start + 1], shown.features[depth], **CLOSE)
+            torch.testing.assert_close(step.embeddings[start : start + 1], taken_in.embeddings[depth], **CLOSE)
+            torch.testing.assert_close(step.features[start : start + 1], taken_in.features[depth], **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,17 +64,17 @@ def test_inputs_are_right_after_every_verdict(kind, accepted, is_tree, target):
     features = features_for(drafter, target)
     state, length = drafter.start(), 6
 
-    def advance(length: int, show: Shown) -> None:
+    def advance(length: int, observe_draft_inputs: DraftInputs) -> None:
         read = None if features is None else features[max(0, state.length - 1) : length - 1]
-        state.advance(text[:length], read, show)
+        state.advance(text[:length], read, observe_draft_inputs)
 
-    advance(length, Shown())
+    advance(length, DraftInputs())
     for level, token in enumerate(text[length : length + 3]):
         # In a tree, the right token is the second of two.
         tokens = torch.stack([token.new_tensor(7), token]) if is_tree else token[None]
-        state.draft(tokens, torch.tensor([0, 1 if level else 0]) if is_tree else None, Shown())
+        state.draft(tokens, torch.tensor([0, 1 if level else 0]) if is_tree else None, DraftInputs())
     state.truncate(min(state.length, length + accepted))
-    again, fresh = Shown(), Shown()
+    again, fresh = DraftInputs(), DraftInputs()
     advance(length + accepted + 1, again)
     state = drafter.start()
     advance(length + accepted + 1, fresh)
@@ -84,7 +84,7 @@ def test_inputs_are_right_after_every_verdict(kind, accepted, is_tree, target):
 
 
 def test_before_the_first_token_there_is_nothing(target):
-    shown = Shown()
-    drafter_of("causal", target).start().advance(prompt(1)[0], show=shown)
-    assert shown.embeddings[0].shape == shown.features[0].shape == (1, 32)
-    assert not shown.features[0].any()
+    taken_in = DraftInputs()
+    drafter_of("causal", target).start().advance(prompt(1)[0], observe_draft_inputs=taken_in)
+    assert taken_in.embeddings[0].shape == taken_in.features[0].shape == (1, 32)
+    assert not taken_in.features[0].any()

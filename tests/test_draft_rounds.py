@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_inputs import Shown
+from draft_inputs import DraftInputs
 from eagle_heads import agreeing_head, drafter_of, random_head, soft, target_features, trimmed_head
 from models import VOCABULARY, perturbed, prompt, word_tokenizer
 from safetensors.torch import load_file
@@ -92,11 +92,11 @@ def test_every_step_is_recorded_as_it_happened(recorder, target, drafter):
         assert rounds.depths[first:end].tolist() == list(range(end - first))
         prefix = rounds.text[: int(rounds.places[first]) + 1]
         states = target_features(target, prefix, drafter.reads)[:-1] if drafter.reads else None
-        state, shown = drafter.start(), Shown()
-        hidden = [state.advance(prefix, states, shown)[-1]]
+        state, taken_in = drafter.start(), DraftInputs()
+        hidden = [state.advance(prefix, states, taken_in)[-1]]
         for token_id in rounds.token_ids[first + 1 : end]:
-            hidden.append(state.draft(token_id[None], show=shown)[0])
-        torch.testing.assert_close(rounds.features[first:end].float(), torch.cat(shown.features).float(), **CLOSE)
+            hidden.append(state.draft(token_id[None], observe_draft_inputs=taken_in)[0])
+        torch.testing.assert_close(rounds.features[first:end].float(), torch.cat(taken_in.features).float(), **CLOSE)
         torch.testing.assert_close(rounds.hidden[first:end], torch.stack(hidden), rtol=1e-4, atol=1e-4)
         drafted, says = rounds.token_ids[first + 1 : end], rounds.text[int(rounds.places[first]) + 1 :]
         is_same = [torch.equal(drafted[:count], says[:count]) for count in range(end - first)]

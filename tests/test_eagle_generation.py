@@ -311,9 +311,9 @@ def reads_of(monkeypatch) -> list[tuple[int, int]]:
 
     advance, reads = EagleState.advance, []
 
-    def recording(self, prefix, features=None, show=None):
+    def recording(self, prefix, features=None, observe_draft_inputs=None):
         reads.append((prefix.shape[0], features.shape[0]))
-        return advance(self, prefix, features, show)
+        return advance(self, prefix, features, observe_draft_inputs)
 
     monkeypatch.setattr(EagleState, "advance", recording)
     return reads

@@ -98,12 +98,12 @@ def use(policy: ShortlistPolicy) -> None:
         rows = min(17, needs.prompt_positions or 17)
         state.observe_prompt(Prompt(token[:0], torch.arange(VOCABULARY)[: needs.prompt_top_k].repeat(rows, 1)))
     for depth in range(3):
-        state.foresee(features, features)
+        state.observe_draft_inputs(features, features)
         shortlist = state.select(depth, token, features)
         assert 0 < shortlist.width and int(shortlist.scored_slots.max()) < VOCABULARY
     top_ids = torch.arange(VOCABULARY)[: needs.verify_top_k].repeat(2, 1) if needs.verify_top_k else None
     state.observe(Verdict(torch.tensor([4, 9]), torch.tensor([4, 8]), top_ids))
-    state.foresee(features, features)
+    state.observe_draft_inputs(features, features)
     state.select(0, token, features)
 
 

@@ -59,7 +59,7 @@ def show(state: ShortlistState, event: Prompt | Verdict) -> None:
 
 
 def select(state: ShortlistState, depth: int = 0) -> Shortlist:
-    state.foresee(FEATURES, FEATURES)
+    state.observe_draft_inputs(FEATURES, FEATURES)
     return state.select(depth, torch.tensor([5]), FEATURES)
 
 

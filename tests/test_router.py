@@ -107,7 +107,7 @@ def test_shortlists_hold_the_chosen_clusters_and_what_is_pinned(mass, pinned, is
     for seed in range(4):
         inputs = states(seed=seed)
         for depth in range(4):
-            state.foresee(*inputs)
+            state.observe_draft_inputs(*inputs)
             shortlist = state.select(depth, torch.tensor([5]), inputs[0])
             ids = shortlist.ids().tolist()
             assert len(set(ids)) == len(ids)
@@ -129,7 +129,7 @@ def test_a_shortlist_is_never_empty():
     policy = RouterShortlist(Router(**{**router.tensors(), "output_bias": likely}), max_clusters=1)
     draftable = (router.clusters != 3).nonzero().squeeze(1)
     state = policy.start(vocabulary(eos=(), draftable=draftable))
-    state.foresee(*states())
+    state.observe_draft_inputs(*states())
     ids = state.select(0, torch.tensor([5]), states()[0]).ids()
     assert ids.numel() and bool(torch.isin(ids, draftable).all())
 
@@ -137,7 +137,7 @@ def test_a_shortlist_is_never_empty():
 def test_the_tokens_of_a_tree_share_their_best_clusters():
     policy = RouterShortlist(random_router(), 4, schedule="fixed")
     state, inputs = policy.start(vocabulary()), states(rows=6)
-    state.foresee(*inputs)
+    state.observe_draft_inputs(*inputs)
     pooled = policy.router.scores(*inputs).amax(0)
     shortlist = state.select(0, torch.arange(6), inputs[0])
     assert set(shortlist.ids().tolist()) == expected_ids(policy, pooled, 0, vocabulary())
@@ -154,7 +154,7 @@ def test_centroids_score_as_if_each_were_a_token():
 
 
 def test_a_router_that_foresaw_nothing_says_so():
-    with pytest.raises(RuntimeError, match="foresee"):
+    with pytest.raises(RuntimeError, match="observe_draft_inputs"):
         RouterShortlist(random_router()).start(vocabulary()).select(0, torch.tensor([5]), states()[0])
 
 
@@ -202,7 +202,7 @@ def test_blocks_score_as_the_head_does(with_bias, is_trimmed, soft_cap, monkeypa
     for seed in range(3):
         inputs, hidden = states(rows=2, seed=seed), torch.randn(2, WIDTH)
         for state in (packed, loose):
-            state.foresee(*inputs)
+            state.observe_draft_inputs(*inputs)
         one, other = (state.select(seed, torch.tensor([5, 6]), inputs[0]) for state in (packed, loose))
         assert isinstance(one, BlockShortlist) and not isinstance(other, BlockShortlist)
         torch.testing.assert_close(
@@ -220,7 +220,7 @@ def test_a_union_scores_blocks_as_blocks_and_its_window_from_packed_rows(monkeyp
         state.observe_prompt(Prompt(torch.randperm(VOCABULARY)[:9]))
         for depth in range(3):
             inputs, hidden = states(rows=2, seed=3 * seed + depth), torch.randn(2, WIDTH)
-            state.foresee(*inputs)
+            state.observe_draft_inputs(*inputs)
             shortlist = state.select(depth, torch.tensor([5, 6]), inputs[0])
             expected = (hidden @ head.weight.T)[:, shortlist.scored_slots]
             expected = expected.masked_fill(~shortlist.scored_occupied, -torch.inf)
@@ -232,7 +232,7 @@ def test_rows_are_copied_once_and_not_held_longer_than_the_policy():
     policy = RouterShortlist(random_router(), 3)
     for _ in range(3):
         state = policy.start(vocabulary())
-        state.foresee(*states())
+        state.observe_draft_inputs(*states())
         head.scores(states()[0], state.select(0, torch.tensor([5]), states()[0]), PackedRows())
     (held,) = head._blocks.values()
     assert held.weight.shape[1:] == (BLOCK_ROWS, WIDTH)

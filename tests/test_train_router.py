@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from draft_inputs import Shown
+from draft_inputs import DraftInputs
 from eagle_heads import random_head
 from models import VOCABULARY, perturbed, prompt, random_router, tiny, word_tokenizer
 from safetensors.torch import save_file
@@ -139,13 +139,13 @@ def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
         matches = []
         for place in newest:
             start = place - depth
-            state, shown = drafter.start(), Shown()
+            state, taken_in = drafter.start(), DraftInputs()
             read = None if features is None else features[:start]
-            hidden = state.advance(window[: start + 1], read, shown)
+            hidden = state.advance(window[: start + 1], read, taken_in)
             for one in window[start + 1 : place + 1]:
-                hidden = state.draft(one[None], show=shown)
+                hidden = state.draft(one[None], observe_draft_inputs=taken_in)
             # fp16 keeps three digits.
-            if torch.allclose(shown.features[-1][0], held_out["features"][row].float(), rtol=1e-3, atol=1e-3):
+            if torch.allclose(taken_in.features[-1][0], held_out["features"][row].float(), rtol=1e-3, atol=1e-3):
                 matches.append((place, hidden[-1]))
         assert matches, f"step {row} of depth {depth} is nowhere in the text"
         place, hidden = matches[0]
@@ -307,7 +307,7 @@ def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp
         shard = recording.shard(number)
         for row in range(shard["token_ids"].shape[0]):
             part = slice(row, row + 1)
-            state.foresee(drafter.embed(shard["token_ids"][part].long()), shard["features"][part])
+            state.observe_draft_inputs(drafter.embed(shard["token_ids"][part].long()), shard["features"][part])
             shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
             sizes.append(shortlist.ids().shape[0])
             likeliest.append(bool(shortlist.contains(shard["top_ids"][row, 0])))
@@ -462,7 +462,7 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
     sizes, covered = [], 0.0
     for row in range(shard["depths"].shape[0]):
         part = slice(row, row + 1)
-        state.foresee(embedded(shard["token_ids"][part].long()), shard["features"][part])
+        state.observe_draft_inputs(embedded(shard["token_ids"][part].long()), shard["features"][part])
         shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
         sizes.append(int(shortlist.count))
         is_covered = shortlist.contains(shard["target_ids"][row].long())

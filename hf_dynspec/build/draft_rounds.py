@@ -38,7 +38,7 @@ class DraftedRounds:
         places: int64 `[m]` on the CPU: where in the text that token stands, or would stand had it been accepted.
         depths: int64 `[m]` on the CPU.
         is_accepted: bool `[m]` on the CPU: the text has all tokens that were drafted before the step in its round.
-        features: fp16 `[m, d]` on the drafter's device: see `ShortlistState.foresee`.
+        features: fp16 `[m, d]` on the drafter's device: see `ShortlistState.observe_draft_inputs`.
         hidden: `[m, d]` on the drafter's device: what the step's logits are computed from.
     """
 
@@ -180,7 +180,7 @@ class _Log(BaseStreamer):
     def end(self) -> None:
         """There is nothing to tidy up."""
 
-    def foresee(self, features: torch.Tensor) -> None:
+    def observe_draft_inputs(self, features: torch.Tensor) -> None:
         """Note what a step starts from. Copied, as a drafter may use the memory again; likewise below."""
         self._features.append(features.to(torch.float16, copy=True))
 
@@ -241,8 +241,8 @@ class _RecordingState(ShortlistState):
     def __init__(self, everything: ShortlistState, log: _Log):
         self._everything, self._log = everything, log
 
-    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._log.foresee(features)
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._log.observe_draft_inputs(features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         self._log.select(depth, token_ids, features)

@@ -238,8 +238,8 @@ class Recording:
         held_out: numbers of those to judge by.
 
     A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
-    `ShowInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if it is
-    held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable
+    `ObserveDraftInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if
+    it is held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable
     tokens, and `drawn_ids` int32 and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution
     and how many times as probable they are to the target. Probabilities and ratios are 0 where the target rejected the
     draft before the step, so that nothing depends on it.

@@ -8,9 +8,9 @@ import torch
 
 from ..modeling.head import DynamicLMHead
 
-# Is shown what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
+# Takes in what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
 # was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
-ShowInputs = Callable[[torch.Tensor, torch.Tensor], None]
+ObserveDraftInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class UnrolledStep(NamedTuple):
@@ -18,7 +18,7 @@ class UnrolledStep(NamedTuple):
     `i + 1 + depth`, after a prefix whose last token is `i + 1`.
 
     Args:
-        embeddings: `[n − 1 − depth, d]`: what `ShowInputs` is shown.
+        embeddings: `[n − 1 − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
         features: `[n − 1 − depth, d]`, likewise.
         hidden: `[n − 1 − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
     """
@@ -41,7 +41,10 @@ class DrafterState(ABC):
 
     @abstractmethod
     def advance(
-        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        prefix: torch.Tensor,
+        features: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         """Bring the cache to the verified prefix.
 
@@ -50,7 +53,7 @@ class DrafterState(ABC):
                 tokens that it covers have not changed.
             features: `[m, d_target · layers]`: for drafters that read the target's hidden states (`Drafter.reads`),
                 those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
-            show: called once, with what the last token is read with, as soon as that is known.
+            observe_draft_inputs: called once, with what the last token is read with, as soon as that is known.
 
         Returns:
             `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
@@ -59,7 +62,10 @@ class DrafterState(ABC):
 
     @abstractmethod
     def draft(
-        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        token_ids: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         """Append one level of drafted tokens.
 
@@ -67,7 +73,7 @@ class DrafterState(ABC):
             token_ids: int64 `[w]`, `w >= 1`, on the drafter's device.
             parents: int64 `[w]`: for each token the row of its parent in the level before; in the first level all are
                 children of the prefix and its values do not matter. None for a chain, which is one token a level.
-            show: called once, with what these tokens are read with.
+            observe_draft_inputs: called once, with what these tokens are read with.
 
         Returns:
             `[w, d]`: the hidden state that predicts the successors of each of them.

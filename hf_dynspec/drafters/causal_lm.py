@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_mask, attention_windows, require_known_kinds
 from ..modeling.parts import decoder_of, input_device
-from .base import Drafter, DrafterState, ShowInputs, UnrolledStep
+from .base import Drafter, DrafterState, ObserveDraftInputs, UnrolledStep
 from .traced_step import TracedStep, cache_of, can_be_traced, layers_of, trace_step
 from .weights_watch import WeightsWatch
 
@@ -230,44 +230,50 @@ class CausalLMState(DrafterState):
         return self._length if self._tree is None else self._length + self._tree.levels
 
     def advance(
-        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        prefix: torch.Tensor,
+        features: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         self.truncate(self._length)
         if self._step is not None:
             self._weights = self._step.weights()
         unread = prefix[self._length :].clamp_max(self._largest_id)
         before = self._hidden[-1:]
-        if show is not None and unread.shape[0] == 1:
-            self._show(show, unread, before)
+        if observe_draft_inputs is not None and unread.shape[0] == 1:
+            self._pass_draft_inputs(observe_draft_inputs, unread, before)
         hidden = self._extend(unread)
-        if show is not None and unread.shape[0] > 1:
-            self._show(show, unread[-1:], hidden[-2:-1])
+        if observe_draft_inputs is not None and unread.shape[0] > 1:
+            self._pass_draft_inputs(observe_draft_inputs, unread[-1:], hidden[-2:-1])
         self._hidden = hidden[-1:]
         return hidden
 
     def draft(
-        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        token_ids: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         if parents is None:
-            if show is not None:
-                self._show(show, token_ids, self._hidden[-1:])
+            if observe_draft_inputs is not None:
+                self._pass_draft_inputs(observe_draft_inputs, token_ids, self._hidden[-1:])
             hidden = self._extend(token_ids)
             self._hidden = torch.cat([self._hidden, hidden])
             return hidden
         is_first = self._tree is None
-        if show is not None:
+        if observe_draft_inputs is not None:
             rows = self._hidden[-1:].expand(token_ids.shape[0], -1) if is_first else self._level[parents]
-            self._show(show, token_ids, rows)
+            self._pass_draft_inputs(observe_draft_inputs, token_ids, rows)
         if is_first:
             self._tree = _Tree(token_ids.device)
         self._tree.add_level(parents)
         self._level = self._run(token_ids, **self._tree_inputs(token_ids.shape[0]))
         return self._level
 
-    def _show(self, show: ShowInputs, token_ids: torch.Tensor, before: torch.Tensor) -> None:
+    def _pass_draft_inputs(self, observe: ObserveDraftInputs, token_ids: torch.Tensor, before: torch.Tensor) -> None:
         embedded = self._drafter.embed(token_ids)
         # Before the first token of a text there is nothing.
-        show(embedded, before if before.shape[0] else before.new_zeros(1, before.shape[1]))
+        observe(embedded, before if before.shape[0] else before.new_zeros(1, before.shape[1]))
 
     def truncate(self, length: int) -> None:
         # The nodes of a tree lie one after another in the cache, so none of them can stay.

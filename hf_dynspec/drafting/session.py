@@ -55,7 +55,7 @@ class DraftSession:
         self.vocabulary = vocabulary
         self._drafter = drafter
         self._state = policy.start(vocabulary)
-        self._show = self._state.foresee if policy.needs.draft_inputs else None
+        self._observe_draft_inputs = self._state.observe_draft_inputs if policy.needs.draft_inputs else None
         self._rows = PackedRows()
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
@@ -154,7 +154,7 @@ class DraftSession:
             if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
                 break
             with self.stopwatch.section("backbone"):
-                hidden = self._backbone.draft(fresh, show=self._show)
+                hidden = self._backbone.draft(fresh, observe_draft_inputs=self._observe_draft_inputs)
         return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
 
     def draft_tree(
@@ -179,7 +179,7 @@ class DraftSession:
         for depth in range(levels):
             if depth:
                 with self.stopwatch.section("backbone"):
-                    hidden = self._backbone.draft(fresh, parents, self._show)
+                    hidden = self._backbone.draft(fresh, parents, self._observe_draft_inputs)
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
@@ -200,7 +200,7 @@ class DraftSession:
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
-            hidden = self._backbone.advance(prefix, self._features, self._show)[-1:]
+            hidden = self._backbone.advance(prefix, self._features, self._observe_draft_inputs)[-1:]
         self._features = None
         return hidden
 

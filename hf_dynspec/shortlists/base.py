@@ -104,7 +104,7 @@ class ShortlistState(ABC):
         """
 
     # Policies that learn nothing from the context leave these as they are.
-    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
         """Take in what the next draft step starts from, where the policy asked for it (`Needs.draft_inputs`). Called
         once before each `select`, and before the drafter's layers run wherever the drafter has it by then.
 

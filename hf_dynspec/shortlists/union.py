@@ -141,9 +141,9 @@ class UnionState(ShortlistState):
         for part in self._parts:
             part.observe(verdict)
 
-    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
         for part in self._parts:
-            part.foresee(embeddings, features)
+            part.observe_draft_inputs(embeddings, features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         blocks = None if self._of_blocks is None else self._of_blocks.select(depth, token_ids, features)

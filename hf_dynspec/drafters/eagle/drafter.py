@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...errors import ArtifactError, UnsupportedError
 from ...modeling.head import DynamicLMHead
 from ...modeling.parts import unwrapped
-from ..base import Drafter, DrafterState, ShowInputs, UnrolledStep
+from ..base import Drafter, DrafterState, ObserveDraftInputs, UnrolledStep
 from ..weights_watch import WeightsWatch, stamp
 from .checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, read_checkpoint, write_checkpoint
 
@@ -245,7 +245,10 @@ class EagleState(DrafterState):
 
     @torch.no_grad()
     def advance(
-        self, prefix: torch.Tensor, features: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        prefix: torch.Tensor,
+        features: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         """Compute the stable rows of the tokens that were verified since, from the target's features.
 
@@ -256,7 +259,7 @@ class EagleState(DrafterState):
             prefix: int64 `[n]`, `n >= 2`: all verified tokens, more than are covered.
             features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May reach back over
                 tokens that are covered already.
-            show: as the contract has it. The feature of EAGLE-3 is shown as `fc` combines it.
+            observe_draft_inputs: as the contract has it. The feature of EAGLE-3 is taken in as `fc` combines it.
 
         Returns:
             `[1, H]`, of the output projection's dtype.
@@ -278,20 +281,25 @@ class EagleState(DrafterState):
             raise ValueError(f"the cache covers {self.length} tokens, and the prefix has no more than {n}")
         weight = self._drafter.weights.qkv
         features = features[position - n + 1 :].to(device=weight.device, dtype=weight.dtype)
-        self._output = self._append(prefix[position + 1 :], features, position, fed_back=False, show=show)
+        self._output = self._append(
+            prefix[position + 1 :], features, position, fed_back=False, observe_draft_inputs=observe_draft_inputs
+        )
         self._stable += features.shape[0]
         return self._drafter.predict(self._output)
 
     @torch.no_grad()
     def draft(
-        self, token_ids: torch.Tensor, parents: torch.Tensor | None = None, show: ShowInputs | None = None
+        self,
+        token_ids: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         """Append one level of drafted tokens, each with its parent's output in the place of a feature.
 
         Args:
             token_ids: int64 `[w]`: the target's ids, also of a head with a vocabulary of its own.
             parents: int64 `[w]`, as the contract has it; None for a chain.
-            show: as the contract has it.
+            observe_draft_inputs: as the contract has it.
 
         Returns:
             `[w, H]`, of the output projection's dtype.
@@ -309,7 +317,9 @@ class EagleState(DrafterState):
             hidden = hidden.index_select(0, parents)
         self._ancestors = self._ancestors_of(width, parents)
         position = self._start + self._stable + self._levels
-        self._output = self._append(token_ids, hidden, position, fed_back=True, show=show)
+        self._output = self._append(
+            token_ids, hidden, position, fed_back=True, observe_draft_inputs=observe_draft_inputs
+        )
         self._drafted += width
         self._levels += 1
         return self._drafter.predict(self._output)
@@ -343,7 +353,7 @@ class EagleState(DrafterState):
         hidden: torch.Tensor,
         position: int,
         fed_back: bool,
-        show: ShowInputs | None,
+        observe_draft_inputs: ObserveDraftInputs | None,
     ) -> torch.Tensor:
         """Append rows.
 
@@ -352,7 +362,7 @@ class EagleState(DrafterState):
             hidden: `[w, d]`.
             position: of all rows of a draft's level, or of the first of the target's features.
             fed_back: the rows are a draft's.
-            show: called with the embeddings and features of the rows whose outputs are wanted.
+            observe_draft_inputs: called with the embeddings and features of the rows whose outputs are wanted.
 
         Returns:
             `[w, H]` for a draft. Of stable rows only the last one's output is ever read, `[1, H]`; of the others no
@@ -367,8 +377,8 @@ class EagleState(DrafterState):
         stop = position + (1 if fed_back else width)
         cos, sin = drafter.rotary.tables(stop)
         embedded, hidden = drafter.embed(token_ids), drafter.feature(hidden, fed_back)
-        if show is not None:
-            show(embedded[-outputs:], hidden[-outputs:])
+        if observe_draft_inputs is not None:
+            observe_draft_inputs(embedded[-outputs:], hidden[-outputs:])
         joined, residual = drafter.combine(embedded, hidden)
         at = slice(position, stop)
         if drafter.rotary.is_steady:

@@ -118,7 +118,7 @@ class RoundsAlongText:
     def _select(self, rows: Rows, depth: int) -> Shortlist:
         """The shortlist of one draft step."""
         if self._needs.draft_inputs:
-            self._state.foresee(rows.embeddings[depth, None], rows.before[depth, None])
+            self._state.observe_draft_inputs(rows.embeddings[depth, None], rows.before[depth, None])
         newest = rows.first + depth
         return self._state.select(depth, self._token_ids[newest - 1 : newest], rows.features[depth, None])
 

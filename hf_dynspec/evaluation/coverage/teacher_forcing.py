@@ -49,7 +49,7 @@ class Rows:
         drafter: fp32 `[m, V]`: the drafter's logits, divided by the temperature, over the shared vocabulary; −inf for
             ids that its head does not score.
         features: `[m, d]`: the drafter's hidden states.
-        embeddings: `[m, d]`: what `ShortlistState.foresee` is shown before each of these draft steps.
+        embeddings: `[m, d]`: what `ShortlistState.observe_draft_inputs` is given before each of these draft steps.
         before: `[m, d]`: likewise, the features.
     """
 
@@ -268,13 +268,13 @@ class _EagleHead:
         """`[3, count, d]`: those of a round that starts here and drafts the text's own tokens."""
         shown: list[torch.Tensor] = []
 
-        def show(embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        def observe_draft_inputs(embeddings: torch.Tensor, features: torch.Tensor) -> None:
             shown.append(torch.stack([embeddings, features]).to(self._weight.dtype))
 
         # The target's hidden state at the last verified token does not exist yet when a round starts.
         unread = start - max(1, self._state.length)
         states, self._unread = self._unread[:unread], self._unread[unread:]
-        hidden = [self._state.advance(self._token_ids[:start], states, show)]
+        hidden = [self._state.advance(self._token_ids[:start], states, observe_draft_inputs)]
         for at in range(start, start + count - 1):
-            hidden.append(self._state.draft(self._token_ids[at : at + 1], show=show))
+            hidden.append(self._state.draft(self._token_ids[at : at + 1], observe_draft_inputs=observe_draft_inputs))
         return torch.cat([torch.cat(hidden).unsqueeze(0), torch.cat(shown, 1)])

@@ -340,7 +340,7 @@ class RouterState(ShortlistState):
         # The router works beside the drafter's layers, and `select` waits for it there.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and policy.needs.draft_inputs else None
 
-    def foresee(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
         if self._router.centroids is not None:
             return
         if self._stream is None:
@@ -357,7 +357,9 @@ class RouterState(ShortlistState):
             self._features = features
             self._take(functional.linear(features.float(), self._router.centroids, self._barred))
         if self._scores is None:
-            raise RuntimeError("foresee() tells the router what a draft step starts from before select() is called")
+            raise RuntimeError(
+                "observe_draft_inputs() tells the router what a draft step starts from before select() is called"
+            )
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
