@@ -20,12 +20,20 @@ _HOMES = {
     "FullShortlist": ".shortlists",
     "HybridShortlist": ".shortlists",
     "InContextShortlist": ".shortlists",
+    "Needs": ".protocol",
     "NotBoundError": ".errors",
+    "PolicyError": ".errors",
+    "Prompt": ".protocol",
     "RouterShortlist": ".shortlists",
+    "Shortlist": ".protocol",
     "ShortlistPolicy": ".shortlists",
+    "ShortlistState": ".shortlists",
     "TreeConfig": ".drafting.tree_config",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
+    "Verdict": ".protocol",
+    "VocabularyInfo": ".protocol",
+    "register_policy": ".shortlists",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (ruff does not see that the keys are strings)
 
@@ -51,12 +59,20 @@ if TYPE_CHECKING:
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DynSpecError as DynSpecError
     from .errors import NotBoundError as NotBoundError
+    from .errors import PolicyError as PolicyError
     from .errors import UnsupportedError as UnsupportedError
     from .generation.candidate_generator import DynSpecCandidateGenerator as DynSpecCandidateGenerator
+    from .protocol import Needs as Needs
+    from .protocol import Prompt as Prompt
+    from .protocol import Shortlist as Shortlist
+    from .protocol import Verdict as Verdict
+    from .protocol import VocabularyInfo as VocabularyInfo
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
     from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
+    from .shortlists import ShortlistState as ShortlistState
     from .shortlists import UnionShortlist as UnionShortlist
+    from .shortlists import register_policy as register_policy

@@ -31,6 +31,7 @@ from .loading import local_tokenizer, shared_tokenizer, shared_vocabulary_size
 from .modeling.parts import output_rows, unwrapped
 from .protocol import Candidates, VocabularyInfo
 from .shortlists import ShortlistPolicy, as_policy
+from .shortlists.validation import validated
 from .stats import DraftingStatistics, Stopwatch
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class DynSpecAssistant(Bindable):
         fast_target_head: on a CPU in fp32, compute the target's logits by this package's matrix product, which is
             faster than torch's there (default True). Plain `generate` does not have it, so part of what it wins is no
             merit of speculation; `hf-dynspec bench` tells the two apart.
+        validate: check every shortlist that the policy returns, for those who write policies: a broken contract raises
+            `PolicyError` at the draft step where it breaks. Slows the call down (default False).
 
     Raises:
         UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.
@@ -95,6 +98,7 @@ class DynSpecAssistant(Bindable):
         profile: bool = False,
         measure_coverage: bool = False,
         fast_target_head: bool = True,
+        validate: bool = False,
     ):
         self._policy = as_policy(policy)
         self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
@@ -105,6 +109,7 @@ class DynSpecAssistant(Bindable):
         self.profile = profile
         self.measure_coverage = measure_coverage
         self._fast_target_head = fast_target_head
+        self._validate = validate
         self.stats = DraftingStatistics()
         self.stats_total = DraftingStatistics()
         # Counts may be published by the garbage collector, at any time.
@@ -174,6 +179,15 @@ class DynSpecAssistant(Bindable):
     def fast_target_head(self, fast_target_head: bool) -> None:
         self._change(_fast_target_head=bool(fast_target_head))
 
+    @property
+    def validate(self) -> bool:
+        """Whether every shortlist of the policy is checked. May be assigned."""
+        return self._validate
+
+    @validate.setter
+    def validate(self, validate: bool) -> None:
+        self._change(_validate=bool(validate))
+
     def _change(self, **attributes: Any) -> None:
         """Set attributes and bind with them anew, or raise and leave everything as it was."""
         before = {name: getattr(self, name) for name in attributes}
@@ -219,8 +233,9 @@ class DynSpecAssistant(Bindable):
         if self.tree is not None:
             self.drafter.require_trees()
         forward = TargetForward(target, self.fast_target_head, self.tree is not None)
+        forward.require_states((), self.policy.needs)
         # What a policy cannot do for this pair it says now, and not in the first call.
-        session = self._make_session(self._draftable_eos(target.generation_config, size), size)
+        session = self._make_session(self._draftable_eos(target.generation_config, size), size, forward)
         self._tokenizer = tokenizer
         self._adopt(target, _Binding(weakref.ref(target), size, pair), forward)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
@@ -229,7 +244,15 @@ class DynSpecAssistant(Bindable):
     def _adopt(self, target: PreTrainedModel, binding: "_Binding", forward: TargetForward) -> None:
         """Attach to a target, and only then leave the one before."""
         hook = attach(target, self, forward)
-        before, self._binding = self._binding, replace(binding, hook=weakref.ref(hook))
+        pool = weakref.ref(self._sessions)
+
+        def target_is_gone(gone: Any) -> None:
+            sessions = pool()
+            if sessions is not None:
+                sessions.clear()
+
+        binding = replace(binding, target=weakref.ref(target, target_is_gone), hook=weakref.ref(hook))
+        before, self._binding = self._binding, binding
         if before is not None and before.hook() not in (None, hook):
             before.hook().remove(self)
         self._sessions.clear()
@@ -464,26 +487,40 @@ class DynSpecAssistant(Bindable):
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
         size = self._binding.vocabulary_size
-        session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size))
+        session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size, self.forward))
         if session.vocabulary.device != self.drafter.head.device:
             # The drafter was moved to another device.
+            session.close()
             self._sessions.clear()
-            session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size))
+            session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size, self.forward))
         return session
 
     @outside_inference_mode
-    def _make_session(self, eos_token_ids: tuple[int, ...], size: int) -> DraftSession:
+    def _make_session(self, eos_token_ids: tuple[int, ...], size: int, forward: TargetForward) -> DraftSession:
         # Before the head is looked at, it has to be the one that the model has now.
         _ = self.drafter.weights_version
         head = self.drafter.head
         vocabulary = VocabularyInfo(size, eos_token_ids, head.device, head.token_ids, head.weight.shape[1])
-        session = DraftSession(self.drafter, self.policy, vocabulary)
+        if self.policy.needs.target_rows:
+            vocabulary = replace(vocabulary, target_rows=forward.head_rows())
+        policy = validated(self.policy) if self.validate else self.policy
+        session = DraftSession(self.drafter, policy, vocabulary)
         session.prepare()
         return session
 
-    def can_continue(self, session: DraftSession) -> bool:
-        """Whether a session is one of this assistant as it is now."""
-        return self._sessions.has_made(session) and session.vocabulary.device == self.drafter.head.device
+    def resume_session(self, session: DraftSession, eos_token_ids: tuple[int, ...]) -> bool:
+        """Whether a conversation's session can go on: it is one of this assistant as it is now, for these EOS ids.
+        Otherwise it is given up."""
+        vocabulary, device = session.vocabulary, self.drafter.head.device
+        can_go_on = vocabulary.eos_token_ids == eos_token_ids and vocabulary.device == device
+        if self._sessions.resume(session) and can_go_on:
+            return True
+        session.close()
+        return False
+
+    def hold_session(self, session: DraftSession) -> None:
+        """Let a conversation keep a session until its next call."""
+        self._sessions.hold(session)
 
     def return_session(self, session: DraftSession) -> None:
         """Keep a session for the next call, with its buffers."""
@@ -585,12 +622,12 @@ class GenerateCall(Call):
         kept = None if self._conversation is None else self._conversation.session
         # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew, and so do another
         # policy and another drafter.
-        continues = kept is not None and kept.vocabulary.eos_token_ids == eos and assistant.can_continue(kept)
+        continues = kept is not None and assistant.resume_session(kept, eos)
         self._session = kept if continues else assistant.take_session(eos)
         self._session.stats = self._stats
         self._session.stopwatch = self._stopwatch
         assistant.forward.prepare()
-        assistant.forward.require_states(assistant.drafter.reads)
+        assistant.forward.require_states(assistant.drafter.reads, assistant.policy.needs)
         if self._stopwatch.enabled:
             self._start = self._stopwatch.now()
         self._drafting = Drafting(
@@ -613,6 +650,9 @@ class GenerateCall(Call):
     def close(self) -> None:
         """Give the session back and publish the counts."""
         if self._drafting is None:
+            if self._session is not None:
+                # It was interrupted before it could begin.
+                self._session.close()
             return
         if self._stopwatch.enabled:
             elapsed = self._stopwatch.now() - self._start
@@ -622,6 +662,7 @@ class GenerateCall(Call):
         if config.num_assistant_tokens_schedule == "heuristic":
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if self._conversation is not None:
+            self._assistant.hold_session(self._session)
             self._conversation.session = self._session
         else:
             self._assistant.return_session(self._session)

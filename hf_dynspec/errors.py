@@ -55,6 +55,23 @@ class ConfigurationError(DynSpecError, ValueError):
     """A setting of a policy, an assistant or a configuration file is unknown, mistyped or out of range."""
 
 
+class PolicyError(DynSpecError, ValueError):
+    """A policy broke the contract of policies (`shortlists.base`, `protocol.Shortlist`).
+
+    Attributes:
+        policy: the name of the policy's class.
+        depth: the draft step at which it broke, None where it was not at a draft step.
+    """
+
+    def __init__(self, policy: str, depth: int | None, problem: str, fix: str):
+        self.policy, self.depth, self._problem, self._fix = policy, depth, problem, fix
+        at = "" if depth is None else f", at draft step {depth}"
+        super().__init__(f"{policy}{at}: {problem}. {fix}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.policy, self.depth, self._problem, self._fix)
+
+
 class ArtifactError(DynSpecError, ValueError):
     """An artifact (configuration, ranking, router, …) is damaged, hostile or made for other models.
 

@@ -1,12 +1,29 @@
 """What one stage of a round hands the next: shortlists, candidates and verdicts. Shapes are documented here, once.
 
 Letters: `V` rows of the output projection, `C` slots of a shortlist, `k` drafted tokens of a round, `a` accepted ones.
+Positions count the tokens of the text from 0, padding not among them.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """The rows of an output projection, as they lie in the model: to be read, and never written to or copied whole.
+
+    Args:
+        weight: `[V, d]`, of the model's dtype and on the device of the projection.
+        bias: `[V]`, or None.
+        token_ids: int64 `[V]`: the token id that each row scores, without repeats; None where row `i` scores id `i`.
+            Rows past the vocabulary's size are padding.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -20,6 +37,8 @@ class VocabularyInfo:
         draftable: int64 `[n]` on that device: the only ids that the head can score, each below `size`, row by row of
             the head (None: all of them, row `i` being id `i`). Shortlists hold no others.
         width: numbers of the hidden states and embeddings that a policy is shown (None: not known).
+        drafter_rows: the rows of the drafter's output projection. None where the policy did not ask for them.
+        target_rows: those of the target's, likewise.
     """
 
     size: int
@@ -27,6 +46,8 @@ class VocabularyInfo:
     device: torch.device
     draftable: torch.Tensor | None = None
     width: int | None = None
+    drafter_rows: HeadRows | None = None
+    target_rows: HeadRows | None = None
 
     @functools.cached_property
     def _is_draftable(self) -> torch.Tensor:
@@ -43,28 +64,56 @@ class VocabularyInfo:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy asks to be shown. Nothing that no policy asks for is computed.
+    """What a policy asks to be shown. Nothing that no policy asks for is computed. A part of a union may be shown what
+    another part asked for.
 
     Args:
         verify_top_k: ids of the target's most probable tokens wanted for every verified position (0: none).
         prompt_top_k: ids of the target's most probable tokens wanted for every prompt position (0: none).
-        prompt_positions: limits `prompt_top_k` to the last so many prompt positions (None: all of them).
-        draft_inputs: the embeddings and features that draft steps start from (`ShortlistState.observe_draft_inputs`).
+        prompt_positions: limits what is wanted of prompt positions to the last so many (None: all of them).
+        draft_inputs: the embeddings and features that draft steps start from
+            (`ShortlistState.observe_draft_inputs`).
+        top_logits: the logits of the most probable tokens, beside their ids.
+        out_of_vocabulary: whether each verified token was outside the shortlist.
+        hidden_states: the target's last hidden state at every verified position.
+        prompt_hidden_states: likewise at every prompt position.
+        drafter_rows: the rows of the drafter's output projection (`VocabularyInfo.drafter_rows`).
+        target_rows: those of the target's.
     """
 
     verify_top_k: int = 0
     prompt_top_k: int = 0
     prompt_positions: int | None = None
     draft_inputs: bool = False
+    top_logits: bool = False
+    out_of_vocabulary: bool = False
+    hidden_states: bool = False
+    prompt_hidden_states: bool = False
+    drafter_rows: bool = False
+    target_rows: bool = False
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether anything is wanted of the target at prompt positions."""
+        return bool(self.prompt_top_k) or self.prompt_hidden_states
+
+    @property
+    def of_states(self) -> bool:
+        """Whether the target's hidden states are wanted."""
+        return self.hidden_states or self.prompt_hidden_states
 
     def __or__(self, other: "Needs") -> "Needs":
         """The needs of both."""
-        limits = [needs.prompt_positions for needs in (self, other) if needs.prompt_top_k]
+        limits = [needs.prompt_positions for needs in (self, other) if needs.of_prompt]
+        switches = ("draft_inputs", "top_logits", "out_of_vocabulary", "hidden_states", "prompt_hidden_states")
         return Needs(
             verify_top_k=max(self.verify_top_k, other.verify_top_k),
             prompt_top_k=max(self.prompt_top_k, other.prompt_top_k),
             prompt_positions=None if None in limits or not limits else max(limits),
-            draft_inputs=self.draft_inputs or other.draft_inputs,
+            **{
+                name: getattr(self, name) or getattr(other, name)
+                for name in (*switches, "drafter_rows", "target_rows")
+            },
         )
 
 
@@ -108,7 +157,7 @@ class Shortlist:
 
     Args:
         slots: int64 `[C]` on the head's device. Slot `i` holds a token id below `VocabularyInfo.size`.
-        version: changes whenever `slots` may have changed, and never otherwise than with new context.
+        version: grows whenever `slots` may have changed, and never otherwise than with new context; it never shrinks.
         size: the first `size` slots are scored (None: all `C`). Nested shortlists share `slots` and differ in `size`.
         occupied: bool `[C]`, the slots that count (None: all). The ids of occupied slots are unique; an unoccupied
             slot holds any valid id and its logit is −inf.
@@ -309,33 +358,62 @@ class Candidates:
         """Whether each token is the only child of the one before it."""
         return self.parents is None
 
+    def has_missed(self, verified: torch.Tensor) -> torch.Tensor | None:
+        """bool `[]`: whether the last of the verified tokens, int64 `[a + 1]`, was outside the shortlist of its depth;
+        None where it had no shortlist, as after a fully accepted draft. Those before it came out of theirs."""
+        depth = verified.shape[0] - 1
+        return ~self.shortlists[depth].contains(verified[depth]) if depth < len(self.shortlists) else None
+
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What one verification said. The only thing that feeds policies and statistics.
+    """What one verification said: the only thing that feeds policies.
+
+    All tensors are on the drafter's device. What only some policies need is None where none asked (`Needs`). Logits
+    and states are the target's own, before any logits processor; of a tree, those along the verified path.
 
     Args:
-        drafted: int64 `[k]`: the candidates of the round, on the drafter's device.
+        drafted: int64 `[k]`: the candidates of the round; empty where there were none.
         verified: int64 `[a + 1]`: the accepted candidates and the token that the target chose after them.
+        start: the position of the first verified token: that of `verified[i]` is `start + i`.
+        out_of_vocabulary: bool `[a + 1]`: whether each verified token was outside the shortlist of its depth, as a
+            whole: for a part of a union, outside of what all parts selected. False where there was no shortlist, as
+            after a fully accepted draft and in rounds without candidates.
         top_ids: int64 `[a + 1, verify_top_k]`: ids of the target's most probable tokens at each verified position,
-            most probable first; ids may lie at or past the vocabulary's size where the target's head is padded. None
-            where nobody asked.
+            most probable first; ids may lie at or past the vocabulary's size where the target's head is padded. A
+            smaller vocabulary has fewer.
+        top_logits: fp32, of the shape of `top_ids`: their logits.
+        hidden_states: `[a + 1, d_target]`, of the target's dtype: what its output projection was given where each
+            verified token was chosen, that is at the token before it.
     """
 
     drafted: torch.Tensor
     verified: torch.Tensor
+    start: int
+    out_of_vocabulary: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
+    top_logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """The part of the context that a policy has not seen yet, at the start of a call.
 
+    A state is told twice: the tokens before anything is drafted, and what the target says of them, if somebody asked
+    for that, as soon as it has read them; there are no tokens then.
+
     Args:
         token_ids: int64 `[n]`, without padding.
-        top_ids: int64 `[m, prompt_top_k]`, `m <= n`: the target's most probable next tokens at the last `m` of those
-            positions; None where nobody asked or the target has not seen the prompt yet.
+        start: the position of the first of these tokens; where there are none, one past the last of the text.
+        top_ids: int64 `[m, prompt_top_k]`: the target's most probable next tokens at the last `m` positions before
+            `start`; None where nobody asked or the target has not seen the prompt yet.
+        top_logits: fp32, of the shape of `top_ids`: their logits.
+        hidden_states: `[m, d_target]`: what the target's output projection is given at these positions.
     """
 
     token_ids: torch.Tensor
-    top_ids: torch.Tensor | None = field(default=None)
+    start: int
+    top_ids: torch.Tensor | None = None
+    top_logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None

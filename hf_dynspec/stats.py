@@ -95,16 +95,17 @@ class DraftingStatistics:
         for position in range(accepted):
             _add_at(self.accepted_at, position)
 
-    def record_verified_tokens(self, candidates: Candidates, verified: torch.Tensor) -> None:
-        """Count which of the verified tokens `[a + 1]` their draft step's shortlist did not hold.
+    def record_verified_tokens(self, accepted: int, has_missed: torch.Tensor | None) -> None:
+        """Count which of the verified tokens of a round their draft step's shortlist did not hold.
 
-        Accepted tokens came out of their shortlists, so only the token after them can be missing; after a fully
-        accepted draft it had no shortlist and is not counted.
+        Args:
+            accepted: how many of them were candidates, which came out of their shortlists.
+            has_missed: see `Candidates.has_missed`.
         """
-        last = verified.shape[0] - 1
-        self._checked += min(last + 1, len(candidates.shortlists))
-        if last < len(candidates.shortlists):
-            self._out_of_vocabulary = self._out_of_vocabulary + ~candidates.shortlists[last].contains(verified[last])
+        self._checked += accepted
+        if has_missed is not None:
+            self._checked += 1
+            self._out_of_vocabulary = self._out_of_vocabulary + has_missed
 
     def record_coverage(self, mass: torch.Tensor) -> None:
         """Count the target's probability mass `[n]` on the shortlists of `n` verified positions."""

@@ -93,16 +93,16 @@ def use(policy: ShortlistPolicy) -> None:
     """Begin a session and take it through a call, with what the target can show: not more than it has tokens."""
     state, needs = policy.start(INFO), policy.needs
     features, token = torch.zeros(1, 32), torch.tensor([5])
-    state.observe_prompt(Prompt(torch.arange(3, 20)))
+    state.observe_prompt(Prompt(torch.arange(3, 20), 0))
     if needs.prompt_top_k:
         rows = min(17, needs.prompt_positions or 17)
-        state.observe_prompt(Prompt(token[:0], torch.arange(VOCABULARY)[: needs.prompt_top_k].repeat(rows, 1)))
+        state.observe_prompt(Prompt(token[:0], 17, torch.arange(VOCABULARY)[: needs.prompt_top_k].repeat(rows, 1)))
     for depth in range(3):
         state.observe_draft_inputs(features, features)
         shortlist = state.select(depth, token, features)
         assert 0 < shortlist.width and int(shortlist.scored_slots.max()) < VOCABULARY
     top_ids = torch.arange(VOCABULARY)[: needs.verify_top_k].repeat(2, 1) if needs.verify_top_k else None
-    state.observe(Verdict(torch.tensor([4, 9]), torch.tensor([4, 8]), top_ids))
+    state.observe(Verdict(torch.tensor([4, 9]), torch.tensor([4, 8]), 17, top_ids=top_ids))
     state.observe_draft_inputs(features, features)
     state.select(0, token, features)
 

@@ -217,7 +217,7 @@ def test_a_union_scores_blocks_as_blocks_and_its_window_from_packed_rows(monkeyp
     state = UnionShortlist(InContextShortlist(20), RouterShortlist(random_router(), 3)).start(vocabulary())
     rows = PackedRows()
     for seed in range(5):
-        state.observe_prompt(Prompt(torch.randperm(VOCABULARY)[:9]))
+        state.observe_prompt(Prompt(torch.randperm(VOCABULARY)[:9], 0))
         for depth in range(3):
             inputs, hidden = states(rows=2, seed=3 * seed + depth), torch.randn(2, WIDTH)
             state.observe_draft_inputs(*inputs)

@@ -187,9 +187,9 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     candidates = Candidates(torch.tensor([4, 5]), (shortlist, shortlist), (torch.zeros(1), torch.zeros(1)))
     stats.record_draft(candidates)
     stats.record_verification(2)
-    stats.record_verified_tokens(candidates, torch.tensor([4, 5, 9]))
+    stats.record_verified_tokens(2, candidates.has_missed(torch.tensor([4, 5, 9])))
     assert stats.oov_rate == 0.0
     stats.record_draft(candidates)
     stats.record_verification(1)
-    stats.record_verified_tokens(candidates, torch.tensor([4, 9]))
+    stats.record_verified_tokens(1, candidates.has_missed(torch.tensor([4, 9])))
     assert stats.oov_rate == 1 / 4

@@ -1,15 +1,17 @@
 """Everything that changes during one `generate` call: draft, then observe what the target said, round after round."""
 
 import functools
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from ..drafters.base import Drafter
 from ..kernels import top_k_ids
-from ..modeling.head import PackedRows
-from ..protocol import Candidates, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..modeling.head import DynamicLMHead, PackedRows
+from ..protocol import Candidates, HeadRows, Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
 from .tree_config import TreeConfig
@@ -44,18 +46,37 @@ def outside_inference_mode(method: _Method) -> _Method:
     return run
 
 
+def _closes_on_error(method: _Method) -> _Method:
+    """A session that an error interrupted is given up, as nobody knows what was done and what was not."""
+
+    @functools.wraps(method)
+    def run(self: "DraftSession", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    return run
+
+
 class DraftSession:
     """The drafter's cache, the policy's state and the packed rows of one text. Not shared between threads.
 
     A session can be used again for another text, and then keeps its buffers; or be continued with a longer text, and
-    then keeps what it knows of the part that stayed the same.
+    then keeps what it knows of the part that stayed the same. It is closed once: by whoever gives it up, by an error,
+    or when nobody holds it any more, at the latest at the interpreter's exit.
     """
 
     def __init__(self, drafter: Drafter, policy: ShortlistPolicy, vocabulary: VocabularyInfo):
+        self._needs = policy.needs
+        if self._needs.drafter_rows:
+            vocabulary = replace(vocabulary, drafter_rows=_rows_of(drafter.head))
         self.vocabulary = vocabulary
         self._drafter = drafter
         self._state = policy.start(vocabulary)
-        self._observe_draft_inputs = self._state.observe_draft_inputs if policy.needs.draft_inputs else None
+        self._closing = weakref.finalize(self, self._state.close)
+        self._observe_draft_inputs = self._state.observe_draft_inputs if self._needs.draft_inputs else None
         self._rows = PackedRows()
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
@@ -68,11 +89,22 @@ class DraftSession:
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
 
+    @_closes_on_error
     def prepare(self) -> None:
         """Copy and compile what the head needs to score the policy's shortlists."""
         if self._state.layout is not None:
             self._head.prepare_blocks(self._state.layout)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session was given up."""
+        return not self._closing.alive
+
+    def close(self) -> None:
+        """Give the session up. Does nothing where that was done before."""
+        self._closing()
+
+    @_closes_on_error
     def rest(self) -> None:
         """Forget the text, so that nothing of it is held while the session waits for another one."""
         self._state.restart()
@@ -81,6 +113,7 @@ class DraftSession:
         self._prefix = self._prefix[:0].clone()
         self._candidates = None
 
+    @_closes_on_error
     def begin(self, prompt: torch.Tensor, continues: bool) -> int:
         """Start on a text.
 
@@ -107,18 +140,36 @@ class DraftSession:
             self._features = None
         self._prefix = prompt
         with self.stopwatch.section("policy"):
-            self._state.observe_prompt(Prompt(prompt[kept:]))
+            self._state.observe_prompt(Prompt(prompt[kept:], kept))
         return kept
+
+    @_closes_on_error
+    def follow_target(self, rows: HeadRows) -> None:
+        """Tell a policy that asked for the target's rows which they are, where they are others than before."""
+        if rows is not self.vocabulary.target_rows:
+            with self.stopwatch.section("policy"):
+                self._follow_rows(target_rows=rows)
+
+    def _follow_rows(self, **rows: HeadRows) -> None:
+        self.vocabulary = replace(self.vocabulary, **rows)
+        self._state.follow_weights(self.vocabulary)
 
     def _forget_features_past(self, length: int) -> None:
         if self._features is not None and self._features_end > length:
             kept = length - (self._features_end - self._features.shape[0])
             self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
 
-    def observe_prompt_logits(self, top_ids: torch.Tensor) -> None:
-        """Tell the policy the target's most probable tokens, int64 `[m, k]`, at the last `m` prompt positions."""
+    @_closes_on_error
+    def observe_prompt(
+        self,
+        top_ids: torch.Tensor | None = None,
+        top_logits: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> None:
+        """Tell the policy what the target says at the last `m` prompt positions: see `Prompt`."""
         with self.stopwatch.section("policy"):
-            self._state.observe_prompt(Prompt(self._prefix[:0], top_ids))
+            prompt = Prompt(self._prefix[:0], self._prefix.shape[0], top_ids, top_logits, hidden_states)
+            self._state.observe_prompt(prompt)
 
     def observe_features(self, features: torch.Tensor, end: int) -> None:
         """Take in the target's hidden states for a drafter that reads them.
@@ -131,6 +182,7 @@ class DraftSession:
             features = torch.cat([self._features, features])
         self._features, self._features_end = features, end
 
+    @_closes_on_error
     def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
         """Draft a chain.
 
@@ -157,6 +209,7 @@ class DraftSession:
                 hidden = self._backbone.draft(fresh, observe_draft_inputs=self._observe_draft_inputs)
         return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
 
+    @_closes_on_error
     def draft_tree(
         self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
     ) -> Candidates:
@@ -200,6 +253,9 @@ class DraftSession:
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
+        with self.stopwatch.section("policy"):
+            self._state.begin_round()
+        with self.stopwatch.section("backbone"):
             hidden = self._backbone.advance(prefix, self._features, self._observe_draft_inputs)[-1:]
         self._features = None
         return hidden
@@ -216,6 +272,8 @@ class DraftSession:
             self._head = head
             self._rows.forget()
             self.prepare()
+            if self._needs.drafter_rows:
+                self._follow_rows(drafter_rows=_rows_of(head))
         if is_of_another_kind or not self._drafter.keeps_states:
             self._backbone = self._drafter.start()
 
@@ -231,22 +289,31 @@ class DraftSession:
         self.stats.record_draft(candidates)
         return candidates
 
-    def observe(self, verified: torch.Tensor, top_ids: torch.Tensor | None) -> None:
-        """Take in the verdict on the last draft and roll the drafter back to the verified prefix.
-
-        Args:
-            verified: int64 `[a + 1]`: the accepted candidates and the target's own token after them.
-            top_ids: see `Verdict`.
-        """
-        if self._candidates is None:
-            return
-        with self.stopwatch.section("backbone"):
-            confirmed = self._prefix.shape[0] + verified.shape[0] - 1
-            self._backbone.truncate(min(self._backbone.length, confirmed))
+    @_closes_on_error
+    def observe(
+        self,
+        verified: torch.Tensor,
+        out_of_vocabulary: torch.Tensor | None = None,
+        top_ids: torch.Tensor | None = None,
+        top_logits: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> None:
+        """Take in the verdict of a round, and roll the drafter back to the verified prefix. See `Verdict`."""
+        start, drafted = self._prefix.shape[0], self._prefix[:0]
+        if self._candidates is not None:
+            drafted = self._candidates.token_ids
+            with self.stopwatch.section("backbone"):
+                self._backbone.truncate(min(self._backbone.length, start + verified.shape[0] - 1))
         self._prefix = torch.cat([self._prefix, verified])
         with self.stopwatch.section("policy"):
-            self._state.observe(Verdict(self._candidates.token_ids, verified, top_ids))
+            self._state.observe(
+                Verdict(drafted, verified, start, out_of_vocabulary, top_ids, top_logits, hidden_states)
+            )
         self._candidates = None
+
+
+def _rows_of(head: DynamicLMHead) -> HeadRows:
+    return HeadRows(head.weight, head.bias, head.token_ids)
 
 
 def _probability(logits: torch.Tensor, shortlist: Shortlist, token_id: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The drafting side of one call: hands the text to the session, asks for candidates, and feeds the verdicts back."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ from ..drafting.session import DraftSession, outside_inference_mode
 from ..drafting.token_choice import TokenChoice
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from ..kernels import top_k_ids
-from ..modeling.parts import output_rows
+from ..modeling.head import finish_logits
+from ..modeling.parts import output_rows, scale_and_cap
 from ..protocol import Candidates, Needs
 from ..stats import DraftingStatistics
 from .target import RowsBuffer, TargetForward, entries_with
@@ -77,7 +77,11 @@ class Drafting:
         self._read_ahead: list[Any] = []
         self._prompt_logits: torch.Tensor | None = None
         self._candidates: Candidates | None = None
+        # Of the round's last verified token: see `Candidates.has_missed`.
+        self._has_missed: torch.Tensor | None = None
         self._prefix_length = input_ids.shape[1]
+        if needs.target_rows:
+            session.follow_target(target.head_rows())
         self._begin(input_ids, model_kwargs, continues)
         padding = self._padded_length - self._prompt.shape[0]
         rows = output_rows(target.model)
@@ -102,7 +106,8 @@ class Drafting:
         return entries_with(states) if states else False
 
     def _wanted_states(self) -> tuple[int, ...]:
-        if self._is_unread and self._needs.prompt_top_k and self._target.has_head_state:
+        of_prompt = self._is_unread and self._needs.of_prompt and self._target.has_head_state
+        if self._needs.hidden_states or of_prompt:
             return (*self._reads, self._target.num_layers)
         return self._reads
 
@@ -123,7 +128,7 @@ class Drafting:
         Returns:
             Candidates, or None where only one more token is wanted, or the target has to read the prompt first.
         """
-        self._candidates = None
+        self._candidates = self._has_missed = None
         self._prefix_length = input_ids.shape[1]
         most = self._max_length - input_ids.shape[1] - 1
         length = self.cached_before + input_ids.shape[1]
@@ -201,7 +206,7 @@ class Drafting:
         candidates = self._candidates
         self._session.stats.record_verification(outcome.accepted)
         if candidates is not None:
-            self._session.stats.record_verified_tokens(candidates, outcome.token_ids.to(self._device))
+            self._session.stats.record_verified_tokens(outcome.accepted, self._missed(outcome))
             if self._measure_coverage:
                 self._record_coverage(candidates, outcome.scores)
         if candidates is not None and self._schedule != "constant" and self._tree is None:
@@ -211,19 +216,14 @@ class Drafting:
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
         """Show the session the verdict, and the hidden states that the drafter reads."""
-        if self._is_unread and self._needs.prompt_top_k:
-            self._observe_prompt_logits(outputs)
+        if self._is_unread and self._needs.of_prompt:
+            self._observe_prompt(outputs)
         if self._reads:
             self._observe_features(outputs, outcome)
         self._read_ahead = []
-        if self._candidates is None:
-            return
-        top_ids = None
-        if self._needs.verify_top_k:
-            with self._session.stopwatch.section("policy"):
-                logits = outputs.logits[0][outcome.rows]
-                top_ids = top_k_ids(logits, min(self._needs.verify_top_k, logits.shape[1])).to(self._device)
-        self._session.observe(outcome.token_ids.to(self._device), top_ids)
+        with self._session.stopwatch.section("policy"):
+            shown = self._shown(outputs, outcome)
+        self._session.observe(outcome.token_ids.to(self._device), **shown)
 
     # The prompt ----------------------------------------------------------------------------------------------------
 
@@ -275,11 +275,44 @@ class Drafting:
             features = unseen
         self._session.observe_features(features.to(self._device), length + outcome.accepted)
 
-    def _observe_prompt_logits(self, outputs: Any) -> None:
-        """Find the target's most probable tokens at the prompt positions that the policy has not seen."""
+    def _shown(self, outputs: Any, outcome: Outcome) -> dict[str, torch.Tensor]:
+        """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
+        shown: dict[str, torch.Tensor] = {}
+        if self._needs.verify_top_k:
+            shown = self._most_probable(outputs.logits[0][outcome.rows], self._needs.verify_top_k)
+        if self._needs.hidden_states:
+            states = self._target.state(outputs, self._target.num_layers)[-outputs.logits.shape[1] :]
+            shown["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)
+        if self._needs.out_of_vocabulary:
+            missed = torch.zeros(outcome.accepted + 1, dtype=torch.bool, device=self._device)
+            has_missed = self._missed(outcome)
+            if has_missed is not None:
+                missed[-1] = has_missed
+            shown["out_of_vocabulary"] = missed
+        return shown
+
+    def _missed(self, outcome: Outcome) -> torch.Tensor | None:
+        """`Candidates.has_missed` of the round, found once for the statistics and the policy."""
+        if self._has_missed is None and self._candidates is not None:
+            self._has_missed = self._candidates.has_missed(outcome.token_ids.to(self._device))
+        return self._has_missed
+
+    def _most_probable(self, logits: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+        """The most probable tokens of rows of logits `[m, V]`, and if the policy asks for them, their logits."""
+        top_ids = top_k_ids(logits, min(count, logits.shape[1]))
+        shown = {"top_ids": top_ids.to(self._device)}
+        if self._needs.top_logits:
+            shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
+        return shown
+
+    def _observe_prompt(self, outputs: Any) -> None:
+        """Show the session what the target says at the prompt positions that the policy has not seen."""
         if not self._target.has_head_state:
-            self._observe_likely(() if self._prompt_logits is None else (self._prompt_logits,))
-            self._prompt_logits = None
+            if self._prompt_logits is not None:
+                with self._session.stopwatch.section("policy"):
+                    shown = self._most_probable(self._prompt_logits, self._needs.prompt_top_k)
+                self._session.observe_prompt(**shown)
+                self._prompt_logits = None
             return
         states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
@@ -289,17 +322,26 @@ class Drafting:
             start = max(start, end - self._needs.prompt_positions)
         if start >= end:
             return
-        head = self._target.model.get_output_embeddings()
-        # A scale or cap after the projection does not change which tokens are the most probable.
-        self._observe_likely(head(chunk) for chunk in states[start:end].split(_PROMPT_CHUNK))
-
-    def _observe_likely(self, logits: Iterable[torch.Tensor]) -> None:
-        """Show the session the most probable tokens of rows of logits, each `[m, V]`."""
-        k = min(self._needs.prompt_top_k, self.vocabulary_rows)
         with self._session.stopwatch.section("policy"):
-            top_ids = [top_k_ids(rows, k).to(self._device) for rows in logits]
-        if top_ids:
-            self._session.observe_prompt_logits(torch.cat(top_ids))
+            shown = self._shown_of_prompt(states[start:end])
+        self._session.observe_prompt(**shown)
+
+    def _shown_of_prompt(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the policy asked to be shown of prompt positions, given the target's last hidden states `[m, d]`."""
+        shown: dict[str, torch.Tensor] = {}
+        if self._needs.prompt_top_k:
+            model = self._target.model
+            head = model.get_output_embeddings()
+            # A scale or cap after the projection does not change which tokens are the most probable.
+            chunks = [
+                self._most_probable(head(chunk), self._needs.prompt_top_k) for chunk in states.split(_PROMPT_CHUNK)
+            ]
+            shown = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+            if self._needs.top_logits:
+                shown["top_logits"] = finish_logits(shown["top_logits"], *scale_and_cap(model))
+        if self._needs.prompt_hidden_states:
+            shown["hidden_states"] = states.to(self._device)
+        return shown
 
     def _record_coverage(self, candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> None:
         mass = [

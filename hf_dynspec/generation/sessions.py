@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from ..drafting.session import DraftSession
 
@@ -21,6 +22,8 @@ class SessionPool:
         self._idle: list[DraftSession] = []
         # Sessions that were made before the last `clear` are not taken back.
         self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
+        # Sessions that conversations keep between two calls.
+        self._held: weakref.WeakSet[DraftSession] = weakref.WeakSet()
 
     def take(self, eos_token_ids: tuple[int, ...], make: Callable[[], DraftSession]) -> DraftSession:
         """Return a waiting session for these EOS ids, or one that `make` makes."""
@@ -34,19 +37,42 @@ class SessionPool:
         return session
 
     def give(self, session: DraftSession) -> None:
-        """Keep a session for the next call, without the text that it was for."""
+        """Keep a session for the next call, without the text that it was for, or give it up where it cannot be."""
+        if session.is_closed:
+            return
         session.rest()
         with self._lock:
+            given_up = [session]
             if session in self._made:
                 self._idle.append(session)
-                del self._idle[: -self._most]
+                given_up, self._idle = self._idle[: -self._most], self._idle[-self._most :]
+        _close(given_up)
 
-    def has_made(self, session: DraftSession) -> bool:
-        """Whether a session was made since the last `clear`."""
-        return session in self._made
+    def hold(self, session: DraftSession) -> None:
+        """Let a conversation keep a session until its next call, or give it up where that cannot be."""
+        with self._lock:
+            is_held = session in self._made
+            if is_held:
+                self._held.add(session)
+        if not is_held:
+            session.close()
+
+    def resume(self, session: DraftSession) -> bool:
+        """Whether a conversation's session, which is in use again, can go on: it has not been given up."""
+        with self._lock:
+            self._held.discard(session)
+            return session in self._made and not session.is_closed
 
     def clear(self) -> None:
         """Give up all sessions, those that are in use when they are given back."""
         with self._lock:
-            self._idle.clear()
-            self._made = weakref.WeakSet()
+            given_up, self._idle = [*self._idle, *self._held], []
+            self._made, self._held = weakref.WeakSet(), weakref.WeakSet()
+        _close(given_up)
+
+
+def _close(sessions: Iterable[DraftSession]) -> None:
+    """Close all, also where one cannot be."""
+    with ExitStack() as stack:
+        for session in sessions:
+            stack.callback(session.close)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 import weakref
 from typing import Any
 
@@ -15,12 +16,13 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..drafters.weights_watch import WeightsWatch
 from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead, finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds
-from ..modeling.parts import decoder_of, input_device, output_rows, scale_and_cap
-from ..protocol import Candidates
+from ..modeling.parts import decoder_of, input_device, output_rows, projection_of, scale_and_cap
+from ..protocol import Candidates, HeadRows, Needs
 
 # Attention implementations that take any mask.
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -51,6 +53,9 @@ class TargetForward:
         self._head: DynamicLMHead | None = None
         self._head_weight: torch.Tensor | None = None
         self._head_bias: torch.Tensor | None = None
+        self._rows_lock = threading.Lock()
+        self._rows: HeadRows | None = None
+        self._rows_watch: WeightsWatch | None = None
         if verifies_trees:
             self._require_tree_masks()
         self._require_cache()
@@ -114,17 +119,32 @@ class TargetForward:
                 return False
             return bool(((logits - expected).abs() <= 5e-2 * expected.abs().max()).all())
 
-    def require_states(self, reads: tuple[int, ...]) -> None:
-        """Make sure that the target has hidden states as drafters read them.
+    def require_states(self, reads: tuple[int, ...], needs: Needs) -> None:
+        """Make sure that the target has hidden states as drafters read them, and policies.
 
         Raises:
             UnsupportedError: it has not.
         """
-        if reads and not self.has_head_state:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has hidden states of another kind than EAGLE heads read: what its "
-                "output projection is given is none of them. Use an independent drafter."
-            )
+        if not (reads or needs.of_states) or self.has_head_state:
+            return
+        reader, fix = ("EAGLE heads read", "an independent drafter") if reads else ("the policy reads", "another one")
+        raise UnsupportedError(
+            f"{type(self.model).__name__} has hidden states of another kind than {reader}: what its output projection "
+            f"is given is none of them. Use {fix}."
+        )
+
+    def head_rows(self) -> HeadRows:
+        """The rows of the output projection, the same object for as long as they do not change. Those of a plain one
+        are not copied; those of any other, such as one that is quantised or has adapters, are worked out."""
+        projection = self.model.get_output_embeddings()
+        with self._rows_lock:
+            watch = self._rows_watch
+            if watch is None or watch.module is not projection or watch.has_changed():
+                self._rows_watch = None
+                weight, bias = projection_of(self.model)
+                self._rows = HeadRows(weight.detach(), None if bias is None else bias.detach())
+                self._rows_watch = WeightsWatch(projection, samples=True)
+            return self._rows
 
     def room(self, length: int, positions: int) -> int:
         """How many candidates may be verified, so that positions are turned as they are one after another. Some rotary

@@ -104,6 +104,11 @@ class ShortlistState(ABC):
         """
 
     # Policies that learn nothing from the context leave these as they are.
+    def begin_round(self) -> None:  # noqa: B027
+        """A round of drafting begins: the place to take up what a worker has found since the last one. Called once
+        before the round's first `observe_draft_inputs` and `select`, and must wait neither for the device nor for the
+        worker. Rounds in which nothing is drafted have no such call."""
+
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
         """Take in what the next draft step starts from, where the policy asked for it (`Needs.draft_inputs`). Called
         once before each `select`, and before the drafter's layers run wherever the drafter has it by then.
@@ -119,11 +124,27 @@ class ShortlistState(ABC):
         """Forget the context: what follows is another text. Slots that keep their ids keep their version."""
 
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
-        """Take in new context. Called with the tokens before the first draft step and, where the policy needs prompt
-        logits, once more with `top_ids` (and no tokens) when the target has read the prompt."""
+        """Take in new context. Called with the tokens before the first draft step and, where the policy needs to know
+        what the target says of them, once more (with no tokens) when the target has read the prompt."""
 
     def observe(self, verdict: Verdict) -> None:  # noqa: B027
-        """Take in what the target said of the last round. Called before the next round is drafted."""
+        """Take in what the target said in the last round. Called after every verification, also where nothing had been
+        drafted, and before the next round begins; not after the one that ends a text for good, which nothing follows.
+        """
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:  # noqa: B027
+        """Take up the rows of a head whose weights changed. Called between rounds, and only where the policy asked for
+        rows (`Needs.drafter_rows`, `Needs.target_rows`): such policies must override it.
+
+        Args:
+            vocabulary: as at the start, with the rows as they are now.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """End whatever does not end by itself, such as a thread. Called once, when the session is given up: when the
+        assistant is unbound, gets another policy, has more idle sessions than it keeps, or is gone, after an error in
+        a round, and at the interpreter's exit. It may be called by any thread, and should not take long. Nothing is
+        called after it. The state must hold neither the assistant nor the models, which would keep them for good."""
 
 
 class ShortlistPolicy(ABC):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -53,7 +54,14 @@ class UnionShortlist(ShortlistPolicy):
         return tuple(one for policy in self.policies for one in policy.tokenizer_fingerprints)
 
     def start(self, vocabulary: VocabularyInfo) -> "UnionState":
-        return UnionState([policy.start(vocabulary) for policy in self.policies], vocabulary)
+        with ExitStack() as stack:
+            parts = []
+            for policy in self.policies:
+                parts.append(policy.start(vocabulary))
+                # Where a later one cannot be started, nobody else would know of this one.
+                stack.callback(parts[-1].close)
+            stack.pop_all()
+        return UnionState(parts, vocabulary)
 
     def settings(self) -> dict[str, Any]:
         return {"policies": [{"name": policy.name, "settings": policy.settings()} for policy in self.policies]}
@@ -132,6 +140,19 @@ class UnionState(ShortlistState):
     def restart(self) -> None:
         for part in self._parts:
             part.restart()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
+        for part in self._parts:
+            part.follow_weights(vocabulary)
+
+    def begin_round(self) -> None:
+        for part in self._parts:
+            part.begin_round()
 
     def observe_prompt(self, prompt: Prompt) -> None:
         for part in self._parts:

@@ -74,7 +74,7 @@ class RoundsAlongText:
         self._means = _WeightedMeans(num_assistant_tokens)
         self._state = policy.start(vocabulary)
         self._learns = type(self._state).observe is not ShortlistState.observe
-        self._state.observe_prompt(Prompt(self._token_ids[: text.prompt_length]))
+        self._state.observe_prompt(Prompt(self._token_ids[: text.prompt_length], 0))
 
     def follow(self, rows: Rows) -> None:
         """Go on, start by start, as far as these rows reach; the next must repeat the last `num_assistant_tokens`."""
@@ -101,6 +101,8 @@ class RoundsAlongText:
     def _round(self, rows: Rows) -> None:
         start, count, weight = self._start, self._count(), self._is_start[self._start].item()
         rows = rows.of_round(start, count)
+        if count:
+            self._state.begin_round()
         shortlists = [self._select(rows, depth) for depth in range(count)]
         steps = self._draft_steps(rows, shortlists)
         is_accepted = steps.is_draft.double().cpu()
@@ -112,7 +114,7 @@ class RoundsAlongText:
         self._is_start[start + 1 : start + count + 2] += weight * exactly
         self._means.add(steps, weight, at_least[:count])
         self._observe_prompt()
-        if self._learns and count:
+        if self._learns:
             self._observe(rows, shortlists, int(exactly.argmax()))
 
     def _select(self, rows: Rows, depth: int) -> Shortlist:
@@ -138,7 +140,7 @@ class RoundsAlongText:
             top_ids = self._text.prompt_top_ids[:, : self._needs.prompt_top_k]
             if self._needs.prompt_positions is not None:
                 top_ids = top_ids[-self._needs.prompt_positions :]
-            self._state.observe_prompt(Prompt(self._token_ids[:0], top_ids))
+            self._state.observe_prompt(Prompt(self._token_ids[:0], self._start, top_ids))
 
     def _observe(self, rows: Rows, shortlists: list[Shortlist], accepted: int) -> None:
         """Show the policy the verdict on a round, as a session does."""
@@ -148,7 +150,10 @@ class RoundsAlongText:
             rejected = rejected_draft(rows, accepted, shortlists[accepted], self._is_greedy, self._generator)
             drafted = torch.cat([drafted, rejected])
         top_ids = rows.top_ids[: accepted + 1, : self._needs.verify_top_k] if self._needs.verify_top_k else None
-        self._state.observe(Verdict(drafted, verified, top_ids))
+        missed = torch.zeros_like(verified, dtype=torch.bool) if self._needs.out_of_vocabulary else None
+        if missed is not None and accepted < len(shortlists):
+            missed[-1] = ~shortlists[accepted].contains(verified[-1])
+        self._state.observe(Verdict(drafted, verified, rows.first, missed, top_ids))
 
 
 # One draft step ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,249 @@
+"""Checks that a policy keeps its contract, shortlist by shortlist: for those who write policies, as it takes time."""
+
+import copy
+from typing import NoReturn
+
+import torch
+
+from ..errors import PolicyError
+from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState
+from .union import UnionShortlist
+
+
+def validated(policy: ShortlistPolicy) -> ShortlistPolicy:
+    """A policy whose states check every shortlist before they return it, and of a union those of its parts too.
+
+    A state of it raises `PolicyError` at the draft step at which the contract is broken. Whatever the policy itself
+    raises goes through as it is.
+    """
+    return _ValidatedPolicy(_with_validated_parts(policy), type(policy).__qualname__)
+
+
+def _with_validated_parts(policy: ShortlistPolicy) -> ShortlistPolicy:
+    if not isinstance(policy, UnionShortlist):
+        return policy
+    twin = copy.copy(policy)
+    # A union within must stay one, as a union looks for them among its parts.
+    twin.policies = tuple(
+        _with_validated_parts(part) if isinstance(part, UnionShortlist) else validated(part)
+        for part in policy.policies
+    )
+    return twin
+
+
+class _ValidatedPolicy(ShortlistPolicy):
+    """Starts validated states. `label` is what errors call the policy."""
+
+    name = "validated"
+
+    def __init__(self, policy: ShortlistPolicy, label: str):
+        self._policy, self._label = policy, label
+
+    @property
+    def needs(self) -> Needs:
+        needs = self._policy.needs
+        if not isinstance(needs, Needs):
+            raise PolicyError(
+                self._label, None, f"`needs` is {type(needs).__name__}", "Return hf_dynspec.Needs, as a property."
+            )
+        return needs
+
+    def start(self, vocabulary: VocabularyInfo) -> "ValidatedState":
+        state = self._policy.start(vocabulary)
+        if not isinstance(state, ShortlistState):
+            raise PolicyError(
+                self._label, None, f"`start` returned {type(state).__name__}", "Return a ShortlistState."
+            )
+        told_rows = self.needs.drafter_rows or self.needs.target_rows
+        if told_rows and type(state).follow_weights is ShortlistState.follow_weights:
+            state.close()
+            raise PolicyError(
+                self._label,
+                None,
+                "it asks for the rows of a head, and does not say what becomes of it when their weights change",
+                f"Override {type(state).__qualname__}.follow_weights.",
+            )
+        return ValidatedState(state, vocabulary, self._label)
+
+
+class ValidatedState(ShortlistState):
+    """Passes everything on to a state, and checks what that selects.
+
+    Args:
+        state: the state.
+        vocabulary: what it was started with.
+        label: what errors call its policy.
+    """
+
+    def __init__(self, state: ShortlistState, vocabulary: VocabularyInfo, label: str):
+        self.layout = state.layout
+        self._state, self._vocabulary, self._label = state, vocabulary, label
+        self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
+        # The last shortlist's version and a copy of its slots, as they may be changed in place.
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def begin_round(self) -> None:
+        self._state.begin_round()
+
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._state.observe_draft_inputs(embeddings, features)
+
+    def restart(self) -> None:
+        self._state.restart()
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        self._state.observe_prompt(prompt)
+
+    def observe(self, verdict: Verdict) -> None:
+        self._state.observe(verdict)
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
+        self._vocabulary = vocabulary
+        self._state.follow_weights(vocabulary)
+
+    def close(self) -> None:
+        self._state.close()
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        shortlist = self._state.select(depth, token_ids, features)
+        _Check(self._label, depth, self._vocabulary).check(shortlist, self._eos, self.layout, self._last)
+        self._last = shortlist.version, shortlist.slots.clone()
+        return shortlist
+
+
+class _Check:
+    """Checks one shortlist. Waits for the device."""
+
+    def __init__(self, label: str, depth: int, vocabulary: VocabularyInfo):
+        self._label, self._depth, self._vocabulary = label, depth, vocabulary
+
+    def check(
+        self,
+        shortlist: Shortlist,
+        eos: torch.Tensor,
+        layout: object,
+        last: tuple[int, torch.Tensor] | None,
+    ) -> None:
+        """Raise `PolicyError` where a shortlist breaks its contract.
+
+        Args:
+            shortlist: what the policy returned.
+            eos: int64 `[n]`: the EOS ids.
+            layout: the state's.
+            last: version and slots of the shortlist before.
+        """
+        self._check_kinds(shortlist, layout)
+        self._check_slots(shortlist)
+        self._check_ids(shortlist, eos)
+        if last is not None:
+            self._check_version(shortlist, *last)
+
+    def _fail(self, problem: str, fix: str) -> NoReturn:
+        raise PolicyError(self._label, self._depth, problem, fix)
+
+    def _check_kinds(self, shortlist: Shortlist, layout: object) -> None:
+        if not isinstance(shortlist, Shortlist):
+            self._fail(f"`select` returned {type(shortlist).__name__}", "Return a Shortlist.")
+        if isinstance(shortlist.version, bool) or not isinstance(shortlist.version, int):
+            self._fail(f"the version is {type(shortlist.version).__name__}", "Count versions with a plain int.")
+        blocks = shortlist.blocks if isinstance(shortlist, JoinedShortlist) else shortlist
+        if isinstance(blocks, BlockShortlist) and blocks.layout is not layout:
+            self._fail(
+                "the blocks are of another layout than the state's, whose rows are held ready",
+                "Make one BlockLayout when the state starts, and keep it as its `layout`.",
+            )
+        self._require_tensor("slots", shortlist.slots, torch.int64)
+        if shortlist.occupied is not None:
+            self._require_tensor("occupied", shortlist.occupied, torch.bool)
+        if shortlist.replaced is not None:
+            self._require_tensor("replaced", shortlist.replaced, torch.int64)
+
+    def _require_tensor(self, name: str, value: object, dtype: torch.dtype) -> None:
+        device = self._vocabulary.device
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != 1 or value.device != device:
+            described = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                described = f"{value.dtype}{list(value.shape)} on {value.device}"
+            self._fail(f"`{name}` is {described}", f"It must be {dtype}[n] on {device}.")
+
+    def _check_slots(self, shortlist: Shortlist) -> None:
+        slots, count = shortlist.slots, shortlist.slots.shape[0]
+        if not 0 < shortlist.width <= count:
+            self._fail(f"{shortlist.width} of {count} slots are to be scored", "Score at least one and at most all.")
+        if shortlist.occupied is not None and shortlist.occupied.shape[0] != count:
+            self._fail(
+                f"`occupied` has {shortlist.occupied.shape[0]} entries, and there are {count} slots",
+                "Say of every slot whether it is occupied.",
+            )
+        outside = slots[(slots < 0) | (slots >= self._vocabulary.size)]
+        if outside.numel():
+            self._fail(
+                f"a slot holds the id {int(outside[0])}, and ids lie from 0 to {self._vocabulary.size - 1}",
+                "Leave out ids past VocabularyInfo.size, which are padding; unoccupied slots need a valid id too.",
+            )
+        barred = slots[~self._vocabulary.can_draft(slots)]
+        if barred.numel():
+            self._fail(
+                f"a slot holds the id {int(barred[0])}, which the drafter's head has no row for",
+                "Keep to VocabularyInfo.draftable, as VocabularyInfo.can_draft tells; in unoccupied slots too.",
+            )
+        if shortlist.is_prefix and not torch.equal(shortlist.scored_slots, self._rows_of_head(shortlist.width)):
+            self._fail(
+                "`is_prefix` says that slot i is row i of the head, and it is not",
+                "Leave is_prefix out, or take VocabularyInfo.draftable (else 0, 1, 2, …) as slots.",
+            )
+
+    def _rows_of_head(self, count: int) -> torch.Tensor:
+        draftable = self._vocabulary.draftable
+        return torch.arange(count, device=self._vocabulary.device) if draftable is None else draftable[:count]
+
+    def _check_ids(self, shortlist: Shortlist, eos: torch.Tensor) -> None:
+        ids, counts = shortlist.ids().unique(return_counts=True)
+        repeated = ids[counts > 1]
+        if repeated.numel():
+            self._fail(
+                f"the id {int(repeated[0])} is in {int(counts.max())} of the scored, occupied slots, and ids must be "
+                "unique: the drafter would draw it with a probability that verification does not know",
+                "Leave repeats unoccupied.",
+            )
+        missing = eos[~torch.isin(eos, ids)]
+        if missing.numel():
+            self._fail(
+                f"the end-of-sequence id {int(missing[0])} is not on the shortlist",
+                "Every shortlist, nested ones too, holds VocabularyInfo.eos_token_ids.",
+            )
+
+    def _check_version(self, shortlist: Shortlist, version: int, slots: torch.Tensor) -> None:
+        new = shortlist.version
+        if new < version:
+            self._fail(
+                f"the version went back from {version} to {new}",
+                "Count on for as long as the state lives, also after restart().",
+            )
+        is_of_same_size = shortlist.slots.shape == slots.shape
+        if new == version and not (is_of_same_size and torch.equal(shortlist.slots, slots)):
+            self._fail(
+                f"the slots changed and the version did not, it is still {version}: tokens would be scored by the "
+                "rows of others",
+                "Count the version up whenever a slot gets another id, also in place.",
+            )
+        if shortlist.replaced is None:
+            return
+        replaced, count = shortlist.replaced, shortlist.slots.shape[0]
+        if bool(((replaced < 0) | (replaced >= count)).any()):
+            self._fail(f"`replaced` names slots outside of 0 to {count - 1}", "Name slots, not ids.")
+        if new != version + 1:
+            return
+        if not is_of_same_size:
+            self._fail(
+                f"`replaced` is given, and there are {count} slots where there were {slots.shape[0]}",
+                "Give None, for all slots, where their number changes.",
+            )
+        changed = shortlist.slots != slots
+        changed[replaced] = False
+        if bool(changed.any()):
+            self._fail(
+                f"slot {int(changed.nonzero()[0])} changed, and `replaced` does not name it",
+                f"Name every slot that may differ from version {version}, or give None for all.",
+            )
