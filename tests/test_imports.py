@@ -29,6 +29,7 @@ ROOMS = (
     "loading",
     "generation",
     "assistant",
+    "testing",
     "artifacts",
     "build",
     "evaluation",

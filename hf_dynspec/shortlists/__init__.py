@@ -3,7 +3,7 @@
 To add a policy, write one file beside this one and one line below; the contract tests then cover it.
 """
 
-from .base import ShortlistPolicy, ShortlistState
+from .base import ShortlistPolicy, ShortlistState, WholeNumber
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .in_context import InContextShortlist
@@ -29,6 +29,7 @@ __all__ = [
     "ShortlistPolicy",
     "ShortlistState",
     "UnionShortlist",
+    "WholeNumber",
     "as_policy",
     "policy_class",
     "register_policy",
