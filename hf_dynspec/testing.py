@@ -218,7 +218,7 @@ def _check_needs(case: _Case) -> None:
         case.fail(f"{needs} has counts that are none", "Ask for 0 tokens or more.")
     if needs.top_logits and not (needs.verify_top_k or needs.prompt_top_k):
         case.fail("it asks for logits of top tokens, and for no top tokens", "Set verify_top_k or prompt_top_k too.")
-    state = case.policy.start(case.vocabulary())
+    state = case.checked.start(case.vocabulary()).state
     asked = {
         "observe": needs.verify_top_k or needs.hidden_states or needs.out_of_vocabulary,
         "observe_prompt": needs.of_prompt,
@@ -261,6 +261,25 @@ def _check_shortlists(case: _Case) -> None:
         state.close()
 
 
+def _check_states_are_apart(case: _Case) -> None:
+    """Its states share nothing that changes, and the policy itself does not change."""
+    settings = repr(case.policy.settings())
+    first, second, alone = case.state(), case.state(), case.state()
+    expected = _followed(case, alone, 8)
+    _followed(case, first, 7)
+    _require_equal(
+        case,
+        _followed(case, second, 8),
+        expected,
+        "what one state was told changes what another selects",
+        "Keep in the state, and not in the policy or its class, what changes.",
+    )
+    if repr(case.policy.settings()) != settings:
+        case.fail("its settings changed while it drafted", "Keep in the state what changes.")
+    for state in (first, second, alone):
+        state.close()
+
+
 def _check_restart(case: _Case) -> None:
     """After restart() it knows no more than a new state."""
     used, fresh = case.state(), case.state()
@@ -275,25 +294,6 @@ def _check_restart(case: _Case) -> None:
     )
     used.close()
     fresh.close()
-
-
-def _check_states_are_apart(case: _Case) -> None:
-    """Its states share nothing that changes, and the policy itself does not change."""
-    settings = json.dumps(case.policy.settings())
-    first, second, alone = case.state(), case.state(), case.state()
-    expected = _followed(case, alone, 8)
-    _followed(case, first, 7)
-    _require_equal(
-        case,
-        _followed(case, second, 8),
-        expected,
-        "what one state was told changes what another selects",
-        "Keep in the state, and not in the policy or its class, what changes.",
-    )
-    if json.dumps(case.policy.settings()) != settings:
-        case.fail("its settings changed while it drafted", "Keep in the state what changes.")
-    for state in (first, second, alone):
-        state.close()
 
 
 def _check_settings(case: _Case) -> None:
@@ -452,8 +452,8 @@ def _check_threads(case: _Case, before: set[threading.Thread]) -> None:
 _CHECKS = (
     _check_needs,
     _check_shortlists,
-    _check_restart,
     _check_states_are_apart,
+    _check_restart,
     _check_settings,
     _check_drafting,
     _check_unions,

@@ -44,8 +44,8 @@ def drafter(target) -> PreTrainedModel:
     return perturbed(target)
 
 
-def generate(target, assistant=None, seed=0, length=12, **arguments) -> torch.Tensor:
-    named = {"max_new_tokens": 12, "do_sample": False, "assistant_model": assistant}
+def generate(target, assistant=None, seed=3, length=12, **arguments) -> torch.Tensor:
+    named = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant}
     return target.generate(prompt(length, seed=seed), **named | arguments)
 
 
@@ -130,7 +130,7 @@ def test_a_broken_shortlist_is_named_where_it_breaks(says, target, drafter):
     compares = any(word in says for word in ("version did", "went back", "does not name", "where there were"))
     assert caught.value.policy == "Broken" and caught.value.depth == int(compares)
     assert f"draft step {caught.value.depth}" in str(caught.value)
-    with pytest.raises(PolicyError, match=says.replace("39", "3.").replace("40", "4.")):
+    with pytest.raises(PolicyError, match=says):
         check_policy(policy)
 
 
@@ -165,7 +165,7 @@ def test_validation_is_off_unless_asked_for_and_may_be_turned_on(target, drafter
     assert torch.equal(generate(target, assistant), generate(target))
 
 
-# Policies that only a whole suite sees through ------------------------------------------------------------------------
+# Policies that only a whole suite sees through -----------------------------------------------------------------------
 
 
 class Recent(ShortlistPolicy):
@@ -221,7 +221,8 @@ class Sharing(Constant):
 
     def observe(self, verdict: Verdict) -> None:
         super().observe(verdict)
-        Sharing.shared = self._recent = torch.cat([self._recent, Sharing.shared]).unique()
+        ids = torch.cat([self._recent, Sharing.shared]).unique()
+        Sharing.shared = self._recent = ids[self._vocabulary.can_draft(ids)]
 
 
 class Threaded(Constant):
@@ -432,7 +433,7 @@ def test_a_part_of_a_union_knows_what_the_whole_missed(tree, target, drafter):
     part = Watching(size=30)
     union = UnionShortlist(part, InContextShortlist(60, verify_top_k=8))
     assistant = DynSpecAssistant(drafter, union, target=target, tree=tree)
-    generate(target, assistant, max_new_tokens=80, eos_token_id=VOCABULARY - 1)
+    generate(target, assistant, max_new_tokens=80)
     verdicts = [one for one in part.states[0].told if isinstance(one, Verdict) and one.drafted.numel()]
     own = FrequencyShortlist(size=30).start(part.states[0].vocabulary).select(0, None, None)
     of_whole = torch.cat([one.out_of_vocabulary for one in verdicts])
@@ -444,7 +445,7 @@ def test_a_part_of_a_union_knows_what_the_whole_missed(tree, target, drafter):
     assert int(of_whole.sum()) <= counted <= int(of_whole.sum()) + 1
 
 
-# The rows of heads ----------------------------------------------------------------------------------------------------
+# The rows of heads ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["independent", "eagle3", "trimmed"])
@@ -486,7 +487,7 @@ def test_a_state_follows_rows_that_change():
     assert len(policy.states) == 1
 
 
-# The end of sessions --------------------------------------------------------------------------------------------------
+# The end of sessions -------------------------------------------------------------------------------------------------
 
 
 def closed(policy: Watching) -> list[int]:
@@ -498,7 +499,7 @@ def test_sessions_end_with_their_assistant(target, drafter):
     policy = Watching()
     assistant = DynSpecAssistant(drafter, policy, target=target)
     generate(target, assistant)
-    generate(target, assistant, seed=1)
+    generate(target, assistant, seed=4)
     assert closed(policy) == [0]
     assistant.unbind()
     assert closed(policy) == [1]

@@ -71,42 +71,42 @@ class ValidatedState(ShortlistState):
     """Passes everything on to a state, and checks what that selects.
 
     Args:
-        state: the state.
+        state: the policy's own state.
         vocabulary: what it was started with.
         label: what errors call its policy.
     """
 
     def __init__(self, state: ShortlistState, vocabulary: VocabularyInfo, label: str):
         self.layout = state.layout
-        self._state, self._vocabulary, self._label = state, vocabulary, label
+        self.state, self._vocabulary, self._label = state, vocabulary, label
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         # The last shortlist's version and a copy of its slots, as they may be changed in place.
         self._last: tuple[int, torch.Tensor] | None = None
 
     def begin_round(self) -> None:
-        self._state.begin_round()
+        self.state.begin_round()
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._state.observe_draft_inputs(embeddings, features)
+        self.state.observe_draft_inputs(embeddings, features)
 
     def restart(self) -> None:
-        self._state.restart()
+        self.state.restart()
 
     def observe_prompt(self, prompt: Prompt) -> None:
-        self._state.observe_prompt(prompt)
+        self.state.observe_prompt(prompt)
 
     def observe(self, verdict: Verdict) -> None:
-        self._state.observe(verdict)
+        self.state.observe(verdict)
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self._vocabulary = vocabulary
-        self._state.follow_weights(vocabulary)
+        self.state.follow_weights(vocabulary)
 
     def close(self) -> None:
-        self._state.close()
+        self.state.close()
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        shortlist = self._state.select(depth, token_ids, features)
+        shortlist = self.state.select(depth, token_ids, features)
         _Check(self._label, depth, self._vocabulary).check(shortlist, self._eos, self.layout, self._last)
         self._last = shortlist.version, shortlist.slots.clone()
         return shortlist
@@ -188,6 +188,9 @@ class _Check:
                 f"a slot holds the id {int(barred[0])}, which the drafter's head has no row for",
                 "Keep to VocabularyInfo.draftable, as VocabularyInfo.can_draft tells; in unoccupied slots too.",
             )
+        replaced = shortlist.replaced
+        if replaced is not None and bool(((replaced < 0) | (replaced >= count)).any()):
+            self._fail(f"`replaced` names slots outside of 0 to {count - 1}", "Name slots, not ids.")
         if shortlist.is_prefix and not torch.equal(shortlist.scored_slots, self._rows_of_head(shortlist.width)):
             self._fail(
                 "`is_prefix` says that slot i is row i of the head, and it is not",
@@ -228,20 +231,16 @@ class _Check:
                 "rows of others",
                 "Count the version up whenever a slot gets another id, also in place.",
             )
-        if shortlist.replaced is None:
+        if shortlist.replaced is None or new != version + 1:
             return
-        replaced, count = shortlist.replaced, shortlist.slots.shape[0]
-        if bool(((replaced < 0) | (replaced >= count)).any()):
-            self._fail(f"`replaced` names slots outside of 0 to {count - 1}", "Name slots, not ids.")
-        if new != version + 1:
-            return
+        count = shortlist.slots.shape[0]
         if not is_of_same_size:
             self._fail(
                 f"`replaced` is given, and there are {count} slots where there were {slots.shape[0]}",
                 "Give None, for all slots, where their number changes.",
             )
         changed = shortlist.slots != slots
-        changed[replaced] = False
+        changed[shortlist.replaced] = False
         if bool(changed.any()):
             self._fail(
                 f"slot {int(changed.nonzero()[0])} changed, and `replaced` does not name it",
