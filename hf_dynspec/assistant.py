@@ -1,47 +1,45 @@
 """DynSpecAssistant: a drafter, its dynamic head and a shortlist policy, ready to be passed as `assistant_model`."""
 
-import contextlib
 import copy
 import operator
 import os
-import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from .artifacts.config import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
-from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .drafters.eagle.checkpoint import HEAD_FILES
+from .drafters import Drafter, as_drafter
 from .drafting.session import DraftSession, outside_inference_mode
-from .drafting.tree_config import LONGEST_DRAFT, TreeConfig
-from .errors import ConfigurationError, NotBoundError, UnsupportedError, shown_value
+from .drafting.settings import as_tree_config, drafting_config
+from .drafting.tree_config import TreeConfig
+from .errors import NotBoundError, UnsupportedError
+from .files import DEFAULT_SHARD_SIZE
 from .generation.binding import TargetHook, attach
-from .generation.call import Bindable, Call
+from .generation.call import Assistant
+from .generation.conversation import Conversation
+from .generation.generate_call import GenerateCall
 from .generation.refusals import check_target
-from .generation.round import Drafting, draft_once
+from .generation.round import draft_once
 from .generation.sessions import SessionPool
 from .generation.target import TargetForward
-from .loading import local_tokenizer, shared_tokenizer, shared_vocabulary_size
-from .modeling.parts import output_rows, unwrapped
+from .loading import draftable_eos_token_ids, shared_tokenizer, shared_vocabulary_size
+from .modeling.parts import unwrapped
 from .protocol import Candidates, VocabularyInfo
 from .shortlists import ShortlistPolicy, as_policy
 from .shortlists.validation import validated
-from .stats import DraftingStatistics, Stopwatch
+from .stats import DraftingStatistics
+from .vocabulary import require_tokenizer_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
-DEFAULT_NUM_ASSISTANT_TOKENS = 5
-_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
-
-class DynSpecAssistant(Bindable):
+class DynSpecAssistant(Assistant):
     """Drafts with a small, context-dependent vocabulary; the target verifies with all of its own.
 
     ```python
@@ -101,8 +99,8 @@ class DynSpecAssistant(Bindable):
         validate: bool = False,
     ):
         self._policy = as_policy(policy)
-        self.generation_config = _drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
-        self._tree = _tree_config(tree)
+        self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
+        self._tree = as_tree_config(tree)
         self._drafter = as_drafter(drafter)
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
@@ -159,7 +157,7 @@ class DynSpecAssistant(Bindable):
 
     @tree.setter
     def tree(self, tree: bool | TreeConfig | None) -> None:
-        self._change(_tree=_tree_config(tree or False))
+        self._change(_tree=as_tree_config(tree or False))
 
     @property
     def tokenizer(self) -> Any:
@@ -229,13 +227,14 @@ class DynSpecAssistant(Bindable):
         else:
             tokenizer = shared_tokenizer(target, self.drafter, self._given_tokenizer)
             size = shared_vocabulary_size(target, self.drafter, tokenizer)
-        self._require_tokenizer_of_policy(tokenizer)
+        require_tokenizer_of(self.policy.tokenizer_fingerprints, tokenizer)
         if self.tree is not None:
             self.drafter.require_trees()
         forward = TargetForward(target, self.fast_target_head, self.tree is not None)
         forward.require_states((), self.policy.needs)
         # What a policy cannot do for this pair it says now, and not in the first call.
-        session = self._make_session(self._draftable_eos(target.generation_config, size), size, forward)
+        eos = draftable_eos_token_ids(target.generation_config, self.drafter, size)
+        session = self._make_session(eos, size, forward)
         self._tokenizer = tokenizer
         self._adopt(target, _Binding(weakref.ref(target), size, pair), forward)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
@@ -257,15 +256,6 @@ class DynSpecAssistant(Bindable):
             before.hook().remove(self)
         self._sessions.clear()
 
-    def _require_tokenizer_of_policy(self, tokenizer: Any) -> None:
-        if tokenizer is None or not self.policy.tokenizer_fingerprints:
-            return
-        from .vocabulary import fingerprint_tokenizer, require_same_tokenizer
-
-        actual = fingerprint_tokenizer(tokenizer)
-        for expected in self.policy.tokenizer_fingerprints:
-            require_same_tokenizer(expected, actual, "ranking")
-
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""
         binding, self._binding = self._binding, None
@@ -273,7 +263,7 @@ class DynSpecAssistant(Bindable):
             binding.hook().remove(self)
         self._sessions.clear()
 
-    def conversation(self) -> "Conversation":
+    def conversation(self) -> Conversation:
         """Return something to pass as `assistant_model` in every turn of one conversation.
 
         It keeps the policy's memory, such as an in-context window, and the drafter's cache from turn to turn, where
@@ -307,29 +297,9 @@ class DynSpecAssistant(Bindable):
             ArtifactError: the policy has tensors and no tokenizer is known, or the folder belongs to something else.
             ConfigurationError: `max_shard_size` is not a size.
         """
-        from .artifacts import write_artifact
+        from .artifacts.assistants import save_assistant
 
-        config = self._to_config(provenance or {}, results)
-        return write_artifact(directory, config, self.policy.tensors(), max_shard_size=max_shard_size)
-
-    def _to_config(self, provenance: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> DynSpecConfig:
-        from .vocabulary import fingerprint_tokenizer
-
-        tokenizer = None
-        if self.tokenizer is not None:
-            eos = _eos_token_ids(self.target.generation_config) if self.target is not None else None
-            tokenizer = fingerprint_tokenizer(self.tokenizer, eos or None)
-        return DynSpecConfig(
-            policy=PolicyConfig(self.policy.name, self.policy.settings()),
-            tokenizer=tokenizer,
-            drafter=_drafter_reference(self.drafter),
-            target=_reference(self.target),
-            num_assistant_tokens=self.generation_config.num_assistant_tokens,
-            assistant_confidence_threshold=self.generation_config.assistant_confidence_threshold,
-            tree=self.tree,
-            provenance=dict(provenance),
-            results=[dict(row) for row in results],
-        )
+        return save_assistant(self, directory, provenance=provenance, results=results, max_shard_size=max_shard_size)
 
     @classmethod
     def from_pretrained(
@@ -361,28 +331,18 @@ class DynSpecAssistant(Bindable):
             ArtifactError: the artifact is damaged, for another tokenizer, or names no drafter that can be loaded.
             UnsupportedError: as for the constructor.
         """
-        from .artifacts import read_artifact, rebuild_policy
-        from .vocabulary import fingerprint_tokenizer
+        from .artifacts.assistants import read_assistant
 
-        target = unwrapped(target)
-        check_target(target)
-        tokenizer = tokenizer if tokenizer is not None else local_tokenizer(target)
-        fingerprint = None
-        if tokenizer is not None:
-            fingerprint = fingerprint_tokenizer(tokenizer, _eos_token_ids(target.generation_config) or None)
-        config, tensors = read_artifact(
+        stored = read_assistant(
             directory_or_repo,
+            target=target,
+            drafter=drafter,
+            tokenizer=tokenizer,
             revision=revision,
-            tokenizer_fingerprint=fingerprint,
             cache_dir=cache_dir,
             token=token,
         )
-        policy = rebuild_policy(config, tensors)
-        for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
-            settings.setdefault(name, getattr(config, name))
-        settings.setdefault("tree", config.tree or False)
-        drafter = drafter if drafter is not None else _load_drafter(config, target, cache_dir, token)
-        return cls(drafter, policy, target=target, tokenizer=tokenizer, **settings)
+        return cls(**{**stored, **settings})
 
     def push_to_hub(
         self,
@@ -400,7 +360,7 @@ class DynSpecAssistant(Bindable):
             provenance: as for `save_pretrained`.
             results: as for `save_pretrained`.
             max_shard_size: as for `save_pretrained`.
-            options: `private`, `token`, `commit_message`, `revision`, `create_pr`; see `hub.push_artifact`.
+            options: `private`, `token`, `commit_message`, `revision`, `create_pr`; see `artifacts.push_artifact`.
 
         Returns:
             The commit.
@@ -408,11 +368,11 @@ class DynSpecAssistant(Bindable):
         Raises:
             ArtifactError: as for `save_pretrained`, or the repository belongs to something else.
         """
-        from .artifacts import push_artifact
+        from .artifacts.assistants import push_assistant
 
-        with tempfile.TemporaryDirectory() as directory:
-            self.save_pretrained(directory, provenance=provenance, results=results, max_shard_size=max_shard_size)
-            return push_artifact(directory, repo_id, **options)
+        return push_assistant(
+            self, repo_id, provenance=provenance, results=results, max_shard_size=max_shard_size, **options
+        )
 
     # One round -----------------------------------------------------------------------------------------------------
 
@@ -455,17 +415,9 @@ class DynSpecAssistant(Bindable):
 
     # One call ------------------------------------------------------------------------------------------------------
 
-    def open_call(self) -> contextlib.AbstractContextManager["GenerateCall"]:
+    def open_call(self) -> GenerateCall:
         """See `Bindable.open_call`."""
-        return self._open_call(None)
-
-    @contextlib.contextmanager
-    def _open_call(self, conversation: "Conversation | None") -> Iterator["GenerateCall"]:
-        call = GenerateCall(self, conversation)
-        try:
-            yield call
-        finally:
-            call.close()
+        return GenerateCall(self)
 
     @property
     def forward(self) -> TargetForward:
@@ -474,15 +426,7 @@ class DynSpecAssistant(Bindable):
 
     def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
         """Return the EOS ids of a call that the drafter can score, without repeats."""
-        return self._draftable_eos(generation_config, self._binding.vocabulary_size)
-
-    def _draftable_eos(self, generation_config: GenerationConfig, size: int) -> tuple[int, ...]:
-        # Some say −1 for a text without an end.
-        eos = [one for one in _eos_token_ids(generation_config) if 0 <= one < size]
-        draftable = self.drafter.head.token_ids
-        if draftable is not None:
-            eos = [one for one in eos if bool((draftable == one).any())]
-        return tuple(dict.fromkeys(eos))
+        return draftable_eos_token_ids(generation_config, self.drafter, self._binding.vocabulary_size)
 
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
@@ -541,218 +485,3 @@ class _Binding:
     vocabulary_size: int
     pair: tuple[Drafter, Any]
     hook: weakref.ref[TargetHook] | None = None
-
-
-class Conversation(Bindable):
-    """One conversation with an assistant: what it learnt in a turn is there in the next. Not for use in two threads.
-
-    ```python
-    conversation = assistant.conversation()
-    for turn in turns:
-        target.generate(**inputs_of(turn), assistant_model=conversation)
-    ```
-
-    Raises:
-        NotBoundError: the assistant is not bound to a target.
-    """
-
-    def __init__(self, assistant: DynSpecAssistant):
-        if assistant.target is None:
-            raise NotBoundError("bind the assistant to a target before starting a conversation.")
-        self.assistant = assistant
-        self.session: DraftSession | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
-        # Starts anew: models and caches are not copied.
-        return Conversation(self.assistant)
-
-    @property
-    def target(self) -> PreTrainedModel | None:
-        """The model that the assistant is bound to, or None."""
-        return self.assistant.target
-
-    @property
-    def owner(self) -> DynSpecAssistant:
-        """The assistant."""
-        return self.assistant
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The assistant's."""
-        return self.assistant.generation_config
-
-    @property
-    def stats(self) -> DraftingStatistics:
-        """The assistant's, of the last call."""
-        return self.assistant.stats
-
-    def open_call(self) -> contextlib.AbstractContextManager["GenerateCall"]:
-        """See `Bindable.open_call`."""
-        return self.assistant._open_call(self)
-
-
-class GenerateCall(Call):
-    """What one `generate` call uses: a session, counts, and the drafting that uses it."""
-
-    def __init__(self, assistant: DynSpecAssistant, conversation: Conversation | None):
-        self._assistant = assistant
-        self._conversation = conversation
-        self._session: DraftSession | None = None
-        self._drafting: Drafting | None = None
-        self._stats = DraftingStatistics()
-        self._stats.calls = 1
-        devices = (assistant.drafter.head.device, assistant.target.device)
-        self._stopwatch = Stopwatch(assistant.profile, devices)
-        self._start = 0.0
-
-    def drafting(
-        self,
-        *,
-        generation_config: GenerationConfig,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-    ) -> Drafting:
-        """See `Call.drafting`."""
-        assistant = self._assistant
-        _require_drafting_settings(assistant.generation_config)
-        # Before anything is asked of the head, it has to be the one that the drafter has now.
-        _ = assistant.drafter.weights_version
-        eos = assistant.scored_eos_token_ids(generation_config)
-        kept = None if self._conversation is None else self._conversation.session
-        # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew, and so do another
-        # policy and another drafter.
-        continues = kept is not None and assistant.resume_session(kept, eos)
-        self._session = kept if continues else assistant.take_session(eos)
-        self._session.stats = self._stats
-        self._session.stopwatch = self._stopwatch
-        assistant.forward.prepare()
-        assistant.forward.require_states(assistant.drafter.reads, assistant.policy.needs)
-        if self._stopwatch.enabled:
-            self._start = self._stopwatch.now()
-        self._drafting = Drafting(
-            self._session,
-            assistant.policy.needs,
-            assistant.drafter.reads,
-            assistant.forward,
-            generation_config,
-            input_ids,
-            model_kwargs,
-            assistant.generation_config,
-            logits_processor,
-            assistant.tree,
-            is_kept=self._conversation is not None,
-            continues=continues,
-            measure_coverage=assistant.measure_coverage,
-        )
-        return self._drafting
-
-    def close(self) -> None:
-        """Give the session back and publish the counts."""
-        if self._drafting is None:
-            if self._session is not None:
-                # It was interrupted before it could begin.
-                self._session.close()
-            return
-        if self._stopwatch.enabled:
-            elapsed = self._stopwatch.now() - self._start
-            self._stats.seconds = dict(self._stopwatch.seconds)
-            self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
-        config = self._assistant.generation_config
-        if config.num_assistant_tokens_schedule == "heuristic":
-            config.num_assistant_tokens = self._drafting.num_assistant_tokens
-        if self._conversation is not None:
-            self._assistant.hold_session(self._session)
-            self._conversation.session = self._session
-        else:
-            self._assistant.return_session(self._session)
-        self._assistant.publish(self._stats)
-
-
-def _reference(model: PreTrainedModel | None) -> ModelReference | None:
-    """Which model this is, or None where it does not say where it came from."""
-    if model is None or not model.name_or_path:
-        return None
-    return ModelReference(
-        name_or_path=model.name_or_path,
-        commit=getattr(model.config, "_commit_hash", None),
-        architecture=type(model).__name__,
-        vocab_size=output_rows(model),
-        # What an absolute path is, a snapshot in the Hub's cache or not, the reference tells itself.
-        local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
-    )
-
-
-def _drafter_reference(drafter: Drafter) -> ModelReference | None:
-    """Which drafter this is, or None where it does not say where it came from."""
-    if isinstance(drafter, CausalLMDrafter):
-        return _reference(drafter.model)
-    if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
-        return None
-    return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
-
-
-def _load_drafter(
-    config: DynSpecConfig, target: PreTrainedModel, cache_dir: str | os.PathLike | None, token: str | bool | None
-) -> PreTrainedModel | Drafter:
-    """The drafter that an artifact names, at the commit that it names, and without any code that it may bring."""
-    from .artifacts.models import download_snapshot, drafter_repository, load_named_drafter
-
-    reference = config.drafter
-    repo_id = drafter_repository(reference)
-    if reference.architecture == EagleDrafter.__name__:
-        folder = download_snapshot(repo_id, HEAD_FILES, reference.commit, cache_dir, token)
-        return EagleDrafter.from_pretrained(folder, target=target)
-    return load_named_drafter(reference, target.dtype, cache_dir, token).to(target.device)
-
-
-def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
-    eos = generation_config.eos_token_id
-    if eos is None:
-        return ()
-    eos = eos.tolist() if hasattr(eos, "tolist") else eos
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def _tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
-    """The shape of the trees to draft, or None for chains."""
-    if isinstance(tree, TreeConfig):
-        return tree
-    if not isinstance(tree, bool):
-        raise ConfigurationError(f"tree must be True, False or a TreeConfig, got {tree!r}")
-    return TreeConfig() if tree else None
-
-
-def _drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
-    """The settings of `generation_config` that steer drafting."""
-    given = getattr(drafter, "generation_config", None)
-    config = copy.deepcopy(given) if isinstance(given, GenerationConfig) else GenerationConfig()
-    defaults = {
-        "num_assistant_tokens": (tokens, DEFAULT_NUM_ASSISTANT_TOKENS),
-        "num_assistant_tokens_schedule": (None, "constant"),
-        "assistant_confidence_threshold": (threshold, 0.0),
-    }
-    for name, (argument, default) in defaults.items():
-        choices = (argument, getattr(config, name, None), default)
-        setattr(config, name, next(choice for choice in choices if choice is not None))
-    # What the drafter's own file says is looked at too.
-    _require_drafting_settings(config)
-    return config
-
-
-def _require_drafting_settings(config: GenerationConfig) -> None:
-    """Refuse settings of drafting that are mistyped or out of range. They may be assigned at any time."""
-    tokens, threshold = config.num_assistant_tokens, config.assistant_confidence_threshold or 0.0
-    schedule = config.num_assistant_tokens_schedule or "constant"
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= LONGEST_DRAFT:
-        raise ConfigurationError(
-            f"num_assistant_tokens must be a whole number from 1 to {LONGEST_DRAFT}, got {shown_value(tokens)}"
-        )
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
-        raise ConfigurationError(
-            f"assistant_confidence_threshold must be between 0 and 1, got {shown_value(threshold)}"
-        )
-    if schedule not in _SCHEDULES:
-        raise ConfigurationError(
-            f"num_assistant_tokens_schedule must be one of {', '.join(_SCHEDULES)}, got {shown_value(schedule)}"
-        )

@@ -2,20 +2,21 @@
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigurationError, shown_value
 
+# No setting counts tokens, clusters or positions beyond this: several times the largest vocabularies in use.
+LARGEST_COUNT = 2**22
 DEEPEST_JSON = 32
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
+LONGEST_NAME = 1024
 
 # What every reader of JSON takes for a whole number.
 _LARGEST_NUMBER = 2**63
-
-
-LONGEST_NAME = 1024
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class FieldError(ConfigurationError):
@@ -32,17 +33,96 @@ class FieldError(ConfigurationError):
         super().__init__(f"{field}: {problem}. {fix}.")
 
 
-def require_integer(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        problem = f"must be a whole number from {least} to {most}, got {shown_value(value)}"
-        raise FieldError(name, problem, "Give a number in that range")
+# What a value may be. A rule knows plain values only: none can name a file, a repository or a class.
 
 
-def require_probability(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise FieldError(
-            name, f"must be a number from 0 to 1, got {shown_value(value)}", "Give a number in that range"
-        )
+class SettingRule(ABC):
+    """What values a setting may have."""
+
+    @abstractmethod
+    def allows(self, value: Any) -> bool:
+        """Whether the setting may have this value."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What the setting must be, to follow upon "must be"."""
+
+    def require(self, name: str, value: Any) -> None:
+        """Refuse a value that is not allowed.
+
+        Raises:
+            FieldError: it is not. Its `field` is `name`.
+        """
+        if not self.allows(value):
+            raise FieldError(name, f"must be {self}, got {shown_value(value)}", f"Give {self}")
+
+
+@dataclass(frozen=True)
+class WholeNumber(SettingRule):
+    """A whole number from `least` to `most`, or None where it is `optional`."""
+
+    least: int
+    most: int = LARGEST_COUNT
+    optional: bool = False
+
+    def allows(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.least} to {self.most}" + (" or None" if self.optional else "")
+
+
+@dataclass(frozen=True)
+class Share(SettingRule):
+    """A number from 0 to 1; 0 itself only where it is `or_nothing`."""
+
+    or_nothing: bool = False
+
+    def allows(self, value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (0 < value <= 1 or (self.or_nothing and value == 0))
+
+    def __str__(self) -> str:
+        return "a number from 0 to 1" if self.or_nothing else "a share above 0 and up to 1"
+
+
+@dataclass(frozen=True)
+class Switch(SettingRule):
+    """True or False."""
+
+    def allows(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+@dataclass(frozen=True)
+class OneOf(SettingRule):
+    """One of a few names."""
+
+    names: tuple[str, ...]
+
+    def allows(self, value: Any) -> bool:
+        return isinstance(value, str) and value in self.names
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+
+@dataclass(frozen=True)
+class Digits(SettingRule):
+    """So many hexadecimal digits in lower case, such as a digest's."""
+
+    count: int
+
+    def allows(self, value: Any) -> bool:
+        return isinstance(value, str) and len(value) == self.count and set(value) <= set("0123456789abcdef")
+
+    def __str__(self) -> str:
+        return f"{self.count} hexadecimal digits"
 
 
 def require_text(name: str, value: Any) -> None:
@@ -54,11 +134,6 @@ def require_name(name: str, value: Any) -> None:
     require_text(name, value)
     if len(value) > LONGEST_NAME:
         raise FieldError(name, f"has {len(value)} characters, and {LONGEST_NAME} are the most", "Give a name")
-
-
-def require_pattern(name: str, value: Any, pattern: re.Pattern[str], description: str) -> None:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FieldError(name, f"must be {description}, got {shown_value(value)}", f"Give {description}")
 
 
 def _plain_json(name: str, value: Any, deepest: int, largest: float) -> Any:

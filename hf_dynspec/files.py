@@ -1,15 +1,26 @@
-"""Opening files that may be anything: the only way in which the files of artifacts and checkpoints are reached."""
+"""Opening files that may be anything, and replacing files in one step: the one place for either."""
 
 import json
 import math
 import os
+import re
+import secrets
+import shutil
 import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import ArtifactError
 from .fields import DEEPEST_JSON, FieldError, json_object
 
+# The most bytes of tensors in one file of an artifact, unless a user says otherwise.
+DEFAULT_SHARD_SIZE = "1GB"
+
+# A file that is being written changes more often than this, in seconds.
+_ABANDONED_AFTER = 3600.0
 _FETCH_AGAIN = "Download or write it again."
 
 
@@ -135,3 +146,68 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file so that whoever looks, at whatever time, finds the old one or the whole new one.
+
+    ```python
+    with replacing(path) as scratch:
+        scratch.write_bytes(data)
+    ```
+
+    Yields the file to write, beside the other. At the end of the block it is forced to the disk and takes the other's
+    place; where the block raises, it is removed. What a killed process has left is removed by the next writing that
+    finds it an hour old.
+
+    Args:
+        path: the file to make or replace. Its folder is made if needed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in scratch_files(path):
+        with suppress(FileNotFoundError):  # another process may remove it too, or be done with it
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER:
+                left.unlink()
+    # A name of its own, as two processes may write the same file.
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
+    try:
+        yield scratch
+        with scratch.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def scratch_files(path: Path) -> list[Path]:
+    """The unfinished files beside one that is, or was, being replaced."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.writing")
+    return [one for one in path.parent.glob(".*.writing") if name.fullmatch(one.name)]
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write JSON values to a file, which is replaced in one step."""
+    text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk, so that a rename never makes half a file visible."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_through(source: Path, target: Path) -> None:
+    """Copy a file and wait until the copy is on the disk."""
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 2**20)
+        written.flush()
+        os.fsync(written.fileno())

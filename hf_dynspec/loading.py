@@ -1,13 +1,19 @@
-"""The tokenizer of two models, and which token ids they share."""
+"""Loading models and tokenizers, the ids that end a text, and which token ids two models share.
 
+Nothing that is loaded here brings code of its own, and weights are read from safetensors alone.
+"""
+
+import os
 import warnings
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from .drafters import CausalLMDrafter, Drafter
-from .errors import UnsupportedError
+from .errors import ConfigurationError, UnsupportedError
 from .modeling.parts import output_rows
+from .vocabulary import as_token_ids
 
 # Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
 # its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
@@ -16,6 +22,117 @@ _ALTERNATIVE = (
     "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
     "itself as assistant_model, with tokenizer and assistant_tokenizer."
 )
+
+
+def load_model(
+    name_or_path: str | os.PathLike,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    role: str = "model",
+    local_files_only: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model from a folder or the Hub, ready to generate.
+
+    Args:
+        name_or_path: the folder or Hub id.
+        device: where it runs, `"auto"` for wherever there is room.
+        dtype: of its weights, `"auto"` for that of the files.
+        role: what errors call it, such as `"target"`.
+        local_files_only: ask nothing of the Hub.
+
+    Raises:
+        ConfigurationError: it cannot be loaded.
+    """
+    placed = {"": device} if isinstance(device, torch.device) else device
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(name_or_path),
+            dtype=dtype,
+            device_map=placed,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=local_files_only,
+        )
+    except Exception as error:  # what transformers raises for models that it cannot load is not written down anywhere
+        problem = f"the {role} {name_or_path} cannot be loaded on {device} as {dtype}: {first_line(error)}"
+        raise ConfigurationError(problem) from error
+    return model.eval()
+
+
+def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
+    """Load a tokenizer from a folder or the Hub.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    fix = "Pass --tokenizer the folder or the Hub id of the target"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+    except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
+        raise ConfigurationError(
+            f"no tokenizer can be loaded from {name_or_path}: {first_line(error)} {fix}"
+        ) from error
+    if not _has_words(tokenizer):
+        raise ConfigurationError(f"no tokenizer can be loaded from {name_or_path}: there are no files of one. {fix}")
+    return tokenizer
+
+
+def local_tokenizer(model: PreTrainedModel) -> Any:
+    """The tokenizer beside the model's weights, or None where there is none on this computer."""
+    if not model.name_or_path:
+        return None
+    try:
+        found = AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
+    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
+        return None
+    return found if _has_words(found) else None
+
+
+def _has_words(tokenizer: Any) -> bool:
+    """Whether a tokenizer has more than special tokens. For a model without a tokenizer's files transformers makes up
+    one that has not."""
+    return len(tokenizer.get_vocab()) > len(tokenizer.added_tokens_decoder)
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def find_eos_token_ids(name_or_path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text: those of the generation configuration beside a model, which can name several, and the
+    tokenizer's own.
+
+    Args:
+        name_or_path: folder or Hub id of the model, or of a tokenizer alone.
+        tokenizer: its tokenizer. Ids that it does not have are left out.
+    """
+    try:
+        generation = as_token_ids(GenerationConfig.from_pretrained(str(name_or_path)).eos_token_id)
+    except (OSError, ValueError):  # a tokenizer without a model beside it
+        generation = ()
+    known = set(tokenizer.get_vocab().values())
+    found = [*generation, *as_token_ids(tokenizer.eos_token_id)]
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id in known))
+
+
+def draftable_eos_token_ids(
+    generation_config: GenerationConfig, drafter: Drafter, vocabulary_size: int
+) -> tuple[int, ...]:
+    """The ids that end a text and that the drafter can score, without repeats.
+
+    Args:
+        generation_config: says which ids end a text.
+        drafter: the model that drafts.
+        vocabulary_size: ids from here on are no tokens.
+    """
+    # Some say −1 for a text without an end.
+    eos = [one for one in as_token_ids(generation_config.eos_token_id) if 0 <= one < vocabulary_size]
+    draftable = drafter.head.token_ids
+    if draftable is not None:
+        eos = [one for one in eos if bool((draftable == one).any())]
+    return tuple(dict.fromkeys(eos))
 
 
 def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = None) -> Any:
@@ -98,15 +215,3 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
             f"{size - 1:,}. Load the head that was made for this target."
         )
     return size
-
-
-def local_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer beside the model's weights, or None where there is none on this computer."""
-    from transformers import AutoTokenizer
-
-    if not model.name_or_path:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
-    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
-        return None

@@ -1,21 +1,15 @@
 """Tokenizer fingerprints: token ids mean something only beside the tokenizer that they come from."""
 
 import hashlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import ArtifactError, ConfigurationError, shown_value
-from .fields import FieldError, require_integer, require_pattern
+from .fields import LARGEST_COUNT, Digits, FieldError, WholeNumber
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-# Several times the largest vocabularies in use. It bounds what a file's claim about itself can make a reader allocate.
-LARGEST_VOCABULARY = 2**22
-
-
+# It bounds what a file's claim about itself can make a reader allocate.
+LARGEST_VOCABULARY = LARGEST_COUNT
 MOST_EOS_TOKENS = 256
 
 
@@ -38,8 +32,8 @@ class TokenizerFingerprint:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self):
-        require_integer("size", self.size, 1, LARGEST_VOCABULARY)
-        require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
+        WholeNumber(1, LARGEST_VOCABULARY).require("size", self.size)
+        Digits(64).require("sha256", self.sha256)
         if not isinstance(self.eos_token_ids, list | tuple):
             raise FieldError(
                 "eos_token_ids", f"must be a list of ids, got {shown_value(self.eos_token_ids)}", "Give a list"
@@ -49,7 +43,7 @@ class TokenizerFingerprint:
             raise FieldError("eos_token_ids", problem, "Give the ids that end a text")
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         for token_id in self.eos_token_ids:
-            require_integer("eos_token_ids", token_id, 0, self.size - 1)
+            WholeNumber(0, self.size - 1).require("eos_token_ids", token_id)
         if len(set(self.eos_token_ids)) != len(self.eos_token_ids):
             raise FieldError("eos_token_ids", "repeats an id", "Give each id once")
 
@@ -73,7 +67,7 @@ def fingerprint_tokenizer(tokenizer: Any, eos_token_ids: Iterable[int] | None = 
     if not vocabulary:
         raise ConfigurationError("the tokenizer has no vocabulary; pass one that is loaded")
     if eos_token_ids is None:
-        eos_token_ids = _as_ids(tokenizer.eos_token_id)
+        eos_token_ids = as_token_ids(tokenizer.eos_token_id)
     # The lengths keep the text unambiguous whatever characters the tokens hold.
     pairs = "".join([f"{len(token)}:{token}:{token_id}\n" for token, token_id in sorted(vocabulary.items())])
     return TokenizerFingerprint(
@@ -108,7 +102,24 @@ def require_same_tokenizer(
         raise ArtifactError(f"{source}.sha256", problem, fix)
 
 
-def _as_ids(eos_token_id: int | list[int] | None) -> list[int]:
+def require_tokenizer_of(fingerprints: Iterable[TokenizerFingerprint], tokenizer: Any) -> None:
+    """Check that a policy's ids mean the same tokens to the tokenizer at hand, where that is known (not None).
+
+    Raises:
+        ArtifactError: the policy was made for another vocabulary.
+    """
+    fingerprints = tuple(fingerprints)
+    if tokenizer is None or not fingerprints:
+        return
+    actual = fingerprint_tokenizer(tokenizer)
+    for expected in fingerprints:
+        require_same_tokenizer(expected, actual, "ranking")
+
+
+def as_token_ids(eos_token_id: Any) -> tuple[int, ...]:
+    """The end-of-sequence ids of a tokenizer or a generation configuration, however they are given: as a tensor, as a
+    list, as one id, or as None for none at all."""
     if eos_token_id is None:
-        return []
-    return list(eos_token_id) if isinstance(eos_token_id, list | tuple) else [eos_token_id]
+        return ()
+    given = eos_token_id.tolist() if hasattr(eos_token_id, "tolist") else eos_token_id
+    return tuple(given) if isinstance(given, list | tuple) else (int(given),)

@@ -42,7 +42,7 @@ from hf_dynspec.protocol import Shortlist, VocabularyInfo
 from hf_dynspec.shortlists import POLICIES, ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
-from hf_dynspec.shortlists.router.policy import Router, RouterShortlist
+from hf_dynspec.shortlists.router import Router, RouterShortlist
 
 VOCABULARY = 301
 PAD, BOS, EOS = 0, 1, 2

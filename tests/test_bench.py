@@ -33,8 +33,9 @@ from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt, encode_workload, read_workload
-from hf_dynspec.evaluation.provenance import git_revision, write_json
+from hf_dynspec.evaluation.provenance import git_revision
 from hf_dynspec.evaluation.tree_text import parse_tree
+from hf_dynspec.files import write_json
 from hf_dynspec.kernels import cpu
 from hf_dynspec.shortlists import FrequencyShortlist
 from hf_dynspec.vocabulary import fingerprint_tokenizer

@@ -364,7 +364,7 @@ def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path
     if place == "nowhere" and not Path("/proc").is_dir():
         pytest.skip("needs a file system that nobody can write to")
     for loader in ("load_model", "find_eos_token_ids"):
-        monkeypatch.setattr(f"hf_dynspec.commands.build.{loader}", lambda *_: pytest.fail("work was begun"))
+        monkeypatch.setattr(f"hf_dynspec.loading.{loader}", lambda *_, **__: pytest.fail("work was begun"))
     result = CliRunner().invoke(app, [*map(str, writers(folder)[command]), str(out[place])])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigurationError)
     assert str(out[place]) in str(result.exception) and "\n" not in str(result.exception)
@@ -454,7 +454,7 @@ def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hf_dynspec.evaluation.provenance.write_json", refuse)
+    monkeypatch.setattr("hf_dynspec.files.write_json", refuse)
     words = ["--policy", "full", "--max-new-tokens", 8, "--json", out]
     result = CliRunner().invoke(app, measure("coverage", folder, *words))
     assert "│ full" in result.stdout and isinstance(result.exception, DynSpecError)

@@ -139,7 +139,7 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):
     export_frequency_list([1, 2], 2, path)
 
     def fail(content, target):
-        target.write_bytes(b"half")
+        target.write(b"half")
         raise OSError("the disk is full")
 
     monkeypatch.setattr(torch, "save", fail)

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import annotate_artifact, push_artifact, read_artifact, write_artifact
-from hf_dynspec.artifacts.card import _POLICIES, render_card
+from hf_dynspec.artifacts.card import render_card
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig, weights_files
-from hf_dynspec.artifacts.folder import merge_results
+from hf_dynspec.artifacts.writing import merge_results
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.bench.published_rows import read_published_rows
@@ -293,9 +293,9 @@ def test_annotating_keeps_the_tensors_and_replaces_the_configuration_in_one_step
 
 
 def test_every_policy_is_described():
-    assert set(POLICIES) <= set(_POLICIES)
-    for name, (sentence, _) in _POLICIES.items():
-        assert sentence.endswith(".") and sentence in render_card(DynSpecConfig(PolicyConfig(name)))
+    for name, policy in POLICIES.items():
+        assert policy.card_summary.endswith(".")
+        assert policy.card_summary in render_card(DynSpecConfig(PolicyConfig(name)))
 
 
 def test_training_metrics_have_tables_and_places_in_the_metadata():

@@ -18,7 +18,9 @@ from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
-from hf_dynspec.shortlists.router.policy import BLOCK_ROWS, Router, RouterShortlist, position_aware_clusters
+from hf_dynspec.shortlists.router import Router, RouterShortlist
+from hf_dynspec.shortlists.router.layout import BLOCK_ROWS
+from hf_dynspec.shortlists.router.policy import position_aware_clusters
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 WIDTH = 32

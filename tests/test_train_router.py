@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant
-from hf_dynspec.artifacts.folder import read_artifact
+from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import CorpusError, plan_corpus
 from hf_dynspec.build.draft_steps import (
     Recording,
@@ -34,7 +34,8 @@ from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, T
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
 from hf_dynspec.protocol import VocabularyInfo
-from hf_dynspec.shortlists.router.policy import SCHEDULES, Router, RouterShortlist, position_aware_clusters
+from hf_dynspec.shortlists.router import Router, RouterShortlist
+from hf_dynspec.shortlists.router.policy import SCHEDULES, position_aware_clusters
 
 SETTINGS = RecordingSettings(steps=1500, held_out=300, window=24, depth=4, top_k=5, target_top_k=20, draws=40, seed=1)
 TRAINING = TrainingSettings(hidden=32, batch_size=64, max_steps=60, evaluate_every=10, patience=50, seed=3)

@@ -1,7 +1,9 @@
 """Artifacts on disk and on the Hugging Face Hub: reading, writing, checks and model cards."""
 
 from .card import render_card
-from .folder import annotate_artifact, push_artifact, read_artifact, rebuild_policy, write_artifact
+from .publishing import push_artifact
+from .reading import read_artifact, rebuild_policy
+from .writing import annotate_artifact, write_artifact
 
 __all__ = [
     "annotate_artifact",

@@ -9,33 +9,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..errors import shown_text
+from ..errors import ConfigurationError, shown_text
+from ..shortlists import POLICIES, Storable
 from .config import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
-
-# What a policy is, for a reader who does not know it, and what such readers search for.
-_POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "full": ("The drafter scores its whole vocabulary: the baseline that shortlists are measured against.", ()),
-    "frequency": (
-        "A static shortlist of the most frequent tokens (FR-Spec, VocabTrim). The whole ranking is stored, so that "
-        "its size can be chosen at load.",
-        ("fr-spec", "vocabtrim"),
-    ),
-    "in_context": (
-        "A sliding window over the context's tokens and what the target found likely there (MicroSpec).",
-        ("microspec",),
-    ),
-    "hybrid": (
-        "A static core of frequent tokens beside a sliding window over the context's tokens and what the target found "
-        "likely there.",
-        ("fr-spec", "microspec"),
-    ),
-    "union": ("Every token that any of several shortlist policies selects.", ()),
-    "router": (
-        "The vocabulary is split into clusters of tokens, and before each draft step a small trained network (the "
-        "router) chooses the clusters that the drafter scores, more of them at the first steps of a draft (DynaSpec).",
-        ("dynaspec", "router"),
-    ),
-}
 
 # What the columns of measurements that this package makes mean.
 _CAPTIONS = {
@@ -64,13 +40,15 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
         repo_id: where the artifact is published, for the usage example (None: not yet).
     """
     name = repo_id or f"hf_dynspec-{config.policy.name}"
+    classes = _policy_classes(config)
     card = ModelCard.from_template(
-        _card_data(config, name),
+        _card_data(config, name, classes),
         template_path=str(_TEMPLATE),
         name=name,
         location=repo_id or "path/to/this/folder",
         policy=config.policy.name,
-        summary=_POLICIES.get(config.policy.name, ("", ()))[0],
+        summary=classes[0].card_summary if classes else "",
+        modules=_foreign_modules(classes),
         target=_described(config.target),
         drafter=_described(config.drafter),
         target_argument=_loadable(config.target) or "path/to/target",
@@ -94,7 +72,7 @@ def is_unedited_card(text: str) -> bool:
     return marker is not None and hashlib.sha256(text[: marker.start()].encode("utf-8")).hexdigest() == marker[1]
 
 
-def _card_data(config: DynSpecConfig, name: str) -> ModelCardData:
+def _card_data(config: DynSpecConfig, name: str, classes: tuple[type[Storable], ...]) -> ModelCardData:
     base_models = [model.hub_id for model in (config.target, config.drafter) if model and model.hub_id]
     license_id, datasets = config.provenance.get("license"), config.provenance.get("datasets")
     named = [item for item in datasets if isinstance(item, str)] if isinstance(datasets, list) else []
@@ -110,20 +88,34 @@ def _card_data(config: DynSpecConfig, name: str) -> ModelCardData:
     return ModelCardData(
         library_name=LIBRARY_NAME,
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys([*_TAGS, *_policy_tags(config.to_dict()["policy"])])),
+        tags=list(dict.fromkeys([*_TAGS, *_policy_tags(config, classes)])),
         model_name=name,
         **{key: value for key, value in optional.items() if value},
     )
 
 
-def _policy_tags(policy: dict[str, Any]) -> list[str]:
+def _policy_classes(config: DynSpecConfig) -> tuple[type[Storable], ...]:
+    """The class of the policy and those of its parts; none where somebody else's is not known here, or the settings
+    are not a policy's."""
+    policy = POLICIES.get(config.policy.name)
+    if policy is None:
+        return ()
+    try:
+        policy.require_settings(config.policy.settings)
+    except ConfigurationError:
+        return (policy,)
+    return policy.classes_in(config.policy.settings)
+
+
+def _policy_tags(config: DynSpecConfig, classes: tuple[type[Storable], ...]) -> list[str]:
     """The name of a policy and of those inside it, and what people call them."""
-    tags = [policy["name"].replace("_", "-"), *_POLICIES.get(policy["name"], ("", ()))[1]]
-    parts = policy["settings"].get("policies")
-    for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, dict) and set(part) == {"name", "settings"} and isinstance(part["settings"], dict):
-            tags += _policy_tags(part)
-    return tags
+    tags = [tag for one in classes for tag in (one.name, *one.card_tags)] or [config.policy.name]
+    return [tag.replace("_", "-") for tag in tags]
+
+
+def _foreign_modules(classes: tuple[type[Storable], ...]) -> list[str]:
+    """The modules that register policies which do not come with this package."""
+    return list(dict.fromkeys(one.__module__ for one in classes if one.__module__.split(".")[0] != LIBRARY_NAME))
 
 
 def _eval_results(config: DynSpecConfig) -> list[EvalResult]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .. import __version__
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from ..errors import ArtifactError, ConfigurationError, shown_value
-from ..fields import FieldError, json_object, require_integer, require_name, require_pattern, require_probability
+from ..fields import Digits, FieldError, Share, Switch, WholeNumber, json_object, require_name
 from ..vocabulary import LARGEST_VOCABULARY, TokenizerFingerprint
 
 LIBRARY_NAME = "hf_dynspec"
@@ -20,16 +20,17 @@ FORMAT_VERSION = 1
 
 MOST_TREE_NODES = 2048  # `top_k` at each of a tree's depths
 
+CONFIG_FILE = "config.json"
+CARD_FILE = "README.md"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LARGEST_CONFIG = 2**20
 MOST_SHARDS = 64
-DEFAULT_SHARD_SIZE = "1GB"
 
 # What the artifact itself is called in rows of results that also have a "system" for what it was compared with.
 ARTIFACT_SYSTEM = "this artifact"
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = Digits(40)
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 _WRITE_AGAIN = "Write the artifact again with save_pretrained(), or download it again"
 _Section = TypeVar("_Section")
@@ -66,16 +67,15 @@ class ModelReference:
         if self.architecture is not None:
             require_name("architecture", self.architecture)
         if self.vocab_size is not None:
-            require_integer("vocab_size", self.vocab_size, 1, LARGEST_VOCABULARY)
-        if not isinstance(self.local, bool):
-            raise FieldError("local", f"must be true or false, got {shown_value(self.local)}", "Give true or false")
+            WholeNumber(1, LARGEST_VOCABULARY).require("vocab_size", self.vocab_size)
+        Switch().require("local", self.local)
         name, cached_commit, local = _without_folders(self.name_or_path)
         object.__setattr__(self, "name_or_path", name)
         object.__setattr__(self, "local", self.local or local)
         if self.commit is None:
             object.__setattr__(self, "commit", cached_commit)
         if self.commit is not None:
-            require_pattern("commit", self.commit, _COMMIT, "40 hexadecimal digits")
+            _COMMIT.require("commit", self.commit)
 
     @property
     def hub_id(self) -> str | None:
@@ -132,8 +132,8 @@ class WeightsDigest:
     size: int
 
     def __post_init__(self):
-        require_pattern("sha256", self.sha256, _SHA256, "64 hexadecimal digits")
-        require_integer("size", self.size, 0, 2**63 - 1)
+        Digits(64).require("sha256", self.sha256)
+        WholeNumber(0, 2**63 - 1).require("size", self.size)
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,14 @@ class DynSpecConfig:
                 )
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
-            require_integer("num_assistant_tokens", self.num_assistant_tokens, 1, LONGEST_DRAFT)
+            WholeNumber(1, LONGEST_DRAFT).require("num_assistant_tokens", self.num_assistant_tokens)
         if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
             problem = (
                 f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"
             )
             raise FieldError("tree", problem, "Give a smaller top_k or depth")
         if self.assistant_confidence_threshold is not None:
-            require_probability("assistant_confidence_threshold", self.assistant_confidence_threshold)
+            Share(or_nothing=True).require("assistant_confidence_threshold", self.assistant_confidence_threshold)
         require_name("hf_dynspec_version", self.hf_dynspec_version)
         object.__setattr__(self, "provenance", json_object("provenance", self.provenance))
         object.__setattr__(self, "results", _checked_results(self.results))
@@ -315,7 +315,7 @@ def _without_folders(name: str) -> tuple[str, str | None, bool]:
     if not (path.is_absolute() or path.drive or name.startswith("~")):
         return name, None, name.startswith(".")
     for folder, snapshots, commit in zip(path.parts, path.parts[1:], path.parts[2:], strict=False):
-        if folder.startswith("models--") and snapshots == "snapshots" and _COMMIT.fullmatch(commit):
+        if folder.startswith("models--") and snapshots == "snapshots" and _COMMIT.allows(commit):
             return folder.removeprefix("models--").replace("--", "/"), commit, False
     return path.name or "model", None, True
 
@@ -348,3 +348,14 @@ def _require_format_version(value: Any) -> None:
             f"is {shown_value(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
             "Install the hf_dynspec that wrote the artifact",
         )
+
+
+def require_config_size(size: int | None) -> None:
+    """Refuse a `config.json` of more bytes than are read. None where nobody knows yet.
+
+    Raises:
+        ArtifactError: it has more.
+    """
+    if size is not None and size > LARGEST_CONFIG:
+        problem = f"has {size} bytes, and {LARGEST_CONFIG} are the most"
+        raise ArtifactError(CONFIG_FILE, problem, "Keep the settings, provenance and results shorter.")

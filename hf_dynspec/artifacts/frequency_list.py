@@ -4,7 +4,6 @@ FR-Spec (Zhao et al., 2025) publishes `freq_32768.pt`, a list of ids; SGLang (`-
 the same; speculators keeps `token_freq.pt`, the count of each id.
 """
 
-import os
 import zipfile
 from collections.abc import Iterable, Sequence
 from io import BytesIO
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ArtifactError, ConfigurationError, shown_value
-from ..files import is_there, read_file
+from ..files import is_there, read_file, replacing
 
 # Bounds what a file can make this process allocate, which is up to sixty times as much. Real files hold at most one
 # entry, of some ten bytes, for each id.
@@ -78,14 +77,9 @@ def export_frequency_list(ranking: Sequence[int] | torch.Tensor, size: int, path
     ids = list(dict.fromkeys(ids))
     if not 1 <= size <= len(ids):
         raise ConfigurationError(f"size must be from 1 to {len(ids)}, the length of the ranking, got {size}")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(ids[:size], scratch)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    # Into a stream: the same list then gives the same bytes, as torch writes a file's name into it.
+    with replacing(Path(path)) as scratch, scratch.open("wb") as stream:
+        torch.save(ids[:size], stream)
 
 
 def _most_bytes(vocabulary_size: int) -> int:

@@ -1,16 +1,19 @@
-"""The models that an artifact names: fetched from the Hub, from nowhere else, and without any code of theirs."""
+"""The models that an artifact names, and those it names them by: fetched from the Hub, from nowhere else, and without
+any code of theirs."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
-from ..errors import ArtifactError
+from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
+from ..drafters.eagle.checkpoint import HEAD_FILES
+from ..errors import ArtifactError, ConfigurationError
 from ..files import is_there, read_file
-from .config import INDEX_FILE, WEIGHTS_FILE, ModelReference
-from .folder import CONFIG_FILE, naming_hub_errors
+from ..loading import first_line, load_model
+from ..modeling.parts import output_rows
+from .config import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, ModelReference
+from .hub import download_snapshot
 
 # A model and its tokenizer. Neither code nor pickles are ever fetched.
 _MODEL_FILES = (
@@ -35,81 +38,75 @@ _FIELD = f"{CONFIG_FILE}: drafter"
 _LOAD_IT_YOURSELF = "Load the drafter yourself and pass it as drafter=…."
 
 
-def download_snapshot(
-    repo_id: str,
-    filenames: Sequence[str],
-    revision: str | None = None,
-    cache_dir: str | os.PathLike | None = None,
-    token: str | bool | None = None,
-) -> Path:
-    """Fetch files of a repository, all of one commit, into the Hub's cache. A folder of that name is never looked at.
-
-    Args:
-        repo_id: the repository.
-        filenames: which files, as patterns; only those at its top.
-        revision: branch, tag or commit (None: the main branch).
-        cache_dir: where downloads are kept (None: the Hub's usual cache).
-        token: for a private repository.
-
-    Returns:
-        The absolute path of the snapshot.
-
-    Raises:
-        ArtifactError: there is no such repository or revision, or it can neither be reached nor is in the cache.
-    """
-    from huggingface_hub import snapshot_download
-
-    with naming_hub_errors(repo_id, CONFIG_FILE):
-        folder = snapshot_download(
-            repo_id,
-            revision=revision,
-            cache_dir=cache_dir,
-            token=token,
-            allow_patterns=list(filenames),
-            ignore_patterns=["*/*"],
-        )
-    return Path(folder).absolute()
+def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
+    """Which model this is, or None where it does not say where it came from."""
+    if model is None or not model.name_or_path:
+        return None
+    return ModelReference(
+        name_or_path=model.name_or_path,
+        commit=getattr(model.config, "_commit_hash", None),
+        architecture=type(model).__name__,
+        vocab_size=output_rows(model),
+        # What an absolute path is, a snapshot in the Hub's cache or not, the reference tells itself.
+        local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
+    )
 
 
-def drafter_repository(reference: ModelReference | None) -> str:
-    """The repository of the drafter that an artifact names.
-
-    Raises:
-        ArtifactError: it names none, or one that only its author has.
-    """
-    if reference is None or reference.hub_id is None:
-        problem = "names no drafter" if reference is None else f"{reference.name_or_path!r} is not on the Hub"
-        raise ArtifactError(_FIELD, problem, _LOAD_IT_YOURSELF)
-    return reference.hub_id
+def drafter_reference(drafter: Drafter) -> ModelReference | None:
+    """Which drafter this is, or None where it does not say where it came from."""
+    if isinstance(drafter, CausalLMDrafter):
+        return model_reference(drafter.model)
+    if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
+        return None
+    return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
 
 
 def load_named_drafter(
-    reference: ModelReference,
-    dtype: torch.dtype,
+    reference: ModelReference | None,
+    target: PreTrainedModel,
     cache_dir: str | os.PathLike | None = None,
     token: str | bool | None = None,
-) -> Any:
-    """Load a causal language model that an artifact names, at the commit that it names.
+) -> PreTrainedModel | Drafter:
+    """Load the drafter that an artifact names, at the commit that it names: a causal language model in the target's
+    dtype and on its device, or an EAGLE head.
 
     Raises:
-        ArtifactError: it is not on the Hub, brings code of its own, is an adapter, or transformers cannot load it.
+        ArtifactError: the artifact names none, or it is not on the Hub, brings code of its own, is an adapter, or
+            cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
-
-    repo_id = drafter_repository(reference)
-    folder = download_snapshot(repo_id, _MODEL_FILES, reference.commit, cache_dir, token)
+    if reference is None or reference.hub_id is None:
+        raise _unknown_drafter(reference)
+    if reference.architecture == EagleDrafter.__name__:
+        folder = download_snapshot(reference.hub_id, HEAD_FILES, reference.commit, cache_dir, token)
+        return EagleDrafter.from_pretrained(folder, target=target)
+    folder = download_snapshot(reference.hub_id, _MODEL_FILES, reference.commit, cache_dir, token)
     # transformers would go on to the model that the adapter names, wherever that is.
     if is_there(folder / _ADAPTER_FILE):
-        raise ArtifactError(_FIELD, f"{repo_id} is an adapter of another model", _LOAD_IT_YOURSELF)
+        raise ArtifactError(_FIELD, f"{reference.hub_id} is an adapter of another model", _LOAD_IT_YOURSELF)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
-        )
-    except Exception as error:  # what transformers raises for models that it cannot load is not written down anywhere
-        problem = f"{repo_id} cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        return load_model(folder, device=target.device, dtype=target.dtype, role="drafter", local_files_only=True)
+    except ConfigurationError as error:
+        problem = f"{reference.hub_id} cannot be loaded: {first_line(error.__cause__ or error)}"
         if _brings_code(folder):
-            problem = f"{repo_id} needs code of its own to be loaded, and code from an artifact's models is never run"
+            problem = (
+                f"{reference.hub_id} needs code of its own to be loaded, and code from an artifact's models is never "
+                "run"
+            )
         raise ArtifactError(_FIELD, problem, _LOAD_IT_YOURSELF) from error
+
+
+def _unknown_drafter(reference: ModelReference | None) -> ArtifactError:
+    """The error for a drafter that nobody but whoever saved the artifact could load."""
+    if reference is None:
+        return ArtifactError(_FIELD, "names no drafter", _LOAD_IT_YOURSELF)
+    loaded = "AutoModelForCausalLM.from_pretrained(FOLDER)"
+    if reference.architecture == EagleDrafter.__name__:
+        loaded = "EagleDrafter.from_pretrained(FOLDER, target=target)"
+    return ArtifactError(
+        _FIELD,
+        f"{reference.name_or_path!r} was read from a local folder when this was saved, and is not on the Hub",
+        f"Say where it is: DynSpecAssistant.from_pretrained(…, drafter={loaded}).",
+    )
 
 
 def _brings_code(folder: Path) -> bool:

@@ -5,9 +5,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -16,9 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ..errors import ArtifactError, ConfigurationError
-from ..files import parse_strict_json
+from ..files import DEFAULT_SHARD_SIZE, parse_strict_json
+from ..shortlists.storage import TensorRule
 from ..vocabulary import TokenizerFingerprint
-from .config import DEFAULT_SHARD_SIZE, INDEX_FILE, LIBRARY_NAME, WEIGHTS_FILE, WeightsDigest
+from .config import INDEX_FILE, LIBRARY_NAME, WEIGHTS_FILE, WeightsDigest
 
 # A shard holds at least one tensor, so that a tensor's size is limited by LARGEST_FILE too.
 LARGEST_FILE = 2**31
@@ -35,112 +35,6 @@ _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 _WEIGHTS_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-
-# The most of each dimension that a router may have.
-MOST_CLUSTERS = 2**16
-MOST_ROUTER_UNITS = 2**14
-MOST_FEATURES = 2**16
-MOST_DEPTHS = 2**8
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """What a tensor of a certain name may be.
-
-    Args:
-        dtypes: the safetensors names of its dtypes.
-        largest_shape: the most of each of its dimensions, for a tokenizer; none may be 0.
-        check_contents: called with the tensor's field, the tensor, the tokenizer and the end-of-sequence ids to cover.
-            Raises `ArtifactError`. None for weights, which all have to be finite.
-    """
-
-    dtypes: tuple[str, ...]
-    largest_shape: Callable[[TokenizerFingerprint], tuple[int, ...]]
-    check_contents: Callable[[str, torch.Tensor, TokenizerFingerprint, tuple[int, ...]], None] | None = None
-
-
-_BUILD_AGAIN = "Build it again with the tokenizer that config.json names."
-
-
-def check_token_ids(
-    field: str, ids: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
-) -> None:
-    """Check that ids `[n]` are unique ids of the tokenizer. The end-of-sequence ids need not be among them.
-
-    Raises:
-        ArtifactError: they are not. Its `field` is `field`.
-    """
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= tokenizer.size:
-        outside = least if least < 0 else most
-        raise ArtifactError(field, f"holds the id {outside}, and ids run from 0 to {tokenizer.size - 1}", _BUILD_AGAIN)
-    counts = torch.bincount(ids, minlength=tokenizer.size)
-    if int(counts.max()) > 1:
-        raise ArtifactError(field, f"repeats the id {int(counts.argmax())}", _BUILD_AGAIN)
-
-
-def check_token_ranking(
-    field: str, ranking: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
-) -> None:
-    """Check that a ranking `[n]` holds unique ids of the tokenizer, the end-of-sequence ids among them.
-
-    Raises:
-        ArtifactError: it does not. Its `field` is `field`.
-    """
-    check_token_ids(field, ranking, tokenizer, eos_token_ids)
-    is_ranked = torch.zeros(tokenizer.size, dtype=torch.bool).index_fill(0, ranking.to(torch.int64), True)
-    for token_id in eos_token_ids:
-        if token_id >= tokenizer.size or not bool(is_ranked[token_id]):
-            problem = f"lacks the end-of-sequence id {token_id}, so that no draft could ever end"
-            raise ArtifactError(field, problem, "Append the id to the ranking and write the artifact again.")
-
-
-def check_token_clusters(
-    field: str, clusters: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
-) -> None:
-    """Check that clusters `[tokenizer size]`, the cluster of each token id, partition the vocabulary: all tokens are
-    in one (so the end-of-sequence ids are too), and the clusters are numbered from 0 without a hole.
-
-    Raises:
-        ArtifactError: they do not. Its `field` is `field`.
-    """
-    if clusters.shape[0] != tokenizer.size:
-        problem = f"gives {clusters.shape[0]} tokens a cluster, and the tokenizer has {tokenizer.size}"
-        raise ArtifactError(field, problem, _BUILD_AGAIN)
-    most_clusters = min(MOST_CLUSTERS, tokenizer.size)
-    least, most = int(clusters.min()), int(clusters.max())
-    if least < 0 or most >= most_clusters:
-        outside = least if least < 0 else most
-        problem = f"holds the cluster {outside}, and clusters run from 0 to at most {most_clusters - 1}"
-        raise ArtifactError(field, problem, _BUILD_AGAIN)
-    counts = torch.bincount(clusters)
-    if int(counts.min()) == 0:
-        problem = f"leaves the cluster {int(counts.argmin())} of {counts.shape[0]} without a token"
-        raise ArtifactError(field, problem, "Number the clusters that hold tokens from 0 on.")
-
-
-def _at_most(*sizes: int) -> Callable[[TokenizerFingerprint], tuple[int, ...]]:
-    return lambda tokenizer: sizes
-
-
-def _vocabulary(tokenizer: TokenizerFingerprint) -> tuple[int, ...]:
-    return (tokenizer.size,)
-
-
-_weight = partial(TensorRule, ("F32", "F16", "BF16"))
-
-# A tensor's rule is found by the last part of its dotted name; the parts before it say which nested policy owns it.
-# Whether the tensors of a policy fit one another is the policy's own to check, when it is built from them.
-TENSOR_RULES = {
-    "ranking": TensorRule(("I32", "I64"), _vocabulary, check_token_ranking),
-    "clusters": TensorRule(("I32", "I64"), _vocabulary, check_token_clusters),
-    "budgets": TensorRule(("I32", "I64"), _at_most(MOST_CLUSTERS, MOST_DEPTHS)),
-    "centroids": _weight(_at_most(MOST_CLUSTERS, MOST_FEATURES)),
-    "input_weight": _weight(_at_most(MOST_ROUTER_UNITS, 2 * MOST_FEATURES)),
-    "input_bias": _weight(_at_most(MOST_ROUTER_UNITS)),
-    "output_weight": _weight(_at_most(MOST_CLUSTERS, MOST_ROUTER_UNITS)),
-    "output_bias": _weight(_at_most(MOST_CLUSTERS)),
-}
 
 
 def is_weights_name(filename: str) -> bool:
@@ -247,16 +141,18 @@ def _require_file_size(name: str, size: int) -> None:
 def read_tensors(
     files: Mapping[str, BinaryIO],
     weights: Mapping[str, WeightsDigest],
+    rules: Mapping[str, TensorRule],
     tokenizer: TokenizerFingerprint,
     eos_token_ids: tuple[int, ...],
 ) -> dict[str, torch.Tensor]:
     """Read all tensors of files that may be damaged or hostile.
 
-    No more memory is taken than tensors that follow `TENSOR_RULES` need, whatever the files claim.
+    No more memory is taken than tensors that follow the rules need, whatever the files claim.
 
     Args:
         files: seekable, by the names of `weights_files`.
         weights: the files that the configuration was written with, by the same names.
+        rules: what each tensor may be, see `Storable.tensor_rules_for`; a tensor without a rule is refused.
         tokenizer: whose ids the tensors speak of.
         eos_token_ids: the ids that every ranking has to hold.
 
@@ -278,7 +174,7 @@ def read_tensors(
         if name != INDEX_FILE:
             headers[name] = read_header(files[name], size, name)
             _check_layout(name, headers[name], size)
-            _check_rules(name, headers[name], tokenizer)
+            _check_rules(name, headers[name], rules, tokenizer)
     if INDEX_FILE in weights:
         _check_shards(headers, _read_whole(files, INDEX_FILE, weights))
     tensors = {}
@@ -286,7 +182,7 @@ def read_tensors(
         # Whole, and not by tensors: the digest is of what is used, even if the file is changed meanwhile.
         tensors.update(_load(name, _read_whole(files, name, weights)))
         for tensor in header.entries:
-            _check_contents(f"{name}: {tensor}", tensors[tensor], _rule(name, tensor), tokenizer, eos_token_ids)
+            _check_contents(f"{name}: {tensor}", tensors[tensor], rules[tensor], tokenizer, eos_token_ids)
     return tensors
 
 
@@ -400,28 +296,24 @@ def _check_layout(filename: str, header: _Header, size: int) -> None:
         raise ArtifactError(f"{filename}: header", problem, _FETCH_AGAIN)
 
 
-def _check_rules(filename: str, header: _Header, tokenizer: TokenizerFingerprint) -> None:
+def _check_rules(
+    filename: str, header: _Header, rules: Mapping[str, TensorRule], tokenizer: TokenizerFingerprint
+) -> None:
     """Check each tensor's name, dtype and shape against its rule."""
     for name, entry in header.entries.items():
-        rule = _rule(filename, name)
+        if name not in rules:
+            problem = f"is not a tensor of the artifact's policy ({', '.join(rules) or 'which has none'})"
+            fix = "Remove the tensor, or declare it in tensor_rules if the policy's class is yours."
+            raise ArtifactError(f"{filename}: {name[:80]}", problem, fix)
+        rule = rules[name]
         field = f"{filename}: {name}"
         if entry["dtype"] not in rule.dtypes:
             allowed = " or ".join(rule.dtypes)
             raise ArtifactError(f"{field}.dtype", f"is {entry['dtype']}", f"Store the tensor as {allowed}.")
-        shape, largest = entry["shape"], rule.largest_shape(tokenizer)
+        shape, largest = entry["shape"], rule.largest_for(tokenizer)
         if len(shape) != len(largest) or not all(1 <= n <= most for n, most in zip(shape, largest, strict=True)):
             problem = f"has shape {shape}, not {len(largest)} dimensions of at least 1 and at most {list(largest)}"
             raise ArtifactError(f"{field}.shape", problem[:200], "Build the tensor again with this tokenizer.")
-
-
-def _rule(filename: str, name: str) -> TensorRule:
-    *owners, last = name.split(".")
-    if last not in TENSOR_RULES or not all(owner.isascii() and owner.isdigit() for owner in owners):
-        problem = f"is not a tensor that this version knows ({', '.join(TENSOR_RULES)})"
-        raise ArtifactError(
-            f"{filename}: {name[:80]}", problem, "Remove the tensor, or install the hf_dynspec that wrote it."
-        )
-    return TENSOR_RULES[last]
 
 
 def _are_counts(values: Any) -> bool:

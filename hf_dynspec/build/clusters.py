@@ -4,7 +4,6 @@ Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": sphe
 LM-head weights, balance not enforced.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from ..errors import ConfigurationError, DynSpecError
+from ..files import replacing
 
 Report = Callable[[str, int, int], None]
 
@@ -125,9 +125,8 @@ def kept_clusters(
                 return kept.get_tensor("clusters")
     made = cluster_tokens(weight, num_clusters, vocabulary_size=vocabulary_size, seed=seed, report=report)
     clusters = made.clusters.long()
-    scratch = file.with_suffix(".writing")
-    save_file({"clusters": clusters}, scratch, metadata=made_with)
-    os.replace(scratch, file)
+    with replacing(file) as scratch:
+        save_file({"clusters": clusters}, scratch, metadata=made_with)
     return clusters
 
 

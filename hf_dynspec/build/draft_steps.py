@@ -11,7 +11,6 @@ Everything is streamed: windows are sampled while texts are read, and steps are 
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..drafters import Drafter
 from ..errors import ConfigurationError
+from ..files import replacing
 from ..kernels import top_k_ids
 from ..modeling.head import PackedRows, finish_logits
 from ..modeling.parts import scale_and_cap
@@ -196,13 +196,9 @@ def windows_of(folder: str | Path, job: dict[str, Any], sample: Callable[[], Win
                 )
             return Windows(saved["token_ids"], saved["ends"], saved["counts"])
     windows = sample()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".writing")
-    with open(scratch, "wb") as stream:
-        np.savez(
-            stream, token_ids=windows.token_ids, ends=windows.ends, counts=windows.counts, job=np.array(described)
-        )
-    os.replace(scratch, file)
+    arrays = {"token_ids": windows.token_ids, "ends": windows.ends, "counts": windows.counts}
+    with replacing(file) as scratch, open(scratch, "wb") as stream:
+        np.savez(stream, **arrays, job=np.array(described))
     return windows
 
 
@@ -460,6 +456,5 @@ class StepRecorder:
 def _write(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
     """Write a shard, so that a kill leaves all of it or nothing."""
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    scratch = path.with_suffix(".writing")
-    save_file(tensors, scratch)
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        save_file(tensors, scratch)

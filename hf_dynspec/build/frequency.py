@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigurationError, DynSpecError
+from ..files import replacing, scratch_files
 from .corpus import PIECE_CHARACTERS, FilePart, read_unit
 
 # Added tokens whose names differ only in a number, such as <unused12>, <|reserved_special_token_3|> or <extra_id_7>,
@@ -118,9 +119,7 @@ class Tally:
         """Write the counts. The file is replaced in one step, so that a kill leaves the old state or the new one."""
         if self._file is None or self._is_saved:
             return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._file.with_suffix(".writing")
-        with open(scratch, "wb") as stream:
+        with replacing(self._file) as scratch, open(scratch, "wb") as stream:
             np.savez(
                 stream,
                 counts=self.counts,
@@ -128,16 +127,13 @@ class Tally:
                 documents=np.int64(self.documents),
                 job=np.array(json.dumps(self._job)),
             )
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(scratch, self._file)
         self._saved_at = time.monotonic()
         self._is_saved = True
 
     def delete(self) -> None:
         """Remove the saved state, and its directory if nothing else is in it."""
         if self._file is not None:
-            for path in (self._file, self._file.with_suffix(".writing")):
+            for path in (self._file, *scratch_files(self._file)):
                 path.unlink(missing_ok=True)
             if self._file.parent.is_dir() and not any(self._file.parent.iterdir()):
                 self._file.parent.rmdir()
@@ -281,24 +277,6 @@ def _start_worker(tokenizer: Any, size: int, text_field: str, counted: Any, stop
 def _leave_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def load_tokenizer(name_or_path: str | Path) -> Any:
-    """Load a tokenizer from a folder or the Hub. Code from a repository is never run.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigurationError(
-            f"no tokenizer can be loaded from {name_or_path}: {problem} Pass --tokenizer the folder or the Hub id of "
-            "the target"
-        ) from error
 
 
 def _count_unit(unit: tuple[FilePart, ...]) -> UnitCounts:

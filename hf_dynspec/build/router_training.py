@@ -7,7 +7,6 @@ of it, and gradients are averaged, so that the result is the same to rounding.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ConfigurationError
-from ..shortlists.router.policy import NETWORK_TENSORS, Router, network_scores
+from ..files import replacing
+from ..shortlists.router.network import NETWORK_TENSORS, Router, network_scores
 from .draft_steps import Recording
 
 # Gives the drafter's embeddings [m, d] of tokens, int64 [m].
@@ -309,10 +309,8 @@ class RouterTraining:
         for name, parameter in network.named_parameters():
             for moment in _MOMENTS:
                 tensors[f"{moment}.{name}"] = self._optimizer.state[parameter][moment].detach().cpu().clone()
-        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._checkpoint.with_suffix(".writing")
-        save_file(tensors, scratch, metadata={"job": self._job(), "state": json.dumps(asdict(self.state))})
-        os.replace(scratch, self._checkpoint)
+        with replacing(self._checkpoint) as scratch:
+            save_file(tensors, scratch, metadata={"job": self._job(), "state": json.dumps(asdict(self.state))})
 
     def _resume(self, network: RouterNetwork, optimizer: torch.optim.Optimizer) -> None:
         """Go on where the saved state is.

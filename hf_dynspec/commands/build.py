@@ -81,7 +81,8 @@ def frequency(
     """
     from .. import __version__
     from ..build.corpus import CorpusError
-    from ..build.frequency import Tally, load_tokenizer, rank, vocabulary_size
+    from ..build.frequency import Tally, rank, vocabulary_size
+    from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
@@ -110,7 +111,7 @@ def frequency(
             "use_chat_template": chat_template,
         }
         _require_prompts(paths, text_field)
-        model = load_model(from_target, device, dtype)
+        model = load_model(from_target, device=device, dtype=dtype, role="target")
         tally, inputs = _count_generated(model, loaded, paths, start_tally, text_field=text_field, settings=settings)
         target = _reference(from_target, model)
     if not tally.tokens:
@@ -145,7 +146,8 @@ def frequency_import(
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
     from ..artifacts.frequency_list import import_frequency_list
-    from ..build.frequency import complete_ranking, load_tokenizer, vocabulary_size
+    from ..build.frequency import complete_ranking, vocabulary_size
+    from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
@@ -167,7 +169,7 @@ def frequency_export(
     out: Annotated[Path, typer.Option(help="The .pt file to write.")],
 ) -> None:
     """Write the most frequent tokens as a `.pt` list for FR-Spec, SGLang (--speculative-token-map) or vLLM."""
-    from ..artifacts.folder import read_artifact
+    from ..artifacts import read_artifact
     from ..artifacts.frequency_list import export_frequency_list
     from ..errors import ArtifactError
 
@@ -313,19 +315,6 @@ def describe_model(model: Any) -> str:
     return describe_files((path, path.stat().st_size) for path in sorted(folder.resolve().iterdir()) if path.is_file())
 
 
-def load_model(name: str, device: str, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from ..errors import ConfigurationError
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device, trust_remote_code=False)
-    except (OSError, ValueError, AttributeError, RuntimeError) as error:
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigurationError(f"the target {name} cannot be loaded on {device} as {dtype}: {problem}") from error
-    return model.eval()
-
-
 def _reference(name: str, model: Any) -> "ModelReference":
     from ..artifacts.config import ModelReference
 
@@ -336,19 +325,6 @@ def _reference(name: str, model: Any) -> "ModelReference":
         vocab_size=model.config.get_text_config().vocab_size,
         local=os.path.isdir(name),
     )
-
-
-def find_eos_token_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text: the generation configuration's, which can name several, and the tokenizer's own."""
-    from transformers import GenerationConfig
-
-    try:
-        generation = GenerationConfig.from_pretrained(name).eos_token_id
-    except (OSError, ValueError):  # a tokenizer without a model beside it
-        generation = None
-    known = set(tokenizer.get_vocab().values())
-    found = [*(generation if isinstance(generation, list) else [generation]), tokenizer.eos_token_id]
-    return tuple(dict.fromkeys(token_id for token_id in found if token_id in known))
 
 
 def _write(
@@ -362,8 +338,8 @@ def _write(
 ) -> None:
     import torch
 
+    from ..artifacts import write_artifact
     from ..artifacts.config import DynSpecConfig, PolicyConfig
-    from ..artifacts.folder import write_artifact
 
     config = DynSpecConfig(
         policy=PolicyConfig(name="frequency", settings={"size": size, "position_aware": False}),

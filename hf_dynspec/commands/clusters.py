@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import Out, command_text, find_eos_token_ids, load_model, require_free_folder, shorten_name
+from .build import Out, command_text, require_free_folder, shorten_name
 from .common import progress_bar, wide_console
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def clusters(
     in none.
     """
     from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
-    from ..build.frequency import load_tokenizer
+    from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
@@ -113,6 +113,7 @@ def _read_head(name: str) -> "torch.Tensor":
     """`[V, d]`: the weight of a model's output projection."""
     from ..drafters.eagle.conversion import read_output_rows
     from ..errors import ArtifactError
+    from ..loading import load_model
     from ..modeling.head import DynamicLMHead
 
     if os.path.isdir(name):
@@ -120,7 +121,7 @@ def _read_head(name: str) -> "torch.Tensor":
             return read_output_rows(name)[0]
         except ArtifactError:
             pass  # Other names of tensors, or pickles: transformers knows them, and says what is wrong otherwise.
-    return DynamicLMHead.from_model(load_model(name, "cpu", "auto")).weight
+    return DynamicLMHead.from_model(load_model(name, device="cpu")).weight
 
 
 def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> dict[str, Any]:
@@ -139,9 +140,9 @@ def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> 
 
 
 def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> None:
+    from ..artifacts import write_artifact
     from ..artifacts.config import DynSpecConfig, PolicyConfig
-    from ..artifacts.folder import write_artifact
-    from ..shortlists.router.policy import Router, RouterShortlist
+    from ..shortlists.router import Router, RouterShortlist
 
     policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))
     # The model is in the provenance alone: its head may be the target's or the drafter's own.

@@ -33,7 +33,8 @@ Policies = Annotated[
     typer.Option(
         metavar="NAME[:SETTING=VALUE,...]",
         help="Repeatable. hybrid, frequency:size=32768, frequency:ranking=FOLDER, "
-        "frequency:size=1024+in_context:eviction=lru. Default: full, frequency, in_context and hybrid.",
+        "frequency:size=1024+in_context:eviction=lru; a class of your own as package.module:Class. "
+        "Default: full, frequency, in_context and hybrid.",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
@@ -64,7 +65,7 @@ class ResultsFile:
 
     def save(self, values: Callable[[], dict[str, Any]]) -> None:
         """Replace what is in the file, if it can be written, by the JSON values that `values` gives."""
-        from ..evaluation.provenance import write_json
+        from ..files import write_json
 
         if self._path is None:
             return

@@ -43,7 +43,10 @@ def push(
     card that somebody edited is kept.
     """
     from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild_policy
-    from ..artifacts.folder import card_to_publish, published_sizes, require_repository_name, with_annotations
+    from ..artifacts.card_file import card_to_publish
+    from ..artifacts.hub import require_repository_name
+    from ..artifacts.publishing import published_sizes
+    from ..artifacts.writing import with_annotations
     from ..evaluation.bench.published_rows import read_published_rows
 
     require_repository_name(repo_id)
@@ -85,7 +88,7 @@ def _require_folder(directory: Path) -> Path:
 
 def _provenance(known: Mapping[str, Any], datasets: list[str], license_id: str | None) -> dict[str, Any]:
     """What to note of where the artifact comes from: the licence, and all datasets, those known before too."""
-    from ..artifacts.folder import require_repository_name
+    from ..artifacts.hub import require_repository_name
 
     noted: dict[str, Any] = {}
     if datasets:

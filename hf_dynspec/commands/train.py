@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..build.router_judging import HeldOutFigures
     from ..build.router_training import TrainingSettings, TrainingState
     from ..drafters import Drafter
-    from ..shortlists.router.policy import Router, RouterShortlist
+    from ..shortlists.router import Router, RouterShortlist
 
 train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, rich_markup_mode=None)
 

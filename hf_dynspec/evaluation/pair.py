@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
+from ..loading import load_model, load_tokenizer
 from ..shortlists import ShortlistPolicy
 from .policy_text import DEFAULT_POLICIES, named_policies, shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
@@ -204,10 +204,10 @@ def open_pair(
     heads = _read_heads(eagle, allow_pickle)
     with ExitStack() as stack:
         stack.enter_context(_cpu_threads(settings.threads))
-        target = target or _load_model(settings, "target")
+        target = target or _load(settings, "target")
         if drafter is None and settings.drafter:
-            drafter = _load_model(settings, "drafter")
-        tokenizer = tokenizer or _load_tokenizer(settings.target or target.name_or_path)
+            drafter = _load(settings, "drafter")
+        tokenizer = tokenizer or load_tokenizer(settings.target or target.name_or_path)
         drafters: dict[str, Drafter] = {} if drafter is None else {_label_of(drafter): as_drafter(drafter)}
         for label, checkpoint in heads.items():
             with _naming_head(label):
@@ -240,12 +240,12 @@ def load_models(
     if (settings.drafter is None) == (eagle is None):
         raise ConfigurationError("name one drafter: a small model or an EAGLE head")
     heads = _read_heads([eagle] if eagle else [], allow_pickle)
-    target = _load_model(settings, "target")
+    target = _load(settings, "target")
     if not heads:
-        return target, as_drafter(_load_model(settings, "drafter")), _load_tokenizer(str(settings.target))
+        return target, as_drafter(_load(settings, "drafter")), load_tokenizer(str(settings.target))
     label, checkpoint = heads.popitem()
     with _naming_head(label):
-        return target, EagleDrafter(checkpoint, target), _load_tokenizer(str(settings.target))
+        return target, EagleDrafter(checkpoint, target), load_tokenizer(str(settings.target))
 
 
 def generation_config(
@@ -336,26 +336,10 @@ def _naming_head(label: str) -> Iterator[None]:
         raise ConfigurationError(f"the EAGLE head {label}: {error}") from error
 
 
-def _load_model(settings: PairSettings, role: str) -> PreTrainedModel:
-    name = getattr(settings, role)
+def _load(settings: PairSettings, role: str) -> PreTrainedModel:
     device = settings.resolved_device()
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, device_map={"": device}, trust_remote_code=False
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigurationError(f"the {role} {name} cannot be loaded on {device} as {dtype}: {problem}") from error
-    return model.eval()
-
-
-def _load_tokenizer(name: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigurationError(f"the tokenizer of {name} cannot be loaded: {problem}") from error
+    return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
 
 
 def _room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:

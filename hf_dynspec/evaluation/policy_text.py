@@ -1,18 +1,25 @@
-"""Policies as the texts of a command line: `hybrid`, `frequency:size=32768`, `frequency:size=1024+in_context`."""
+"""Policies as the texts of a command line: `hybrid`, `frequency:size=32768`, `frequency:size=1024+in_context`, and
+`package.module:Class` for a class of one's own."""
 
+import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..shortlists import ShortlistPolicy, UnionShortlist, policy_class, require_settings
+from ..shortlists import POLICIES, ShortlistPolicy, UnionShortlist, policy_class
+from ..shortlists.registry import require_arguments, require_policy_class
 
 DEFAULT_POLICIES = ("full", "frequency", "in_context", "hybrid")
 
 # In `a+b:size=1` a plus sign joins policies; in a path it is followed by something that is not a policy with settings.
-_JOINT = re.compile(r"\+(?=[a-z_]+(?:[:+]|$))")
+_NAMED = r"[a-z_]+"
+_CLASS = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NEXT_SETTING = re.compile(r",(?=[a-z_]+=)")
 _PATH = re.compile(r"(^|[=:])((?:~|\.{1,2})?/[^,=:]*)")
 
@@ -24,34 +31,91 @@ def parse_policy(text: str) -> ShortlistPolicy:
     `frequency:size=32768`, `frequency:ranking=FOLDER,position_aware=true`. A plus sign makes a union of several:
     `frequency:size=1024+in_context:window=3072,eviction=lru`. `none` stands for None.
 
+    In place of a name there may be the class of a policy that is written elsewhere, `package.module:Class`, with its
+    settings behind a second colon: `my_package.policies:Recent:window=3`. The module is imported, also from the
+    current folder, as by `python -m`. So a text must come from whoever runs the command, and never from a file.
+
     Raises:
-        ConfigurationError: there is no such policy or setting, or a value is mistyped or out of range.
+        ConfigurationError: there is no such policy or setting, a class cannot be imported or is no policy, or a value
+            is mistyped or out of range.
     """
-    parts = [_parse_single_policy(part) for part in _JOINT.split(text)]
+    parts = [_parse_single_policy(part) for part in _split_at_joints(text)]
     return parts[0] if len(parts) == 1 else UnionShortlist(*parts)
 
 
+def _split_at_joints(text: str) -> list[str]:
+    # Names that others registered may hold digits, which in a path behind a plus sign are more likely.
+    known = "|".join(map(re.escape, POLICIES))
+    return re.split(rf"\+(?=(?:{_NAMED}|{known}|{_CLASS})(?:[:+]|$))", text)
+
+
 def _parse_single_policy(text: str) -> ShortlistPolicy:
-    name, colon, listed = text.partition(":")
-    policy = policy_class(name)
+    policy, listed = _class_and_settings(text)
     known = inspect.signature(policy).parameters
     settings: dict[str, Any] = {}
-    for item in _NEXT_SETTING.split(listed) if colon else ():
+    for item in [] if listed is None else _NEXT_SETTING.split(listed):
         setting, equals, value = item.partition("=")
         if not equals or not value:
             raise ConfigurationError(f"policy {text!r}: settings are written name=value, got {item!r}")
         if setting not in known:
             raise ConfigurationError(
-                f"policy {text!r}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}"
+                f"policy {text!r}: {policy.name} has no setting {setting!r}; it has {', '.join(known) or 'none'}"
             )
         if setting in settings:
             raise ConfigurationError(f"policy {text!r}: {setting} is given twice")
         settings[setting] = _parse_value(value)
-    require_settings(name, settings)
+    require_arguments(policy, settings)
     try:
         return policy(**settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"policy {text!r}: {error}") from error
+
+
+def _class_and_settings(text: str) -> tuple[type[ShortlistPolicy], str | None]:
+    """The class that a text begins with, and what stands behind its colon, None where there is none."""
+    first, *rest = text.split(":", maxsplit=1)
+    if first not in POLICIES and _MODULE.fullmatch(first) and rest:
+        second, *listed = rest[0].split(":", maxsplit=1)
+        if second.isidentifier():
+            return import_policy(first, second), (listed or [None])[0]
+    try:
+        return policy_class(first), (rest or [None])[0]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; a class of your own is written package.module:Class") from error
+
+
+def import_policy(module: str, name: str) -> type[ShortlistPolicy]:
+    """Import the class of a policy.
+
+    Args:
+        module: its dotted name. Modules in the current folder are found too, as by `python -m`.
+        name: the class's.
+
+    Raises:
+        ConfigurationError: the module cannot be imported or has no such class, or that is no policy or abstract.
+    """
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # a module of somebody else's, which may raise anything when it is run
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(
+            f"policy {module}:{name}: the module cannot be imported: {problem}. Install it, or run the command in the "
+            "folder that holds it"
+        ) from error
+    if found is None:
+        raise ConfigurationError(
+            f"policy {module}:{name}: the module {module} has no {name}; correct the class's name"
+        )
+    try:
+        require_policy_class(found)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"policy {module}:{name}: {error}") from error
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(f"policy {module}:{name}: the class lacks {', '.join(missing)}; write them")
+    return found
 
 
 def _parse_value(text: str) -> bool | int | float | str | None:

@@ -1,11 +1,9 @@
-"""Where results come from: the commit, versions and hardware; and files that are replaced in one step."""
+"""Where results come from: the commit, versions and hardware."""
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -57,29 +55,6 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON values to a file, which is replaced in one step."""
-    text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".results-", delete=False) as file:
-        scratch = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            # A scratch file is its owner's alone; results may be read by whoever the process lets read its files.
-            os.chmod(scratch, 0o666 & ~_umask())
-            os.replace(scratch, path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def versions() -> dict[str, str]:

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..drafters import Drafter
+from ..drafting.session import DraftSession
+from ..drafting.tree_config import TreeConfig
 from ..errors import NotBoundError
+from ..shortlists import ShortlistPolicy
+from ..stats import DraftingStatistics
 from .round import Drafting
+from .target import TargetForward
 
 HOW_TO_BIND = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
 
@@ -61,3 +67,57 @@ class Bindable(ABC):
     def device(self) -> torch.device:
         """Raises NotBoundError: only a model that this assistant is not bound to asks for it."""
         raise NotBoundError(f"this assistant is bound to another model than the one that generates: {HOW_TO_BIND}.")
+
+
+class Assistant(Bindable):
+    """A bound assistant as its calls and conversations see it.
+
+    Attributes:
+        generation_config: the settings of drafting, which may be assigned between calls.
+        policy: how shortlists are made.
+        drafter: what drafts.
+        tree: the shape of the trees to draft, or None for chains.
+        tokenizer: the tokenizer of both models, None where it is not known.
+        stats: counts of the last call.
+        profile: measure where the time goes.
+        measure_coverage: measure the target's probability mass on the shortlists.
+    """
+
+    generation_config: GenerationConfig
+    policy: ShortlistPolicy
+    drafter: Drafter
+    tree: TreeConfig | None
+    tokenizer: Any
+    stats: DraftingStatistics
+    profile: bool
+    measure_coverage: bool
+
+    @property
+    @abstractmethod
+    def forward(self) -> TargetForward:
+        """What runs the bound target."""
+
+    @abstractmethod
+    def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
+        """Return the EOS ids of a call that the drafter can score, without repeats."""
+
+    @abstractmethod
+    def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
+        """Return an idle session for these EOS ids, or a new one."""
+
+    @abstractmethod
+    def resume_session(self, session: DraftSession, eos_token_ids: tuple[int, ...]) -> bool:
+        """Whether a conversation's session can go on: it is one of this assistant as it is now, for these EOS ids.
+        Otherwise it is given up."""
+
+    @abstractmethod
+    def hold_session(self, session: DraftSession) -> None:
+        """Let a conversation keep a session until its next call."""
+
+    @abstractmethod
+    def return_session(self, session: DraftSession) -> None:
+        """Keep a session for the next call, with its buffers."""
+
+    @abstractmethod
+    def publish(self, stats: DraftingStatistics) -> None:
+        """Make the counts of a finished call the last ones and add them to the total."""

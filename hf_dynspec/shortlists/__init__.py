@@ -1,14 +1,17 @@
 """Shortlist policies: which tokens the drafter scores at each draft step.
 
-To add a policy, write one file beside this one and one line below; the contract tests then cover it.
+To add a policy, write one file beside this one and one line below; the contract tests then cover it. What it stores,
+within which bounds, and what a model card says of it its class declares (`Storable`).
 """
 
-from .base import ShortlistPolicy, ShortlistState, WholeNumber
+from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
+from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .in_context import InContextShortlist
-from .registry import POLICIES, as_policy, policy_class, register_policy, require_settings
+from .registry import POLICIES, as_policy, policy_class, register_policy
 from .router import Router, RouterShortlist
+from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import HybridShortlist, UnionShortlist
 
 register_policy(FullShortlist)
@@ -19,19 +22,29 @@ register_policy(UnionShortlist)
 register_policy(HybridShortlist)
 
 __all__ = [
+    "ID_DTYPES",
     "POLICIES",
+    "TOKENIZER_SIZE",
+    "WEIGHT_DTYPES",
     "FrequencyShortlist",
     "FullShortlist",
     "HybridShortlist",
     "InContextShortlist",
+    "OneOf",
     "Router",
     "RouterShortlist",
+    "SettingRule",
+    "Share",
     "ShortlistPolicy",
     "ShortlistState",
+    "Storable",
+    "Switch",
+    "TensorRule",
     "UnionShortlist",
     "WholeNumber",
     "as_policy",
     "policy_class",
     "register_policy",
-    "require_settings",
+    "token_ids",
+    "token_ranking",
 ]

@@ -1,87 +1,12 @@
 """The contract of shortlist policies: an immutable policy starts one mutable state for each drafting session."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError, shown_value
 from ..protocol import BlockLayout, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-
-# No setting counts tokens, clusters or positions beyond this: several times the largest vocabularies in use, as
-# `configuration.LARGEST_VOCABULARY`.
-LARGEST_COUNT = 2**22
-# Ids of the target's most probable tokens that a policy may ask for at each position.
-LARGEST_TOP_K = 1024
-
-
-# What a setting may be. A rule knows plain values only: no setting can name a file, a repository or a class.
-
-
-class SettingRule(ABC):
-    """What values a setting of a policy may have."""
-
-    @abstractmethod
-    def allows(self, value: Any) -> bool:
-        """Whether the setting may have this value."""
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """What the setting must be, to follow upon "must be"."""
-
-
-@dataclass(frozen=True)
-class WholeNumber(SettingRule):
-    """A whole number from `least` to `most`, or None where it is `optional`."""
-
-    least: int
-    most: int = LARGEST_COUNT
-    optional: bool = False
-
-    def allows(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
-        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.least} to {self.most}" + (" or None" if self.optional else "")
-
-
-@dataclass(frozen=True)
-class Share(SettingRule):
-    """A number above 0 and up to 1."""
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
-
-    def __str__(self) -> str:
-        return "a share above 0 and up to 1"
-
-
-@dataclass(frozen=True)
-class Switch(SettingRule):
-    """True or False."""
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "True or False"
-
-
-@dataclass(frozen=True)
-class OneOf(SettingRule):
-    """One of a few names."""
-
-    names: tuple[str, ...]
-
-    def allows(self, value: Any) -> bool:
-        return isinstance(value, str) and value in self.names
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}"
+from .storage import Storable
 
 
 class ShortlistState(ABC):
@@ -147,19 +72,12 @@ class ShortlistState(ABC):
         called after it. The state must hold neither the assistant nor the models, which would keep them for good."""
 
 
-class ShortlistPolicy(ABC):
-    """How shortlists are made. Immutable and shareable; this is what an artifact stores.
+class ShortlistPolicy(Storable, ABC):
+    """How shortlists are made. Immutable and shareable; this is what an artifact stores, see `Storable`.
 
-    Subclasses set `name` and `setting_rules`, hold their settings against them on construction (`require_settings`),
-    and can be rebuilt from `settings()` and `tensors()` by `from_settings`, which does the same before it builds
-    anything.
-
-    Attributes:
-        setting_rules: what `settings()` may return: each setting by its name, which is the constructor's argument too.
+    Subclasses set `name` and `setting_rules`, and hold their settings against them on construction
+    (`require_settings`); where they have tensors, they set `tensor_rules` too.
     """
-
-    name: ClassVar[str]
-    setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
 
     @property
     def needs(self) -> Needs:
@@ -172,50 +90,9 @@ class ShortlistPolicy(ABC):
 
     @property
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:
-        """The tokenizers (`configuration.TokenizerFingerprint`) that the policy's ids belong to, where they are known.
+        """The tokenizers (`vocabulary.TokenizerFingerprint`) that the policy's ids belong to, where they are known.
         An assistant refuses models with another one."""
         return ()
-
-    def settings(self) -> dict[str, Any]:
-        """The JSON-serialisable settings that, with `tensors()`, rebuild this policy."""
-        return {}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors (CPU, contiguous) that, with `settings()`, rebuild this policy."""
-        return {}
-
-    @classmethod
-    def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        """Check settings, from wherever they come, without building anything.
-
-        Raises:
-            ConfigurationError: a setting is unknown, mistyped or out of range.
-        """
-        for name, value in settings.items():
-            rule = cls.setting_rules.get(name)
-            if rule is None:
-                known = ", ".join(cls.setting_rules) or "none"
-                raise ConfigurationError(f"the policy {cls.name!r} has no setting {shown_value(name)}; it has {known}")
-            if not rule.allows(value):
-                raise ConfigurationError(f"{name} must be {rule}, got {shown_value(value)}")
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "ShortlistPolicy":
-        """Rebuild a policy from what `settings()` and `tensors()` returned.
-
-        Raises:
-            ConfigurationError: a setting is unknown, mistyped or out of range.
-        """
-        cls.require_settings(settings)
-        try:
-            return cls(**settings, **cls._arguments_from(tensors))
-        except TypeError as error:
-            raise ConfigurationError(f"policy {cls.name!r} cannot be built from its tensors: {error}") from error
-
-    @classmethod
-    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The constructor's arguments that the tensors stand for."""
-        return dict(tensors)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())

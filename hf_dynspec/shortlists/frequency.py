@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from ..errors import ArtifactError, ConfigurationError
+from ..errors import ConfigurationError
+from ..fields import Switch, WholeNumber
 from ..protocol import Shortlist, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState, Switch, WholeNumber
-
-if TYPE_CHECKING:
-    from ..vocabulary import TokenizerFingerprint
+from ..vocabulary import TokenizerFingerprint
+from .base import ShortlistPolicy, ShortlistState
+from .registry import read_stored_policy
+from .storage import token_ranking
 
 
 def position_aware_size(largest: int, depth: int) -> int:
@@ -38,6 +39,12 @@ class FrequencyShortlist(ShortlistPolicy):
 
     name = "frequency"
     setting_rules: ClassVar = {"size": WholeNumber(1), "position_aware": Switch()}
+    tensor_rules: ClassVar = {"ranking": token_ranking()}
+    card_summary = (
+        "A static shortlist of the most frequent tokens (FR-Spec, VocabTrim). The whole ranking is stored, so that "
+        "its size can be chosen at load."
+    )
+    card_tags = ("fr-spec", "vocabtrim")
 
     def __init__(
         self,
@@ -50,11 +57,12 @@ class FrequencyShortlist(ShortlistPolicy):
         self.require_settings(self.settings())
         self.tokenizer: TokenizerFingerprint | None = None
         if isinstance(ranking, (str, os.PathLike)):
-            ranking, self.tokenizer = _read_ranking(ranking)
+            stored = read_stored_policy(ranking, tensor="ranking")
+            ranking, self.tokenizer = stored.tensors["ranking"], stored.tokenizer
         self.ranking = None if ranking is None else as_ranking(ranking)
 
     @property
-    def tokenizer_fingerprints(self) -> tuple["TokenizerFingerprint", ...]:
+    def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
         return () if self.tokenizer is None else (self.tokenizer,)
 
     def start(self, vocabulary: VocabularyInfo) -> "FrequencyState":
@@ -104,16 +112,6 @@ class FrequencyState(ShortlistState):
         if size not in self._by_size:
             self._by_size[size] = Shortlist(self._slots, version=0, size=size)
         return self._by_size[size]
-
-
-def _read_ranking(artifact: str | os.PathLike) -> tuple[torch.Tensor, "TokenizerFingerprint | None"]:
-    # Imported here, as only those who name an artifact need the Hub client.
-    from ..artifacts import read_artifact
-
-    config, tensors = read_artifact(artifact)
-    if "ranking" not in tensors:
-        raise ArtifactError("model.safetensors: ranking", "is missing", "Name an artifact that holds a ranking.")
-    return tensors["ranking"], config.tokenizer
 
 
 def as_ranking(ranking: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ class FullShortlist(ShortlistPolicy):
     """Every real token that the drafter can score, which is plain speculative decoding. Padding rows are left out."""
 
     name = "full"
+    card_summary = "The drafter scores its whole vocabulary: the baseline that shortlists are measured against."
 
     def start(self, vocabulary: VocabularyInfo) -> FixedState:
         slots = vocabulary.draftable

@@ -7,10 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..fields import OneOf, WholeNumber
 from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import LARGEST_TOP_K, OneOf, ShortlistPolicy, ShortlistState, WholeNumber
+from .base import ShortlistPolicy, ShortlistState
 
 EVICTIONS = ("stream", "lru")
+# Ids of the target's most probable tokens that may be asked for at each position.
+LARGEST_TOP_K = 1024
 
 # Up to this many stream elements are compared with each other at once; longer stretches of context are sorted in.
 _LARGEST_PUSH = 512
@@ -44,6 +47,8 @@ class InContextShortlist(ShortlistPolicy):
         "eviction": OneOf(EVICTIONS),
         "prompt_positions": WholeNumber(1, optional=True),
     }
+    card_summary = "A sliding window over the context's tokens and what the target found likely there (MicroSpec)."
+    card_tags = ("microspec",)
 
     def __init__(
         self,

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import ConfigurationError, shown_value
+from ..fields import FieldError
 from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
-from .registry import policy_class
+from .registry import UNKNOWN_POLICY_FIX, policy_class
+from .storage import Storable, TensorRule
 
 # Policies of a union and of the unions within it, all together, and how deep unions may lie within each other.
 MOST_POLICIES = 32
@@ -31,6 +33,7 @@ class UnionShortlist(ShortlistPolicy):
     """
 
     name = "union"
+    card_summary = "Every token that any of several shortlist policies selects."
 
     def __init__(self, *policies: ShortlistPolicy):
         if not policies:
@@ -77,8 +80,31 @@ class UnionShortlist(ShortlistPolicy):
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
         """As for every policy; the policies inside are counted before the settings of any are looked at."""
         _count_policies(settings)
+        for index, part in enumerate(settings["policies"]):
+            field = f"policies[{index}]"
+            try:
+                policy = policy_class(part["name"])
+            except ConfigurationError as error:
+                raise FieldError(f"{field}.name", str(error), UNKNOWN_POLICY_FIX) from error
+            try:
+                policy.require_settings(part["settings"])
+            except FieldError as error:
+                raise FieldError(f"{field}.settings.{error.field}", error.problem, error.fix) from error
+
+    @classmethod
+    def tensor_rules_for(cls, settings: Mapping[str, Any]) -> Mapping[str, TensorRule]:
+        rules = {}
+        for index, part in enumerate(settings["policies"]):
+            own = policy_class(part["name"]).tensor_rules_for(part["settings"])
+            rules.update({f"{index}.{name}": rule for name, rule in own.items()})
+        return rules
+
+    @classmethod
+    def classes_in(cls, settings: Mapping[str, Any]) -> tuple[type[Storable], ...]:
+        classes = super().classes_in(settings)
         for part in settings["policies"]:
-            policy_class(part["name"]).require_settings(part["settings"])
+            classes += policy_class(part["name"]).classes_in(part["settings"])
+        return classes
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
@@ -91,7 +117,7 @@ class UnionShortlist(ShortlistPolicy):
         return cls(*policies)
 
 
-def _count_policies(settings: Mapping[str, Any], depth: int = 1) -> int:
+def _count_policies(settings: Mapping[str, Any], depth: int = 1, path: str = "") -> int:
     """The number of policies inside a union of these settings, those of unions within it too.
 
     Raises:
@@ -107,9 +133,10 @@ def _count_policies(settings: Mapping[str, Any], depth: int = 1) -> int:
         if not isinstance(part, Mapping) or set(part) != {"name", "settings"}:
             raise ConfigurationError(f"policy {index} of a union must have exactly a name and settings")
         if not isinstance(part["settings"], Mapping):
-            raise ConfigurationError(f"the settings of policy {index} of a union must be an object")
+            problem = f"must be a JSON object, got {shown_value(part['settings'])}"
+            raise FieldError(f"{path}policies[{index}].settings", problem, "Give the settings of that policy")
         if part["name"] == UnionShortlist.name:
-            count += _count_policies(part["settings"], depth + 1)
+            count += _count_policies(part["settings"], depth + 1, f"{path}policies[{index}].settings.")
         if count > MOST_POLICIES:
             raise ConfigurationError(f"a union holds {count} policies or more, and {MOST_POLICIES} are the most")
     return count
@@ -256,6 +283,12 @@ class HybridShortlist(UnionShortlist):
     """
 
     name = "hybrid"
+    tensor_rules = FrequencyShortlist.tensor_rules
+    card_summary = (
+        "A static core of frequent tokens beside a sliding window over the context's tokens and what the target found "
+        "likely there."
+    )
+    card_tags = ("fr-spec", "microspec")
     setting_rules: ClassVar = {
         "core_size": FrequencyShortlist.setting_rules["size"],
         **{name: rule for name, rule in InContextShortlist.setting_rules.items() if name != "eviction"},
@@ -284,9 +317,18 @@ class HybridShortlist(UnionShortlist):
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._core.tensors()
 
+    # One policy to whoever stores it: what it is made of is not told.
     @classmethod
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
         super(UnionShortlist, cls).require_settings(settings)
+
+    @classmethod
+    def tensor_rules_for(cls, settings: Mapping[str, Any]) -> Mapping[str, TensorRule]:
+        return super(UnionShortlist, cls).tensor_rules_for(settings)
+
+    @classmethod
+    def classes_in(cls, settings: Mapping[str, Any]) -> tuple[type[Storable], ...]:
+        return super(UnionShortlist, cls).classes_in(settings)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "HybridShortlist":

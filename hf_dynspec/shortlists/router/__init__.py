@@ -1,5 +1,6 @@
 """DynaSpec: clusters of tokens, and a router that chooses among them."""
 
-from .policy import Router, RouterShortlist
+from .network import Router
+from .policy import RouterShortlist
 
 __all__ = ["Router", "RouterShortlist"]

@@ -1,0 +1,106 @@
+"""One `generate` call of an assistant: its session, its counts, and what drafts in it."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from ..drafting.session import DraftSession
+from ..drafting.settings import require_drafting_settings
+from ..stats import DraftingStatistics, Stopwatch
+from .call import Assistant, Call
+from .round import Drafting
+
+
+class GenerateCall(Call):
+    """What one `generate` call uses: a session, counts, and the drafting that uses it. To be entered, and left when
+    the call is over, however it ends.
+
+    Attributes:
+        is_kept: whether the session goes on in another call.
+    """
+
+    is_kept = False
+
+    def __init__(self, assistant: Assistant):
+        self._assistant = assistant
+        self._session: DraftSession | None = None
+        self._drafting: Drafting | None = None
+        self._stats = DraftingStatistics()
+        self._stats.calls = 1
+        devices = (assistant.drafter.head.device, assistant.target.device)
+        self._stopwatch = Stopwatch(assistant.profile, devices)
+        self._start = 0.0
+
+    def __enter__(self) -> "GenerateCall":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._close()
+
+    def kept_session(self) -> DraftSession | None:
+        """The session to go on with, if it still fits."""
+        return None
+
+    def leave_session(self, session: DraftSession) -> None:
+        """Leave the session to the next call."""
+        self._assistant.return_session(session)
+
+    def drafting(
+        self,
+        *,
+        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+    ) -> Drafting:
+        """See `Call.drafting`."""
+        assistant = self._assistant
+        require_drafting_settings(assistant.generation_config)
+        # Before anything is asked of the head, it has to be the one that the drafter has now.
+        _ = assistant.drafter.weights_version
+        eos = assistant.scored_eos_token_ids(generation_config)
+        kept = self.kept_session()
+        # Every shortlist contains the EOS ids, so other ones start the conversation's memory anew, and so do another
+        # policy and another drafter.
+        continues = kept is not None and assistant.resume_session(kept, eos)
+        self._session = kept if continues else assistant.take_session(eos)
+        self._session.stats = self._stats
+        self._session.stopwatch = self._stopwatch
+        assistant.forward.prepare()
+        assistant.forward.require_states(assistant.drafter.reads, assistant.policy.needs)
+        if self._stopwatch.enabled:
+            self._start = self._stopwatch.now()
+        self._drafting = Drafting(
+            self._session,
+            assistant.policy.needs,
+            assistant.drafter.reads,
+            assistant.forward,
+            generation_config,
+            input_ids,
+            model_kwargs,
+            assistant.generation_config,
+            logits_processor,
+            assistant.tree,
+            is_kept=self.is_kept,
+            continues=continues,
+            measure_coverage=assistant.measure_coverage,
+        )
+        return self._drafting
+
+    def _close(self) -> None:
+        """Leave the session and publish the counts."""
+        if self._drafting is None:
+            if self._session is not None:
+                # It was interrupted before it could begin.
+                self._session.close()
+            return
+        if self._stopwatch.enabled:
+            elapsed = self._stopwatch.now() - self._start
+            self._stats.seconds = dict(self._stopwatch.seconds)
+            self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
+        config = self._assistant.generation_config
+        if config.num_assistant_tokens_schedule == "heuristic":
+            config.num_assistant_tokens = self._drafting.num_assistant_tokens
+        self.leave_session(self._session)
+        self._assistant.publish(self._stats)

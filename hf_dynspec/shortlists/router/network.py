@@ -1,0 +1,171 @@
+"""The router of DynaSpec: clusters of tokens, and the network or the centroids that score them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch.nn import functional
+
+from ...errors import ArtifactError, ConfigurationError
+from ...vocabulary import TokenizerFingerprint
+from ..storage import BUILD_AGAIN, ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, TensorRule
+
+NETWORK_TENSORS = ("input_weight", "input_bias", "output_weight", "output_bias")
+
+# The most of each dimension that a stored router may have.
+MOST_CLUSTERS = 2**16
+_MOST_UNITS = 2**14
+_MOST_FEATURES = 2**16
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Token clusters and what chooses among them: a small network, or the clusters' centroids. Immutable.
+
+    The network (DynaSpec, section 4.2, "Low-cost router") sees what a draft step starts from, so that it can run
+    beside the drafter's layers: `scores = W₂ · silu(W₁ · [e, f] + b₁) + b₂`, where `e` is the embedding of the newest
+    token and `f` the drafter's feature before it, both divided by their root mean square. Centroids need no training:
+    the scores are the products of the drafter's hidden state with them, as if each cluster were one token.
+
+    Args:
+        clusters: int32 or int64 `[V]`: the cluster of each token id. Every cluster below the largest has a token.
+        centroids: `[M, d]`, one for each cluster, in the space of the drafter's hidden states.
+        input_weight: `[h, 2 · d]`: `W₁`; likewise the next three.
+        input_bias: `[h]`.
+        output_weight: `[M, h]`.
+        output_bias: `[M]`.
+
+    Raises:
+        ConfigurationError: shapes that do not fit each other, or neither a network nor centroids.
+    """
+
+    clusters: torch.Tensor
+    centroids: torch.Tensor | None = None
+    input_weight: torch.Tensor | None = None
+    input_bias: torch.Tensor | None = None
+    output_weight: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+
+    def __post_init__(self):
+        clusters = self.clusters
+        if clusters.dim() != 1 or not clusters.numel() or clusters.dtype not in (torch.int32, torch.int64):
+            raise ConfigurationError(
+                f"clusters must be int32 or int64, one for each token id, got {described(clusters)}"
+            )
+        # Looked at first, as a count is taken up to the largest number.
+        is_in_range = int(clusters.min()) >= 0 and int(clusters.max()) < clusters.numel()
+        sizes = torch.bincount(clusters) if is_in_range else torch.zeros(1)
+        if not bool((sizes > 0).all()):
+            raise ConfigurationError("clusters must be numbered from 0 without gaps, so that each of them has a token")
+        self._require_shapes(sizes.shape[0])
+
+    def _require_shapes(self, count: int) -> None:
+        network = [getattr(self, name) for name in NETWORK_TENSORS]
+        if self.centroids is None and any(one is None for one in network):
+            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}")
+        if self.centroids is not None:
+            if any(one is not None for one in network):
+                raise ConfigurationError("a router has centroids or a network, not both")
+            wanted = {"centroids": (count, _columns(self.centroids))}
+        else:
+            hidden, inputs = _columns(self.output_weight), _columns(self.input_weight)
+            wanted = dict(zip(NETWORK_TENSORS, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+                raise ConfigurationError(f"{name} must be floating-point {list(shape)}, got {described(tensor)}")
+        if self.centroids is None and inputs % 2:
+            raise ConfigurationError(f"input_weight must have an even number of columns, got {inputs}")
+
+    @property
+    def num_clusters(self) -> int:
+        """How many clusters there are, `M`."""
+        return (self.output_weight if self.centroids is None else self.centroids).shape[0]
+
+    @property
+    def reads(self) -> int:
+        """Width `d` of what the router reads."""
+        return self.input_weight.shape[1] // 2 if self.centroids is None else self.centroids.shape[1]
+
+    def scores(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The network's logits `[m, M]` for embeddings `[m, d]` and features `[m, d]`."""
+        return network_scores(embeddings, features, *(getattr(self, name) for name in NETWORK_TENSORS))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the router's tensors that it has."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "Router":
+        """A router of those of the tensors that are a router's."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: tensor for name, tensor in tensors.items() if name in known})
+
+    def to(self, device: torch.device) -> "Router":
+        """The same router in fp32 on a device; the clusters stay where they are."""
+        moved = {
+            name: tensor.to(device=device, dtype=torch.float32)
+            for name, tensor in self.tensors().items()
+            if name != "clusters"
+        }
+        return replace(self, **moved)
+
+
+def network_scores(
+    embeddings: torch.Tensor,
+    features: torch.Tensor,
+    input_weight: torch.Tensor,
+    input_bias: torch.Tensor,
+    output_weight: torch.Tensor,
+    output_bias: torch.Tensor,
+) -> torch.Tensor:
+    """fp32 `[m, M]`: the logits of a router's network, see `Router`."""
+    # Divided by their root mean square, embeddings and features weigh the same.
+    read = torch.stack([embeddings, features], dim=-2).float()
+    read = functional.rms_norm(read, read.shape[-1:]).flatten(-2)
+    hidden = functional.silu(functional.linear(read, input_weight, input_bias))
+    return functional.linear(hidden, output_weight, output_bias)
+
+
+def check_token_clusters(
+    field: str, clusters: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
+) -> None:
+    """Check that clusters `[tokenizer size]`, the cluster of each token id, partition the vocabulary: all tokens are
+    in one (so the end-of-sequence ids are too), and the clusters are numbered from 0 without a hole.
+
+    Raises:
+        ArtifactError: they do not. Its `field` is `field`.
+    """
+    if clusters.shape[0] != tokenizer.size:
+        problem = f"gives {clusters.shape[0]} tokens a cluster, and the tokenizer has {tokenizer.size}"
+        raise ArtifactError(field, problem, BUILD_AGAIN)
+    most_clusters = min(MOST_CLUSTERS, tokenizer.size)
+    least, most = int(clusters.min()), int(clusters.max())
+    if least < 0 or most >= most_clusters:
+        outside = least if least < 0 else most
+        problem = f"holds the cluster {outside}, and clusters run from 0 to at most {most_clusters - 1}"
+        raise ArtifactError(field, problem, BUILD_AGAIN)
+    counts = torch.bincount(clusters)
+    if int(counts.min()) == 0:
+        problem = f"leaves the cluster {int(counts.argmin())} of {counts.shape[0]} without a token"
+        raise ArtifactError(field, problem, "Number the clusters that hold tokens from 0 on.")
+
+
+# What an artifact may hold of a router. Whether the tensors fit one another, `Router` checks.
+ROUTER_TENSOR_RULES = {
+    "clusters": TensorRule(ID_DTYPES, (TOKENIZER_SIZE,), check_token_clusters),
+    "centroids": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, _MOST_FEATURES)),
+    "input_weight": TensorRule(WEIGHT_DTYPES, (_MOST_UNITS, 2 * _MOST_FEATURES)),
+    "input_bias": TensorRule(WEIGHT_DTYPES, (_MOST_UNITS,)),
+    "output_weight": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, _MOST_UNITS)),
+    "output_bias": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS,)),
+}
+
+
+def _columns(tensor: torch.Tensor) -> int:
+    return tensor.shape[-1] if tensor.dim() else 0
+
+
+def described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""What a router chooses during one session."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from ...protocol import BlockShortlist, Shortlist
+from ..base import ShortlistState
+from .layout import ClusterLayout
+from .network import Router
+
+
+class RouterState(ShortlistState):
+    """Chooses clusters from the scores of the newest draft step; several tokens, as in a tree, share their best.
+
+    Args:
+        router: scores the clusters.
+        layout: the vocabulary in blocks, cluster by cluster.
+        device: where the drafter's head is.
+        budget: the most clusters to choose at each draft step.
+        mass: the share of the router's probability at which to stop choosing.
+        packed: show whole blocks, and not single slots.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        layout: ClusterLayout,
+        device: torch.device,
+        *,
+        budget: Callable[[int], int],
+        mass: float,
+        packed: bool,
+    ):
+        self._router = router.to(device)
+        self._layout = layout
+        self._budget = budget
+        self._mass = mass
+        # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
+        # chosen.
+        no_bar = torch.zeros_like(layout.is_empty, dtype=torch.float32)
+        self._barred = no_bar.masked_fill(layout.is_empty, -torch.inf)
+        if self._router.centroids is None:
+            self._router = replace(self._router, output_bias=self._router.output_bias + self._barred)
+        # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
+        self._none_chosen = functional.pad(torch.zeros_like(layout.is_empty), (0, 1), value=True)
+        self.layout = layout.blocks if packed else None
+        self._scores: torch.Tensor | None = None
+        self._features: torch.Tensor | None = None
+        # What was shown last, and with which budget; None after new scores.
+        self._shown: tuple[int, Shortlist] | None = None
+        self._version = 0
+        # The router works beside the drafter's layers, and `select` waits for it there.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.centroids is None else None
+
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        if self._router.centroids is not None:
+            return
+        if self._stream is None:
+            self._take(self._router.scores(embeddings, features))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._take(self._router.scores(embeddings, features))
+        for tensor in (embeddings, features):
+            tensor.record_stream(self._stream)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        if self._router.centroids is not None and features is not self._features:
+            self._features = features
+            self._take(functional.linear(features.float(), self._router.centroids, self._barred))
+        if self._scores is None:
+            raise RuntimeError(
+                "observe_draft_inputs() tells the router what a draft step starts from before select() is called"
+            )
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            self._scores.record_stream(current)
+        budget = self._budget(depth)
+        if self._shown is None or self._shown[0] != budget:
+            self._shown = budget, self._shortlist(budget)
+        return self._shown[1]
+
+    def _take(self, scores: torch.Tensor) -> None:
+        """Take in new scores `[m, M]`."""
+        self._scores = scores.amax(0)
+        self._shown = None
+
+    def _shortlist(self, budget: int) -> Shortlist:
+        self._version += 1
+        blocks = self._layout.blocks_of(self._chosen(budget), budget)
+        shortlist = BlockShortlist(blocks, self._layout.blocks, self._version)
+        if self.layout is not None:
+            return shortlist
+        return Shortlist(shortlist.slots, self._version, occupied=shortlist.occupied, is_transient=True)
+
+    def _chosen(self, budget: int) -> torch.Tensor:
+        """bool `[M + 1]`: the clusters on the shortlist, and the pinned tokens."""
+        best = self._scores.topk(budget)
+        if self._mass == 1:
+            return self._none_chosen.index_fill(0, best.indices, True)
+        # A cluster is chosen where those before it do not reach the share yet.
+        probabilities = best.values.sigmoid()
+        before = probabilities.cumsum(0) - probabilities
+        is_chosen = before < self._mass * self._scores.sigmoid().sum()
+        return self._none_chosen.index_copy(0, best.indices, is_chosen)
