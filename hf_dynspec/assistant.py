@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .artifacts.config import DEFAULT_SHARD_SIZE, DynSpecConfig, ModelReference, PolicyConfig
 from .drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from .drafters.eagle.checkpoint import HEAD_FILES
+from .drafters.eagle.checkpoint_files import HEAD_FILES
 from .drafting.session import DraftSession, outside_inference_mode
 from .drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from .errors import ConfigurationError, NotBoundError, UnsupportedError, shown_value
