@@ -144,18 +144,16 @@ def test_with_and_without_gradients_the_steps_are_those_of_drafts(kind, target):
 
 
 def test_a_head_feeds_its_own_outputs_back_while_it_is_trained(target):
-    """Later steps carry gradients of the first one's weights by way of what they are fed: without that, the gradient
-    of the last step alone would not reach `fc` of an EAGLE-3 head, which only true features go through, except by the
-    keys and values of the rows before."""
+    """EAGLE-3 its output before the norm, EAGLE-2 what the projection reads, with the gradients that they carry."""
     drafter = make("eagle3", target)
     text, features = prompt(3)[0], features_for(drafter, 3)
     first, second = drafter.unroll(text, features, 2)
-    (gradient,) = torch.autograd.grad(second.hidden.sum(), first.hidden, allow_unused=True)
-    assert gradient is None  # it is fed back before the norm, not after it
-    assert second.features.grad_fn is not None
     torch.testing.assert_close(drafter.module.norm(second.features), first.hidden[:1], **EQUAL)
-    twin = make("eagle2", target)
-    first, second = twin.unroll(text, features[:, :32], 2)
+    (gradient,) = torch.autograd.grad(second.hidden.sum(), second.features, retain_graph=True)
+    (through,) = torch.autograd.grad(second.features, drafter.module.layer.mlp.down_proj.weight, gradient)
+    assert bool(through.any())
+    drafter = make("eagle2", target)
+    first, second = drafter.unroll(text, features[:, :32], 2)
     torch.testing.assert_close(second.features, first.hidden[:1], **EQUAL)
     (gradient,) = torch.autograd.grad(second.hidden.sum(), first.hidden)
     assert bool(gradient[0].any())
@@ -287,6 +285,37 @@ def test_a_copy_outlives_no_target():
         drafter.copy()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_that_is_cast_alone_is_trained_so_and_drafts_in_the_targets_dtype(layout):
+    """fp32 weights for an optimizer, beside a target of 16 bits."""
+    target = tiny("llama", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    drafter = drafter_of(random_head(layout), target)
+    assert drafter.module.fc.weight.dtype == torch.bfloat16
+    drafter.module.float()
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    before = assistant.draft_round(prompt(20, seed=3)).logits[0]
+    (step,) = drafter.unroll(prompt(LENGTH)[0], features_for(drafter, dtype=torch.float32), 1)
+    assert step.features.dtype == torch.float32 and step.hidden.dtype == torch.bfloat16
+    train(drafter)
+    assert not torch.equal(assistant.draft_round(prompt(20, seed=3)).logits[0], before)
+    assert drafter.weights.qkv.dtype == torch.bfloat16
+    assert {one.dtype for one in drafter.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_that_was_loaded_in_inference_mode_drafts(layout):
+    target = tiny("llama", num_hidden_layers=LAYERS)
+    expected = greedy(target)
+    with torch.inference_mode():
+        drafter = drafter_of(random_head(layout), target)
+        assistant = DynSpecAssistant(drafter, "full", target=target)
+        assert torch.equal(greedy(target, assistant), expected)
+    assert torch.equal(greedy(target, assistant), expected)
+    with torch.inference_mode(), torch.no_grad():
+        drafter.module.fc.weight.mul_(1.5)
+    assert torch.equal(greedy(target, assistant), expected)
+
+
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +381,17 @@ def test_drafting_follows_adapters_and_gradients_reach_them_alone(what, layout, 
         for layer in layers:
             change(layer)
         torch.testing.assert_close(drafted(), expected)
+
+
+@pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ("v_proj", "lm_head")])
+def test_gradients_reach_the_adapters_of_an_independent_drafter(modules, target):
+    drafter = make("llama", target)
+    peft.inject_adapter_in_model(lora(*modules), drafter.module)
+    assert drafter.weights_version
+    trained = {name: one for name, one in drafter.module.named_parameters() if one.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    require_true_gradients(drafter, trained)
+    assert all(one.grad is None for name, one in drafter.module.named_parameters() if name not in trained)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
