@@ -200,7 +200,7 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path):
 def test_shapes_are_checked_before_tensors_are_loaded(monkeypatch, tmp_path):
     head = trimmed("eagle3")
     head.tensors["norm.weight"] = torch.ones(5)
-    monkeypatch.setattr(eagle_checkpoint, "_load_tensors", lambda files: pytest.fail("loaded"))
+    monkeypatch.setattr(eagle_checkpoint, "load_tensors", lambda files: pytest.fail("loaded"))
     with pytest.raises(ArtifactError, match="norm"):
         read_checkpoint(head.write(tmp_path))
 

@@ -7,7 +7,8 @@ from models import VOCABULARY, tiny
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
-from hf_dynspec.drafters.eagle.drafter import EagleDrafter, EagleState
+from hf_dynspec.drafters.eagle.drafter import EagleDrafter
+from hf_dynspec.drafters.eagle.state import EagleState
 from hf_dynspec.errors import ArtifactError, UnsupportedError
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import Shortlist
@@ -300,7 +301,7 @@ def test_every_family_of_targets(family, layout):
     assert drafter.reads == READS[layout]
     assert drafter.head.token_ids is None
     assert drafter.head.weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
-    assert drafter.embedding.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    assert drafter.weights.embedding.data_ptr() == target.get_input_embeddings().weight.data_ptr()
     rounds = Rounds(drafter, slow, length=14)
     rounds.features = target_features(target, rounds.text, drafter.reads)
     rounds.advance()

@@ -307,7 +307,7 @@ def test_turns(family, with_cache, shape, drafter):
 
 def reads_of(monkeypatch) -> list[tuple[int, int]]:
     """The length of every prefix that a head is brought to, and how many features it is given."""
-    from hf_dynspec.drafters.eagle.drafter import EagleState
+    from hf_dynspec.drafters.eagle.state import EagleState
 
     advance, reads = EagleState.advance, []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
-from ..drafters.eagle.checkpoint import HEAD_FILES
+from ..drafters.eagle.checkpoint_files import HEAD_FILES
 from ..errors import ArtifactError, ConfigurationError
 from ..files import is_there, read_file
 from ..loading import first_line, load_model

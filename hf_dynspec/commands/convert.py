@@ -58,7 +58,8 @@ def eagle(
     EAGLE-3 goes from the official layout to speculators and back with every bit of its tensors. For SGLang, an EAGLE-2
     head without fc.bias gets a zero one.
     """
-    from ..drafters.eagle.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_checkpoint, write_checkpoint
+    from ..drafters.eagle.checkpoint import read_checkpoint, write_checkpoint
+    from ..drafters.eagle.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE
     from ..drafters.eagle.conversion import convert_checkpoint, read_output_rows
     from ..errors import ConfigurationError
 

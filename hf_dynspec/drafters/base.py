@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..modeling.head import DynamicLMHead
 
@@ -21,6 +22,8 @@ class UnrolledStep(NamedTuple):
         embeddings: `[n − 1 − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
         features: `[n − 1 − depth, d]`, likewise.
         hidden: `[n − 1 − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
+
+    All of them carry gradients where gradients are enabled.
     """
 
     embeddings: torch.Tensor
@@ -91,11 +94,14 @@ class Drafter(ABC):
     """A model that proposes tokens. Shareable between sessions.
 
     Attributes:
+        module: what can be trained: its parameters are the drafter's own weights, and whatever is done to it, by an
+            optimizer or by adapters, drafting follows at the start of the next round (`weights_version`).
         head: the output projection that turns the hidden states into logits over a shortlist.
         reads: which hidden states of the target it reads, side by side in this order: 0 is the target's embedding, its
             number of layers the output of the final norm. Empty for an independent model.
     """
 
+    module: nn.Module
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
 
@@ -133,7 +139,10 @@ class Drafter(ABC):
     @abstractmethod
     def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
         """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
-        drafted; for training and for study.
+        drafted: a head reads its own outputs as it does when it drafts. For training and for study.
+
+        Where gradients are enabled they run through all steps, into every weight of the `module` that takes part, and
+        the steps are computed in its dtype and where it lies. `torch.no_grad()` saves the memory.
 
         Args:
             token_ids: int64 `[n]`, `n > depth`, on the drafter's device: a text from its beginning.
@@ -144,6 +153,28 @@ class Drafter(ABC):
         Yields:
             The steps, from depth 0 on.
         """
+
+    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the drafter says of some tokens, with gradients: for training.
+
+        Args:
+            hidden: `[m, d]`: of `unroll`.
+            token_ids: int64 `[k]`, the same for all rows, or `[m, k]`.
+
+        Returns:
+            `[m, k]`, fp32, or fp64 where the hidden states are: the logits, −inf for tokens that the drafter cannot
+            propose. Their gradients reach `hidden`, and the output projection where that is part of the `module`.
+        """
+        return self.head.token_logits(hidden, token_ids)
+
+    def copy(self) -> "Drafter":
+        """A drafter whose `module` is a copy, so that it can be trained while this one drafts. What a target lends is
+        shared.
+
+        Raises:
+            NotImplementedError: it cannot be copied.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be copied")
 
     @abstractmethod
     def start(self) -> DrafterState:

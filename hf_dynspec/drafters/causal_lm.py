@@ -1,7 +1,8 @@
 """Any decoder-only causal language model of transformers as an independent drafter."""
 
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_mask, attention_windows, require_known_kinds
-from ..modeling.parts import decoder_of, input_device
+from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
 from .base import Drafter, DrafterState, ObserveDraftInputs, UnrolledStep
 from .traced_step import TracedStep, cache_of, can_be_traced, layers_of, trace_step
 from .weights_watch import WeightsWatch
@@ -48,6 +49,11 @@ class CausalLMDrafter(Drafter):
         self.step = None if self.has_own_layers else trace_step(model, self._watch)
         self._could_be_traced = self.step is not None
         self._require_cache()
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The model, its output projection included."""
+        return self.model
 
     @property
     def decoder(self) -> torch.nn.Module:
@@ -104,7 +110,6 @@ class CausalLMDrafter(Drafter):
             "logits would be wrong. Use another drafter."
         )
 
-    @torch.no_grad()
     def _require_cache(self) -> None:
         """Make sure that a draft step sees the tokens before it.
 
@@ -112,37 +117,33 @@ class CausalLMDrafter(Drafter):
             UnsupportedError: the model's decoder ignores its cache, or keeps one that cannot be rolled back.
         """
         text = self._some_tokens(4)
-        name = type(self.model).__name__
-        try:
+
+        def trial() -> tuple[torch.Tensor, torch.Tensor]:
             together, one_by_one = self.start(), self.start()
-            expected = together.advance(text)[-1]
             one_by_one.advance(text[:2])
             one_by_one.draft(text[3:])
             one_by_one.truncate(2)
             one_by_one.draft(text[2:3])
-            actual = one_by_one.draft(text[3:])[-1]
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{name} cannot draft token by token, as its cache cannot be rolled back: {error!s:.200}. Use a "
-                "drafter with attention layers alone."
-            ) from error
-        if not _are_close(actual, expected):
-            raise UnsupportedError(
-                f"{name} cannot draft token by token: its decoder does not heed the cache that it is given. Use "
-                "another drafter."
-            )
+            return one_by_one.draft(text[3:])[-1], together.advance(text)[-1]
 
-    @torch.no_grad()
+        self._require_agreement(
+            trial,
+            "token by token",
+            "its cache cannot be rolled back: {}. Use a drafter with attention layers alone",
+            "its decoder does not heed the cache that it is given. Use another drafter",
+        )
+
     def require_trees(self) -> None:
-        text = self._some_tokens(16)
-        name = type(self.model).__name__
         require_known_kinds(self.model)
         if self.has_own_layers:
             raise UnsupportedError(
-                f"{name} keeps more than keys and values of what it has read, such as positions or convolutions of "
-                "the tokens before, which changes with the others of a tree. Draft chains with tree=False."
+                f"{type(self.model).__name__} keeps more than keys and values of what it has read, such as positions "
+                "or convolutions of the tokens before, which changes with the others of a tree. Draft chains with "
+                "tree=False."
             )
-        try:
+        text = self._some_tokens(16)
+
+        def trial() -> tuple[torch.Tensor, torch.Tensor]:
             alone, tree = self.start(), self.start()
             alone.advance(text[:4])
             for token_id in text[-2:].split(1):
@@ -151,18 +152,40 @@ class CausalLMDrafter(Drafter):
             first = text[4:15]
             tree.draft(first, torch.zeros_like(first))
             parents = torch.full((3,), first.shape[0] - 1, dtype=torch.int64, device=text.device)
-            actual = tree.draft(text[-3:], parents)[-1]
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{name} cannot draft a tree of tokens, as it takes no tree mask: {error!s:.200}. Draft chains with "
-                "tree=False."
-            ) from error
-        if not _are_close(actual, expected):
-            raise UnsupportedError(
-                f"{name} cannot draft a tree of tokens: what it says of one changes with the others beside it, as its "
-                "attention goes by places in the cache (a window, or biases by distance). Draft chains with "
-                "tree=False."
-            )
+            return tree.draft(text[-3:], parents)[-1], expected
+
+        self._require_agreement(
+            trial,
+            "a tree of tokens",
+            "it takes no tree mask: {}. Draft chains with tree=False",
+            "what it says of one changes with the others beside it, as its attention goes by places in the cache (a "
+            "window, or biases by distance). Draft chains with tree=False",
+        )
+
+    @torch.no_grad()
+    def _require_agreement(
+        self, trial: Callable[[], tuple[torch.Tensor, torch.Tensor]], what: str, failing: str, differing: str
+    ) -> None:
+        """Draft in two ways that must say the same.
+
+        Args:
+            trial: returns two hidden states, `[d]`.
+            what: is being drafted.
+            failing: what is wrong where the model raises an error, which goes into it.
+            differing: what is wrong where the two differ.
+
+        Raises:
+            UnsupportedError: the trial fails, or they differ.
+        """
+        name = type(self.model).__name__
+        try:
+            actual, expected = trial()
+        except FORWARD_ERRORS as error:
+            problem = failing.format(f"{error!s:.200}")
+            raise UnsupportedError(f"{name} cannot draft {what}, as {problem}.") from error
+        tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
+        if not bool(((actual.float() - expected.float()).abs() <= tolerance).all()):
+            raise UnsupportedError(f"{name} cannot draft {what}: {differing}.")
 
     def _some_tokens(self, count: int) -> torch.Tensor:
         """int64 `[count]`."""
@@ -172,12 +195,17 @@ class CausalLMDrafter(Drafter):
         # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
 
-    @torch.no_grad()
     def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
         # Its hidden states depend on the text alone, and not on where a draft began.
         embedded, hidden = self.embed(token_ids), self.start().advance(token_ids)
         for step in range(depth):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
+
+    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.head.token_logits(hidden, token_ids, self.model.get_output_embeddings())
+
+    def copy(self) -> "CausalLMDrafter":
+        return CausalLMDrafter(copy.deepcopy(self.model))
 
     def start(self) -> "CausalLMState":
         if self.step is None:
@@ -189,11 +217,6 @@ def _has_own_layers(model: PreTrainedModel) -> bool:
     """Whether the model's cache has more than keys and values, such as an indexer's or a convolution's states."""
     layers = DynamicCache(config=model.config.get_text_config()).layers
     return any(hasattr(one, state) for one in layers for state in ("indexer_keys", "conv_states"))
-
-
-def _are_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
-    return bool(((actual.float() - expected.float()).abs() <= tolerance).all())
 
 
 class CausalLMState(DrafterState):

@@ -21,7 +21,14 @@ from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead, finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds
-from ..modeling.parts import decoder_of, input_device, output_rows, projection_of, scale_and_cap
+from ..modeling.parts import (
+    FORWARD_ERRORS,
+    decoder_of,
+    input_device,
+    output_rows,
+    projection_of,
+    scale_and_cap,
+)
 from ..protocol import Candidates, HeadRows, Needs
 
 # Attention implementations that take any mask.
@@ -112,7 +119,7 @@ class TargetForward:
             try:
                 state = self.state(outputs, self.num_layers)[-1:]
                 logits = finish_logits(model.get_output_embeddings()(state).float(), *scale_and_cap(model))[0]
-            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+            except FORWARD_ERRORS:
                 return False
             expected = outputs.logits[0, -1].float()
             if state.dim() != 2 or logits.shape != expected.shape:
@@ -347,7 +354,7 @@ class TargetForward:
             verified = self.run(text, tree, 1, False, kwargs, ()).logits[0, -1].float()
             path = torch.cat([text[:, -1:], path], dim=1)
             alone = self.model(input_ids=path, past_key_values=caches[1], use_cache=True).logits[0, -1].float()
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+        except FORWARD_ERRORS as error:
             raise UnsupportedError(
                 f"{type(self.model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
                 "Draft chains with tree=False."

@@ -17,7 +17,7 @@ from ..kernels import (
     scattered_scores_for,
 )
 from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
-from .parts import decoder_of, input_device, is_plain, projection_of, scale_and_cap
+from .parts import FORWARD_ERRORS, decoder_of, input_device, is_plain, projection_of, scale_and_cap
 
 
 class PackedRows:
@@ -147,6 +147,39 @@ class DynamicLMHead:
         occupied = shortlist.scored_occupied
         return logits if occupied is None else torch.where(occupied, logits, -torch.inf)
 
+    def token_logits(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, projection: nn.Module | None = None
+    ) -> torch.Tensor:
+        """Score any tokens, with gradients; for training. Waits for the device.
+
+        Args:
+            hidden: `[m, d]`, of the head's dtype and on its device.
+            token_ids: int64 `[k]`, the same for all rows, or `[m, k]`.
+            projection: the module that the head was made from, where gradients are to reach it too.
+
+        Returns:
+            `[m, k]`, fp32, or fp64 where the hidden states are: logits, −inf for tokens that have no row.
+        """
+        token_ids = token_ids.to(self.device)
+        wanted, places = token_ids.unique(return_inverse=True)
+        last = (self.weight if self._row_of is None else self._row_of).shape[0] - 1
+        rows = self.rows_of(wanted.clamp_max(last))
+        has_row = (rows >= 0) & (wanted <= last)
+        rows = rows.clamp_min(0)
+        if projection is None or is_plain(projection):
+            weight, bias = (self.weight, self.bias) if projection is None else (projection.weight, projection.bias)
+            rows = rows.to(weight.device)
+            logits = hidden @ weight.index_select(0, rows).to(hidden).T
+            logits = logits if bias is None else logits + bias.index_select(0, rows).to(hidden)
+        else:
+            # Adapters and quantised weights: only the module itself knows its rows.
+            like = next(projection.parameters())
+            logits = projection(hidden.to(like) if like.is_floating_point() else hidden).index_select(1, rows)
+            logits = logits.to(hidden.device)
+        logits = self._finish(logits if logits.dtype == torch.float64 else logits.float())
+        logits = logits.masked_fill(~has_row, -torch.inf)
+        return logits[:, places] if token_ids.dim() == 1 else logits.gather(1, places)
+
     def prepare_blocks(self, layout: BlockLayout) -> None:
         """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
         the first time on a machine."""
@@ -198,11 +231,10 @@ class DynamicLMHead:
         token_ids = torch.tensor([[1]], device=input_device(model))
         with torch.no_grad():
             expected = model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
-            # A decoder may be of any kind.
             try:
                 hidden = decoder_of(model)(input_ids=token_ids, use_cache=False)[0][0, -1:].to(self.weight)
                 actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
-            except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
+            except FORWARD_ERRORS:
                 return False
             # What rounding may do to the logits, also that of a quantised projection; a missing scale, cap or
             # transform is off by more.

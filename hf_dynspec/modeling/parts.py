@@ -11,6 +11,8 @@ from ..errors import UnsupportedError
 # Where configurations of transformers' model families write what happens to the logits after the projection.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
+# What a model's forward raises where it is not made for what it is given: a model may be of any kind.
+FORWARD_ERRORS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 # How many unit vectors an output projection of an unknown kind is asked about at a time.
 _PROBED_COLUMNS = 64
 
@@ -116,7 +118,7 @@ def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
             weight[:, columns] = (projection(unit) - bias).T
         if not bool(weight.isfinite().all()):
             raise ValueError("its weights are not finite")
-    except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except FORWARD_ERRORS as error:
         raise UnsupportedError(
             f"{type(model).__name__} has no output projection from hidden states to a vocabulary in memory "
             f"({type(projection).__name__}: {error!s:.200}). Load it without offloading, or use another model."

@@ -5,14 +5,17 @@ verifier's rows for speculators, and for SGLang the zero `fc.bias` of an EAGLE-2
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ...errors import ArtifactError
-from .checkpoint import CONFIG_FILE, EagleCheckpoint, EagleSettings, open_safetensors, read_json, safetensors_files
+from .checkpoint import EagleCheckpoint
+from .checkpoint_files import CONFIG_FILE, open_safetensors, read_json, safetensors_files
+from .checkpoint_tensors import renamed
+from .settings import EagleSettings
 
 ConversionTarget = Literal["official", "speculators", "sglang"]
 
@@ -217,8 +220,4 @@ def _refuse_unless_plain(settings: EagleSettings, layout: str) -> None:
 
 
 def _renamed(checkpoint: EagleCheckpoint, prefix: str) -> dict[str, torch.Tensor]:
-    tensors: Mapping[str, torch.Tensor] = checkpoint.tensors
-    return {
-        prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
-        for name, tensor in tensors.items()
-    }
+    return {renamed(name, "layer.", prefix): tensor for name, tensor in checkpoint.tensors.items()}

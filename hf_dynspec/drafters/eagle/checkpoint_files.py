@@ -1,0 +1,191 @@
+"""The files of EAGLE checkpoints, of which nothing is believed: JSON, safetensors in one file or several, and pickles
+where their reader allows them."""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...errors import ArtifactError, shown_value
+from ...files import is_there, open_file, parse_strict_json, read_file
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_FILE = "pytorch_model.bin"
+# What is fetched of a repository.
+HEAD_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors")
+
+FETCH_AGAIN = "Download or convert the checkpoint again."
+# The dtypes that weights and token ids may have, by the names that safetensors gives them.
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+IDS = {"I32": torch.int32, "I64": torch.int64}
+
+_LARGEST_JSON = 16 * 2**20
+# All files of tensors together.
+_LARGEST_TOTAL = 2**35
+_MOST_TENSORS = 256
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What is known of a tensor before it is loaded. Dtypes are torch's, or the file's name of one we do not read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+def read_json(folder: Path, filename: str) -> dict[str, Any]:
+    """The JSON object of a file of a checkpoint.
+
+    Raises:
+        ArtifactError: it is missing, too large, or not strict JSON.
+    """
+    path = folder / filename
+    if not is_there(path):
+        raise ArtifactError(filename, f"is not in {folder}", f"A checkpoint needs it. {FETCH_AGAIN}")
+    return parse_strict_json(read_file(path, filename, _LARGEST_JSON), filename)
+
+
+def safetensors_files(folder: Path) -> list[Path] | None:
+    """The one file, or those that an index names; None where there are no safetensors."""
+    if is_there(folder / WEIGHTS_FILE):
+        return [folder / WEIGHTS_FILE]
+    if not is_there(folder / INDEX_FILE):
+        return None
+    shards = read_json(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise ArtifactError(f"{INDEX_FILE}: weight_map", "must map tensors to files", FETCH_AGAIN)
+    for name in sorted(set(shards.values())):
+        # A name with a folder in it could lead anywhere on the disk.
+        if not _SHARD_NAME.fullmatch(name) or not is_there(folder / name):
+            problem = f"names {shown_value(name)}, which is not there"
+            raise ArtifactError(f"{INDEX_FILE}: weight_map", problem, FETCH_AGAIN)
+    return [folder / name for name in sorted(set(shards.values()))]
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """Shapes and dtypes of all tensors, before any of them is loaded.
+
+    Raises:
+        ArtifactError: a file cannot be read, there are too many bytes or tensors, or two files have the same one.
+    """
+    headers: dict[str, TensorHeader] = {}
+    total, count = 0, 0
+    for path in files:
+        with open_safetensors(path) as file:
+            total += path.stat().st_size
+            if total > _LARGEST_TOTAL:
+                problem = f"{total} bytes in all, and {_LARGEST_TOTAL} are the most"
+                raise ArtifactError(path.name, problem, FETCH_AGAIN)
+            names = file.keys()
+            count += len(names)
+            if count > _MOST_TENSORS:
+                problem = f"holds {count} tensors, and {_MOST_TENSORS} are the most"
+                raise ArtifactError(path.name, problem, "Give the folder or the repository of an EAGLE head.")
+            for name in names:
+                part = file.get_slice(name)
+                dtype = part.get_dtype()
+                known = {**FLOATS, **IDS, "BOOL": torch.bool}
+                if name in headers:
+                    raise ArtifactError(f"{path.name}: {name}", "is in two files", FETCH_AGAIN)
+                headers[name] = TensorHeader(tuple(part.get_shape()), known.get(dtype, dtype))
+    return headers
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file that may be anything; whatever goes wrong within the block names it.
+
+    Raises:
+        ArtifactError: it is no file, its header is damaged or too long, or it cannot be read.
+    """
+    with open_file(path, path.name) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_JSON:
+        problem = f"claims {length} bytes, and {_LARGEST_JSON} are the most"
+        raise ArtifactError(f"{path.name}: header", problem, FETCH_AGAIN)
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise ArtifactError(path.name, f"cannot be read: {error}", FETCH_AGAIN) from error
+
+
+def load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """All tensors, on the CPU, by the names that the files give them.
+
+    Raises:
+        ArtifactError: a file cannot be read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        with open_safetensors(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+    return tensors
+
+
+def load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+    """Load `pytorch_model.bin` without running code that it may hold, and only when told to.
+
+    Raises:
+        ArtifactError: it is missing, not allowed, damaged, or holds more than tensors with their values.
+    """
+    path = folder / PICKLE_FILE
+    if not allow_pickle or not is_there(path):
+        pickles = sorted(file.name for file in folder.glob("*.bin"))
+        if allow_pickle or not pickles:
+            problem = f"is not in {folder}"
+            fix = (
+                f"A checkpoint needs it. {FETCH_AGAIN} A repository with {PICKLE_FILE} alone needs allow_pickle=True."
+            )
+            raise ArtifactError(WEIGHTS_FILE, problem, fix)
+        fix = "If you trust its author, pass allow_pickle=True; it is loaded with weights_only=True."
+        raise ArtifactError(pickles[0], f"is a pickle, and {folder} has no {WEIGHTS_FILE}", fix)
+    with open_file(path, PICKLE_FILE) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            _require_sound_archive(file)
+            file.seek(0)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a hostile file can make the reader raise anything
+            problem = next(iter(str(error).splitlines()), "") or type(error).__name__
+            problem = f"holds more than tensors, or is damaged: {problem}"
+            raise ArtifactError(PICKLE_FILE, problem, FETCH_AGAIN) from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise ArtifactError(PICKLE_FILE, "is not a dictionary of tensors", FETCH_AGAIN)
+    if any(one.layout != torch.strided or one.device.type != "cpu" for one in tensors.values()):
+        raise ArtifactError(PICKLE_FILE, "holds tensors without their values", FETCH_AGAIN)
+    # Views can make a few bytes look like any number of them.
+    claimed = sum(one.numel() * one.element_size() for one in tensors.values())
+    if claimed > size:
+        problem = f"holds tensors of {claimed} bytes in a file of {size}"
+        raise ArtifactError(PICKLE_FILE, problem, FETCH_AGAIN)
+    return tensors
+
+
+def _require_sound_archive(file: BinaryIO) -> None:
+    """Hold the members of an archive against their checksums, which torch does not look at. Compressed ones, which
+    torch never writes, could unpack to anything.
+
+    Raises:
+        ValueError: a member is damaged or compressed.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise ValueError("it is compressed")
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} does not have its checksum")

@@ -1,0 +1,228 @@
+"""What an EAGLE head remembers of a text: the rows of its cache, and the draft after them."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..base import DrafterState, ObserveDraftInputs
+from .rotary import rotate
+from .weights import FusedWeights
+
+_FIRST_CAPACITY = 256
+
+
+class EagleState(DrafterState):
+    """The stable rows of the verified text, computed from the target's features, and after them the rows of a draft.
+
+    Rows of a draft hold the head's own guesses at features, so they are forgotten even where their tokens were
+    accepted; `length` therefore counts verified tokens only: stable rows, and the token that the last one read.
+
+    Keys are kept rotated, except where the rotation of a position changes with the length of the text (dynamic and
+    longrope): there they are kept as they are and rotated at every step.
+
+    Args:
+        weights_now: says what to compute with, at the start of every round.
+    """
+
+    def __init__(self, weights_now: Callable[[], FusedWeights]):
+        self._weights_now = weights_now
+        self._weights = weights_now()
+        self._start = 0  # the position of the first row: not 0 where the features of the beginning were not to be had
+        self._stable = 0
+        self._drafted = 0
+        self._levels = 0
+        # `[w, H]`: the outputs of the last level, or of the last stable row.
+        self._output: torch.Tensor | None = None
+        # bool `[w, drafted]`: which drafted rows the last level saw, None where it saw all.
+        self._ancestors: torch.Tensor | None = None
+        self._reserve(_FIRST_CAPACITY)
+
+    @property
+    def length(self) -> int:
+        """How many leading tokens of the verified text are covered: the target's features are next wanted from token
+        `length - 1` on (from 0 on where it is 0). A draft does not count."""
+        return self._start + self._stable + 1 if self._stable else 0
+
+    @torch.no_grad()
+    def advance(
+        self,
+        prefix: torch.Tensor,
+        features: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
+    ) -> torch.Tensor:
+        """Compute the stable rows of the tokens that were verified since, from the target's features.
+
+        Where the features begin later than the rows end, as when the target had the beginning of a text in its cache,
+        the rows start afresh there, at their true positions.
+
+        Args:
+            prefix: int64 `[n]`, `n >= 2`: all verified tokens, more than are covered.
+            features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May reach back over
+                tokens that are covered already.
+            observe_draft_inputs: as the contract has it. The feature of EAGLE-3 is taken in as `fc` combines it.
+
+        Returns:
+            `[1, H]`, of the output projection's dtype.
+
+        Raises:
+            ValueError: there are no features, more than tokens before the last one, or no tokens to cover.
+        """
+        n = prefix.shape[0]
+        if features is None or not features.shape[0]:
+            raise ValueError("an EAGLE head drafts from the target's hidden states, and none were given")
+        first = n - 1 - features.shape[0]
+        if first < 0:
+            raise ValueError(f"{features.shape[0]} features, and the prefix has {n - 1} tokens before its last one")
+        self._forget_draft()
+        if first > self._start + self._stable or not self._stable:
+            self._start, self._stable = first, 0
+        position = self._start + self._stable
+        if position >= n - 1:
+            raise ValueError(f"the cache covers {self.length} tokens, and the prefix has no more than {n}")
+        self._weights = self._weights_now()
+        weight = self._weights.qkv
+        features = features[position - n + 1 :].to(device=weight.device, dtype=weight.dtype)
+        self._output = self._append(
+            prefix[position + 1 :], features, position, fed_back=False, observe_draft_inputs=observe_draft_inputs
+        )
+        self._stable += features.shape[0]
+        return self._weights.predict(self._output)
+
+    @torch.no_grad()
+    def draft(
+        self,
+        token_ids: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        observe_draft_inputs: ObserveDraftInputs | None = None,
+    ) -> torch.Tensor:
+        """Append one level of drafted tokens, each with its parent's output in the place of a feature.
+
+        Args:
+            token_ids: int64 `[w]`: the target's ids, also of a head with a vocabulary of its own.
+            parents: int64 `[w]`, as the contract has it; None for a chain.
+            observe_draft_inputs: as the contract has it.
+
+        Returns:
+            `[w, H]`, of the output projection's dtype.
+
+        Raises:
+            ValueError: nothing has been advanced to, or several tokens have no parents.
+        """
+        width = token_ids.shape[0]
+        if self._output is None or (parents is None and width != 1):
+            raise ValueError("draft() follows advance(), and takes the parents of all levels but a chain's")
+        hidden = self._output
+        if parents is None or not self._levels:
+            hidden = hidden.expand(width, -1)
+        else:
+            hidden = hidden.index_select(0, parents)
+        self._ancestors = self._ancestors_of(width, parents)
+        position = self._start + self._stable + self._levels
+        self._output = self._append(
+            token_ids, hidden, position, fed_back=True, observe_draft_inputs=observe_draft_inputs
+        )
+        self._drafted += width
+        self._levels += 1
+        return self._weights.predict(self._output)
+
+    def truncate(self, length: int) -> None:
+        """Keep the rows that the first `length` tokens allow, and no draft."""
+        self._forget_draft()
+        self._stable = max(0, min(self._stable, length - 1 - self._start))
+
+    def _forget_draft(self) -> None:
+        self._drafted = self._levels = 0
+        self._output = self._ancestors = None
+
+    def _ancestors_of(self, width: int, parents: torch.Tensor | None) -> torch.Tensor | None:
+        """bool `[w, drafted + w]`: which drafted rows a level sees, itself included. None where it sees all."""
+        if width == 1 and self._ancestors is None and (self._drafted == self._levels):
+            return None
+        device = self._keys.device
+        own = torch.eye(width, dtype=torch.bool, device=device)
+        if not self._levels:
+            return own
+        before = self._ancestors
+        if before is None:
+            before = torch.ones(1, self._drafted, dtype=torch.bool, device=device)
+        before = before if parents is None else before.index_select(0, parents)
+        return torch.cat([before, own], 1)
+
+    def _append(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        position: int,
+        fed_back: bool,
+        observe_draft_inputs: ObserveDraftInputs | None,
+    ) -> torch.Tensor:
+        """Append rows.
+
+        Args:
+            token_ids: int64 `[w]`.
+            hidden: `[w, d]`.
+            position: of all rows of a draft's level, or of the first of the target's features.
+            fed_back: the rows are a draft's.
+            observe_draft_inputs: called with the embeddings and features of the rows whose outputs are wanted.
+
+        Returns:
+            `[w, H]` for a draft. Of stable rows only the last one's output is ever read, `[1, H]`; of the others no
+            more is computed than the keys and values.
+        """
+        weights = self._weights
+        width = token_ids.shape[0]
+        outputs = width if fed_back else 1
+        begin = self._stable + self._drafted
+        if begin + width > self._keys.shape[1]:
+            self._reserve(max(begin + width, 2 * self._keys.shape[1]))
+        stop = position + (1 if fed_back else width)
+        cos, sin = weights.rotary.tables(stop)
+        embedded, hidden = weights.embed(token_ids), weights.feature(hidden, fed_back)
+        if observe_draft_inputs is not None:
+            observe_draft_inputs(embedded[-outputs:], hidden[-outputs:])
+        joined, residual = weights.combine(embedded, hidden)
+        at = slice(position, stop)
+        if weights.rotary.is_steady:
+            queries, keys, values = weights.project(joined, outputs, cos[at], sin[at])
+        else:
+            queries, keys, values = weights.project(joined, outputs)
+            queries = rotate(queries, cos[stop - 1], sin[stop - 1])
+            self._positions[begin : begin + width] = torch.arange(position, stop, device=keys.device)
+        self._keys[:, begin : begin + width] = keys.transpose(0, 1)
+        self._values[:, begin : begin + width] = values.transpose(0, 1)
+        attended = self._attend(queries, begin + width, cos, sin)
+        return weights.finish(attended, residual[-outputs:])
+
+    def _attend(self, queries: torch.Tensor, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`[w, heads · head_dim]`: attention of queries `[w, heads, head_dim]` to the first so many rows.
+
+        The heads that share keys are laid side by side as if they were rows, so that keys are never repeated.
+        """
+        width, heads, head_dim = queries.shape
+        keys, values = self._keys[:, :rows], self._values[:, :rows]
+        if not self._weights.rotary.is_steady:
+            positions = self._positions[:rows]
+            keys = rotate(keys, cos[:, 0].index_select(0, positions), sin[:, 0].index_select(0, positions))
+        kv_heads = keys.shape[0]
+        group = heads // kv_heads
+        queries = queries.view(width, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        queries = queries.reshape(1, kv_heads, group * width, head_dim)
+        mask = None
+        if self._ancestors is not None:
+            stable = self._ancestors.new_ones(width, self._stable)
+            mask = torch.cat([stable, self._ancestors], 1).repeat(group, 1)
+        attended = scaled_dot_product_attention(queries, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
+        return attended.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3).reshape(width, -1)
+
+    def _reserve(self, capacity: int) -> None:
+        """Make room for so many rows, keeping those that are there."""
+        settings, like = self._weights.settings, self._weights.qkv
+        rows = self._stable + self._drafted
+        shape = (settings.num_key_value_heads, capacity, settings.head_dim)
+        keys, values = like.new_empty(shape), like.new_empty(shape)
+        positions = torch.empty(capacity, dtype=torch.int64, device=like.device)
+        if rows:
+            keys[:, :rows], values[:, :rows] = self._keys[:, :rows], self._values[:, :rows]
+            positions[:rows] = self._positions[:rows]
+        self._keys, self._values, self._positions = keys, values, positions
