@@ -27,8 +27,10 @@ from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
 from hf_dynspec.evaluation.bench import benchmark, systems
-from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
-from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.bench.benchmark import run_benchmark
+from hf_dynspec.evaluation.bench.figures import summarize
+from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
+from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
