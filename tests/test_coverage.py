@@ -39,23 +39,20 @@ from hf_dynspec import (
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation.coverage import coverage, teacher_forcing
-from hf_dynspec.evaluation.coverage.coverage import (
-    CoverageResult,
-    CoverageSettings,
-    DepthCoverage,
-    Estimate,
-    TextCoverage,
-    measure_coverage,
-)
-from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, write_plot
-from hf_dynspec.evaluation.coverage.rounds import (
-    RoundsAlongText,
+from hf_dynspec.evaluation.coverage import teacher_forcing
+from hf_dynspec.evaluation.coverage.draft_steps import (
     draft_steps,
     expected_acceptance_length,
     expected_tokens,
     rejected_draft,
 )
+from hf_dynspec.evaluation.coverage.estimates import FIGURES, Estimate, oracle_curve, summarize
+from hf_dynspec.evaluation.coverage.measure import measure_coverage
+from hf_dynspec.evaluation.coverage.plot import write_plot
+from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables
+from hf_dynspec.evaluation.coverage.result import CoverageResult, DepthCoverage, TextCoverage
+from hf_dynspec.evaluation.coverage.rounds import RoundFigures, RoundsAlongText
+from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.coverage.teacher_forcing import ForcedText, Rows
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
@@ -120,8 +117,13 @@ def measure(
     )
 
 
+def everywhere(policy: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
+    """One policy for both domains."""
+    return {"a": policy, "b": policy}
+
+
 def figures(result: CoverageResult, policy: str) -> dict[str, float]:
-    (row,) = (row for row in result.summaries() if row.policy == policy and row.domain is None)
+    (row,) = (row for row in summarize(result) if row.policy == policy and row.domain is None)
     means = {name: estimate.mean for name, estimate in row.figures.items()}
     return {**means, "expected_acceptance_length": row.expected_acceptance_length}
 
@@ -393,7 +395,7 @@ def test_nothing_covers_more_than_the_oracle(target, drafter):
         assert 0.0 <= row.recall <= 1.0 + 1e-9 and 0.0 <= row.oov <= 1.0 + 1e-9
         assert 1.0 - 1e-9 <= row.acceptance_length <= 4.0
         assert 1.0 - 1e-9 <= row.size <= VOCABULARY + 1e-9
-    curve = dict(result.oracle_curve())
+    curve = dict(oracle_curve(result))
     assert list(curve) == [1, 2, 4, 8, 16, 32, 64, 128, 256, VOCABULARY]
     assert list(curve.values()) == sorted(curve.values()) and curve[VOCABULARY] == pytest.approx(1.0, abs=1e-5)
 
@@ -409,7 +411,7 @@ def test_policies_do_not_change_each_others_figures(pair, drafters, monkeypatch)
     monkeypatch.setattr(teacher_forcing, "CHUNK", 4)
     for few, many in zip(measure(target, drafter, {"window": window}).measured, alone.measured, strict=True):
         assert (few.positions, few.rounds) == (many.positions, many.rounds)
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             assert getattr(few, name) == pytest.approx(getattr(many, name), abs=1e-4)
 
 
@@ -419,12 +421,12 @@ def test_summaries_average_over_prompts():
         if domain == "b":
             by_depth = by_depth[:1]
         numbers = (5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
-        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 12, 10, 4, *numbers, by_depth)
+        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 0, 12, 10, 4, *numbers, by_depth)
 
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, {"one": FullShortlist()}, [], {}, 1, "now")
+    result = CoverageResult(settings, {"one": everywhere(FullShortlist())}, [], {}, 1, "now")
     result.measured = [row("a", 0.2, 0.5), row("a", 0.4, 0.7), row("b", 0.9, 0.9)]
-    overall, a, b = result.summaries()
+    overall, a, b = summarize(result)
     assert [(one.domain, one.prompts, one.positions) for one in (overall, a, b)] == [
         (None, 3, 30),
         ("a", 2, 20),
@@ -452,13 +454,13 @@ def test_summaries_average_over_prompts():
 def test_acceptance_lengths_are_compared_prompt_by_prompt():
     lengths = {"base": [2.0, 3.0, 4.0], "other": [1.9, 2.8, 4.0]}
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, dict.fromkeys(lengths, FullShortlist()), [], {}, 1, "now")
+    result = CoverageResult(settings, dict.fromkeys(lengths, everywhere(FullShortlist())), [], {}, 1, "now")
     for index, domain in enumerate(("a", "a", "b")):
         for policy, values in lengths.items():
             numbers = (5.0, 0.5, 0.9, 0.5, 0.1, 0.6, values[index])
             by_depth = (DepthCoverage(0, 4, 4, 5.0, 0.5, 0.6),)
-            result.measured.append(TextCoverage(str(index), 0, domain, policy, 12, 10, 4, *numbers, by_depth))
-    found = {(row.policy, row.domain): row.relative_acceptance_length for row in result.summaries()}
+            result.measured.append(TextCoverage(str(index), 0, domain, policy, 0, 12, 10, 4, *numbers, by_depth))
+    found = {(row.policy, row.domain): row.relative_acceptance_length for row in summarize(result)}
     assert {found["base", domain] for domain in (None, "a")} == {Estimate(1.0, 0.0)}
     assert found["other", None].mean == pytest.approx(8.7 / 9.0)
     # With a ratio of 29 / 30, residuals of −1, −3 and 4 thirtieths.
@@ -498,10 +500,10 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
         return [fmean(values) for values in of_prompt.values()]
 
     def check() -> None:
-        (row,) = (row for row in twice.summaries() if (row.policy, row.domain) == ("some", None))
+        (row,) = (row for row in summarize(twice) if (row.policy, row.domain) == ("some", None))
         texts = [one for one in twice.measured if one.policy == "some"]
         assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             # As if there were two texts: those of one prompt are too alike.
             expected = Estimate.of(by_prompt("some", attrgetter(name)))
             assert row.figures[name].mean == pytest.approx(expected.mean)
@@ -517,7 +519,7 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
         curves = {}
         for (identifier, _), curve in twice.oracle_curves.items():
             curves.setdefault(identifier, []).append(curve[3][1])
-        assert twice.oracle_curve()[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
+        assert oracle_curve(twice)[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
 
     check()
     # A text that was left out does not make its prompt weigh less.
@@ -578,16 +580,16 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
 
 
 def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafter, monkeypatch):
-    figures_of = RoundsAlongText.figures
+    overall = RoundFigures.overall
     calls = []
 
-    def interrupted(rounds: RoundsAlongText) -> dict[str, float]:
-        calls.append(rounds)
+    def interrupted(figures: RoundFigures) -> dict[str, float]:
+        calls.append(figures)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return figures_of(rounds)
+        return overall(figures)
 
-    monkeypatch.setattr(RoundsAlongText, "figures", interrupted)
+    monkeypatch.setattr(RoundFigures, "overall", interrupted)
     result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
     assert list(result.oracle_curves) == [("words/0", 0)]
@@ -704,12 +706,17 @@ class SlowRounds:
             self._logits = lambda start, depth: said[start + depth - 1]
         self.vocabulary = VocabularyInfo(VOCABULARY, (), CPU, self.drafter.head.token_ids)
 
-    def measured(self, policy: ShortlistPolicy, seed: int) -> RoundsAlongText:
+    def measured(self, policy: ShortlistPolicy, *seeds: int | None) -> list[RoundFigures]:
+        """The figures of a course of rounds for each seed; None computes expectations."""
         text = forced_text(self.target, self.drafter, self.text, self.length, self.temperature)
-        rounds = RoundsAlongText(policy, self.vocabulary, text, self.drafted, recall_k=5, is_greedy=False, seed=seed)
+        settings = {"num_assistant_tokens": self.drafted, "recall_k": 5, "is_greedy": False}
+        courses = [
+            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, **settings, seed=seed) for seed in seeds
+        ]
         for rows in text.rows(keep=self.drafted):
-            rounds.follow(rows)
-        return rounds
+            for rounds in courses:
+                rounds.follow(rows)
+        return [rounds.figures for rounds in courses]
 
     def steps(self, start: int, policy: ShortlistPolicy) -> list[tuple[tuple[float, ...], float]]:
         """For each draft step of the round that starts there, its figures, and the probability that the draft is the
@@ -747,7 +754,7 @@ def slow_figures(rounds: list[Round]) -> dict[str, float]:
     means = (size, *_weighted_means(verified)[1:], *_weighted_means(tokens))
     counts = [sum(weight for weight, *_ in some) for some in (drafted, verified, rounds)]
     names = ("draft_steps", "positions", "rounds")
-    return {**dict(zip(names, counts, strict=True)), **dict(zip(coverage.FIGURES, means, strict=True))}
+    return {**dict(zip(names, counts, strict=True)), **dict(zip(FIGURES, means, strict=True))}
 
 
 def _weighted_means(weighted: list[tuple[float, tuple[float, ...]]]) -> list[float]:
@@ -773,12 +780,13 @@ def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
             accepted += 1
         rounds.append((1.0, steps, accepted))
         start += accepted + 1
-    measured, expected = slow.measured(policy, seed).figures(), slow_figures(rounds)
+    of_seed, of_another = slow.measured(policy, seed, seed + 1)
+    measured, expected = of_seed.overall(), slow_figures(rounds)
     for count in ("draft_steps", "positions", "rounds"):
         assert measured[count] == expected[count]
     assert measured["positions"] > measured["rounds"] > 10
     assert measured == pytest.approx(expected, abs=SLOW)
-    assert measured != slow.measured(policy, seed + 1).figures()
+    assert measured != of_another.overall()
 
 
 @torch.no_grad()
@@ -808,11 +816,10 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
         [(probability, steps[start], accepted) for probability, one in every for start, accepted in one]
     )
     monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
-    rounds = slow.measured(policy, seed=0)
-    assert rounds.figures() == pytest.approx(expected, rel=SLOW, abs=SLOW)
-    assert rounds.figures() == slow.measured(policy, seed=1).figures()
+    (measured,) = slow.measured(policy, None)
+    assert measured.overall() == pytest.approx(expected, rel=SLOW, abs=SLOW)
     assert sum(0.05 < is_draft < 0.95 for one in steps.values() for _, is_draft in one) >= 3
-    for depth, found in enumerate(rounds.figures_by_depth()):
+    for depth, found in enumerate(measured.by_depth()):
         verified = [
             (probability, steps[start][depth][0])
             for probability, one in every
@@ -820,7 +827,7 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
             if depth < len(steps[start]) and depth <= accepted
         ]
         assert found["positions"] == pytest.approx(sum(weight for weight, _ in verified), rel=SLOW)
-        means = dict(zip(coverage.FIGURES[:-1], _weighted_means(verified), strict=True))
+        means = dict(zip(FIGURES[:-1], _weighted_means(verified), strict=True))
         assert [found[one] for one in ("mass", "acceptance")] == pytest.approx(
             [means[one] for one in ("mass", "acceptance")], abs=SLOW
         )
@@ -900,7 +907,7 @@ def test_the_whole_command(folder):
     # What a script needs to compare any two policies prompt by prompt.
     pairs = {(row["prompt"], row["policy"]): row["acceptance_length"] for row in written["measured"]}
     assert len(pairs) == len(written["measured"]) == 3 * len(POLICIES)
-    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 3
+    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 4
     assert {(row["policy"], row["domain"]) for row in written["results"]} == set(
         product(POLICIES, (None, "code", "law"))
     )
@@ -947,7 +954,7 @@ def test_the_whole_command_with_a_head(heads_folder, drafters):
     target, head = drafters["trimmed"]
     policies = {"full": FullShortlist(), "aware": FrequencyShortlist(size=64, position_aware=True)}
     for one, theirs in zip(measure(target, head, policies).measured, written["measured"], strict=True):
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             assert getattr(one, name) == pytest.approx(theirs[name], abs=1e-6)
 
     done = invoke(*arguments, "--eagle", heads_folder / "pickled")
@@ -970,7 +977,7 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         found = figures(result, label)
         assert points[label] == [pytest.approx([found["size"], found["mass"]])]
     curve = axes.lines[0].get_xydata().tolist()
-    assert curve == [pytest.approx(point) for point in result.oracle_curve()]
+    assert curve == [pytest.approx(point) for point in oracle_curve(result)]
     assert axes.get_xscale() == "log" and "size" in axes.get_xlabel() and "mass" in axes.get_ylabel()
 
 

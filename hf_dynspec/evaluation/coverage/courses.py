@@ -1,0 +1,73 @@
+"""What belongs to one policy along a text: its state, and the courses of rounds that it is led along."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...protocol import VocabularyInfo
+from ...shortlists import ShortlistPolicy, ShortlistState
+from .rounds import RoundFigures, RoundsAlongText, learns_from_verdicts
+from .teacher_forcing import Rows
+
+
+class States:
+    """What policies remember: of one text, or of all texts of a stream until now.
+
+    Args:
+        policies: all that are measured.
+        vocabulary: what they select from.
+        is_stream: keep the states from text to text.
+
+    Attributes:
+        learners: the policies that learn from verdicts.
+    """
+
+    def __init__(self, policies: Sequence[ShortlistPolicy], vocabulary: VocabularyInfo, is_stream: bool):
+        self._vocabulary, self._is_stream = vocabulary, is_stream
+        self._kept: dict[tuple[str, int, int | None], ShortlistState] = {}
+        self.learners = [policy for policy in policies if learns_from_verdicts(policy.start(vocabulary))]
+
+    def of(self, label: str, policy: ShortlistPolicy, draw: int | None) -> ShortlistState:
+        """The state that is led along the next text.
+
+        Args:
+            label: what the policy is shown as.
+            policy: that of the text's domain.
+            draw: which of the draws of its rounds; None where expectations are computed.
+        """
+        if not self._is_stream:
+            return policy.start(self._vocabulary)
+        key = (label, id(policy), draw)
+        if key not in self._kept:
+            self._kept[key] = policy.start(self._vocabulary)
+        return self._kept[key]
+
+    def forget(self) -> None:
+        """Begin another stream."""
+        self._kept.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Courses:
+    """The rounds of one policy along a text: as expected, and as drawn.
+
+    Args:
+        expected: computes expectations; None for a policy that learns from verdicts, which has none.
+        drawn: one for each draw.
+    """
+
+    expected: RoundsAlongText | None
+    drawn: list[RoundsAlongText]
+
+    def follow(self, rows: Rows) -> None:
+        """See `RoundsAlongText.follow`."""
+        for rounds in [self.expected, *self.drawn]:
+            if rounds is not None:
+                rounds.follow(rows)
+
+    def figures(self) -> RoundFigures:
+        """Expectations where there are any, else what was drawn."""
+        return self.drawn_figures() if self.expected is None else self.expected.figures
+
+    def drawn_figures(self) -> RoundFigures:
+        """What was drawn, over all draws."""
+        return RoundFigures.mean([rounds.figures for rounds in self.drawn])
