@@ -1015,7 +1015,7 @@ def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
         (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
         (["--plot", "out.txt"], "no suffix of an image"),
         (["--plot", "out"], "no suffix of an image"),
-        (["missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["missing.jsonl"], "missing.jsonl: no such file or directory"),
     ],
 )
 def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):

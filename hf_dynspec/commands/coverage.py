@@ -84,9 +84,10 @@ def coverage(
     is interrupted shows and saves what it has.
     """
     from ..evaluation.coverage.measure import measure_coverage
-    from ..evaluation.coverage.plot import require_plot_file, write_plot
+    from ..evaluation.coverage.plot import write_plot
     from ..evaluation.coverage.report import to_dict
     from ..evaluation.coverage.settings import CoverageSettings
+    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
