@@ -25,6 +25,7 @@ from eagle_heads import (
     trimmed_head,
 )
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, EosOnlyShortlist, perturbed, prompt, tiny, word_tokenizer
+from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -36,6 +37,8 @@ from hf_dynspec import (
     FullShortlist,
     InContextShortlist,
 )
+from hf_dynspec.artifacts import write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
@@ -49,7 +52,7 @@ from hf_dynspec.evaluation.coverage.draft_steps import (
 from hf_dynspec.evaluation.coverage.estimates import FIGURES, Estimate, oracle_curve, summarize
 from hf_dynspec.evaluation.coverage.measure import measure_coverage
 from hf_dynspec.evaluation.coverage.plot import write_plot
-from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables
+from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict
 from hf_dynspec.evaluation.coverage.result import CoverageResult, DepthCoverage, TextCoverage
 from hf_dynspec.evaluation.coverage.rounds import RoundFigures, RoundsAlongText
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
@@ -59,6 +62,8 @@ from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyState, position_aware_size
+from hf_dynspec.shortlists.in_context import InContextState
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG"
@@ -585,13 +590,14 @@ def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafte
 
     def interrupted(figures: RoundFigures) -> dict[str, float]:
         calls.append(figures)
-        if len(calls) == 4:
+        if len(calls) == 7:  # Of each text, two that are shown and two that are drawn.
             raise KeyboardInterrupt
         return overall(figures)
 
     monkeypatch.setattr(RoundFigures, "overall", interrupted)
-    result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
+    result = measure(target, drafter, {"full": FullShortlist(), "window": InContextShortlist(window=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
+    assert [row.prompt for row in result.drawn] == ["words/0", "words/0"]
     assert list(result.oracle_curves) == [("words/0", 0)]
     assert len(coverage_table(result).rows) == 2
 
@@ -843,6 +849,230 @@ def test_greedy_rounds_start_where_the_draws_would_start_them(target, drafter):
         assert replace(one, policy="with") == other
 
 
+# Draws ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["independent", "eagle3"])
+def test_what_is_drawn_is_what_is_expected(name, drafters):
+    """Of 64 courses along one text. Chance exceeds four standard errors once in some 10,000 seeds."""
+    slow, draws = SlowRounds(name, drafters, new_tokens=60, temperature=0.8), 64
+    for policy in (FullShortlist(), FrequencyShortlist(size=200)):
+        expected, *courses = slow.measured(policy, None, *range(draws))
+        exact, drawn = expected.overall(), [course.overall() for course in courses]
+        for count in ("rounds", "positions", "draft_steps"):
+            estimate = Estimate.of([one[count] for one in drawn])
+            assert 0 < estimate.standard_error < exact[count] / 20
+            assert abs(estimate.mean - exact[count]) <= 4 * estimate.standard_error
+        # Means weigh courses by their rounds and positions, as expectations do.
+        together = RoundFigures.mean(courses).overall()
+        for figure, count in (("acceptance_length", "rounds"), ("acceptance", "positions"), ("mass", "positions")):
+            weights = [one[count] for one in drawn]
+            ratio = Estimate.of_ratio([one[figure] * one[count] for one in drawn], weights)
+            assert together[figure] == pytest.approx(ratio.mean)
+            assert abs(ratio.mean - exact[figure]) <= 4 * ratio.standard_error + 1e-6
+        assert together["rounds"] == pytest.approx(fmean(one["rounds"] for one in drawn))
+
+        # Eight draws have about a third of the error of one.
+        groups = [RoundFigures.mean(courses[start : start + 8]).overall() for start in range(0, draws, 8)]
+        for figure in ("rounds", "acceptance_length"):
+            assert stdev(one[figure] for one in groups) < 0.6 * stdev(one[figure] for one in drawn)
+
+
+def by_policy(rows: list[TextCoverage], label: str) -> list[TextCoverage]:
+    """One policy's rows, without its label."""
+    return [replace(row, policy="") for row in rows if row.policy == label]
+
+
+def test_where_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
+    window = {"window": 60, "prompt_top_k": 1, "verify_top_k": 1, "eviction": "lru"}
+    policies = {
+        "full": FullShortlist(),
+        "window": InContextShortlist(**window),
+        "some": FrequencyShortlist(size=200),
+        "the same window": InContextShortlist(**window),
+        "some with a memory": RememberingShortlist(size=200),
+    }
+    result = measure(target, drafter, policies, 3, draws=3)
+    assert not result.notes and [row.policy for row in result.drawn] == list(policies) * 3
+    learners = {"window", "the same window", "some with a memory"}
+    assert {row.policy: row.draws for row in result.measured} == {one: 3 * (one in learners) for one in policies}
+    assert all(row.draws == 3 for row in result.drawn)
+    for label in learners:
+        assert by_policy(result.measured, label) == by_policy(result.drawn, label)
+    # Equal policies have equal courses, and a memory that changes nothing is no difference.
+    assert by_policy(result.drawn, "window") == by_policy(result.drawn, "the same window")
+    assert by_policy(result.drawn, "some") == by_policy(result.drawn, "some with a memory")
+    assert by_policy(result.measured, "some") != by_policy(result.drawn, "some")
+
+    # The order of policies is that of the tables, and nothing else.
+    others = measure(target, drafter, dict(reversed(policies.items())), 3, draws=3)
+    for label in policies:
+        assert by_policy(others.measured, label) == by_policy(result.measured, label)
+        assert by_policy(others.drawn, label) == by_policy(result.drawn, label)
+
+    # What is computed is compared with what is computed, and what is drawn with what is drawn.
+    relative = {row.policy: row.relative_acceptance_length for row in summarize(result) if row.domain is None}
+    for label, rows in (("window", result.drawn), ("some with a memory", result.drawn), ("some", result.measured)):
+        lengths = ([row.acceptance_length for row in by_policy(rows, one)] for one in (label, "full"))
+        assert relative[label] == Estimate.of_ratio(*lengths)
+    first = {row.policy: row.relative_acceptance_length for row in summarize(others) if row.domain is None}
+    assert first["some"] == Estimate(1.0, 0.0), "the difference of two that are drawn alike has no noise of its own"
+    table = coverage_table(result)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    shown = " ".join(capture.get().split())
+    assert "along each text 3 courses of rounds drawn for policies that learn from verdicts" in shown
+    assert max(map(len, capture.get().splitlines())) <= 80
+
+
+def test_the_first_draw_is_that_of_a_single_one(target, drafter):
+    policies = {"window": InContextShortlist(window=60)}
+    single, several = (measure(target, drafter, policies, 2, draws=draws) for draws in (1, 4))
+    assert [row.draws for row in single.measured] == [1, 1] and [row.draws for row in several.measured] == [4, 4]
+    for one, four in zip(single.measured, several.measured, strict=True):
+        assert one.rounds == round(one.rounds) and four.rounds == pytest.approx(round(4 * four.rounds) / 4)
+        assert one.acceptance_length != four.acceptance_length
+    # The same texts, whatever is drawn along them.
+    assert single.oracle_curves == several.oracle_curves
+
+
+def test_nothing_is_drawn_where_there_is_no_chance(target, drafter):
+    policies = {"full": FullShortlist(), "window": InContextShortlist(window=60)}
+    result = measure(target, drafter, policies, 2, temperature=0.0)
+    assert not result.drawn and {row.draws for row in result.measured} == {0}
+    assert {row.draws for row in summarize(result)} == {0}
+    result = measure(target, drafter, {"full": FullShortlist()}, 2, draws=5)
+    assert not result.drawn and {row.draws for row in result.measured} == {0}
+    assert result.notes == ["nothing is drawn, however many draws: no policy learns from verdicts"]
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+class NotingShortlist(InContextShortlist):
+    """Notes the first shortlist of every text, and what states there are."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.states: list[NotingState] = []
+
+    def start(self, vocabulary: VocabularyInfo) -> "NotingState":
+        self.states.append(NotingState(self.window, self.eviction == "lru", vocabulary))
+        return self.states[-1]
+
+
+class NotingState(InContextState):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.prompts: list[list[int]] = []
+        self.first: list[set[int]] = []
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        if prompt.top_ids is None:
+            self.prompts.append(prompt.token_ids.tolist())
+        super().observe_prompt(prompt)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        shortlist = super().select(depth, token_ids, features)
+        if len(self.first) < len(self.prompts):
+            self.first.append(set(shortlist.ids().tolist()))
+        return shortlist
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, drafter, temperature):
+    prompts = words(3, domain=lambda seed: "ab"[seed % 2])
+    settings = {"prompts": prompts, "temperature": temperature}
+    window = {"window": 250, "prompt_top_k": 0, "verify_top_k": 0, "eviction": "lru"}
+    some, noting = FrequencyShortlist(size=64), NotingShortlist(**window)
+    stream = measure(target, drafter, {"window": noting, "some": some}, stream=True, **settings)
+    anew = measure(target, drafter, {"window": InContextShortlist(**window), "some": some}, **settings)
+
+    (state,) = (one for one in noting.states if one.prompts)
+    given = [[int(word[1:]) for word in one.text.split()] for one in prompts]
+    assert state.prompts == given
+    with torch.no_grad():
+        torch.manual_seed(0)
+        config = generation_config(target, 24, temperature)
+        text = set(target.generate(torch.tensor([given[0]]), generation_config=config)[0].tolist())
+    assert state.first[0] == {*given[0], EOS}
+    assert text | set(given[1]) <= state.first[1] and set(given[0]) | state.first[1] | set(given[2]) <= state.first[2]
+
+    ours, theirs = by_policy(stream.measured, "window"), by_policy(anew.measured, "window")
+    assert ours[0] == theirs[0] and all(one.size > other.size for one, other in zip(ours[1:], theirs[1:], strict=True))
+    # A policy that learns nothing is the same, and so are the texts.
+    assert by_policy(stream.measured, "some") == by_policy(anew.measured, "some")
+    assert stream.oracle_curves == anew.oracle_curves
+    assert coverage_table(stream).title.endswith("3 prompts, as a stream")
+
+    (backward,) = (measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1]) for _ in "1")
+    assert [one for one in noting.states if one.prompts][-1].prompts == given[::-1] and backward.complete
+
+
+def test_every_draw_and_every_round_of_texts_is_a_stream_of_its_own(target, drafter):
+    noting = NotingShortlist(window=60, prompt_top_k=0)
+    result = measure(target, drafter, {"window": noting}, 2, stream=True, draws=3, continuations=2)
+    led = [one.prompts for one in noting.states if one.prompts]
+    assert len(led) == 2 * 3 and all(len(prompts) == 2 for prompts in led) and len(result.measured) == 4
+    anew = measure(target, drafter, {"window": noting}, 2, draws=3, continuations=2)
+    same = [one == other for one, other in zip(result.measured, anew.measured, strict=True)]
+    assert same == [True, False, True, False]
+
+
+# Policies by domain --------------------------------------------------------------------------------------------------
+
+
+def rankings(root: Path, *domains: str) -> str:
+    """Writes rankings, each the reverse of the one before, and returns what names them."""
+    fingerprint = fingerprint_tokenizer(word_tokenizer())
+    for number, domain in enumerate(domains):
+        order = torch.arange(VOCABULARY) if number % 2 else torch.arange(VOCABULARY).flip(0)
+        policy = FrequencyShortlist(order)
+        config = DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=fingerprint)
+        write_artifact(root / f"without-{domain}", config, tensors=policy.tensors())
+    return f"frequency:size=64,ranking={root}/without-{{domain}}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_domain_has_the_policy_that_names_it(tmp_path, target, drafter, stream):
+    prompts = words(4, domain=lambda seed: ("a", "b/c")[seed % 2])
+    text = rankings(tmp_path, "a", "b/c")
+    one, other = (FrequencyShortlist(order, size=64) for order in (torch.arange(VOCABULARY).flip(0), None))
+    settings = {"prompts": prompts, "stream": stream}
+    result = measure(target, drafter, ("full", text, f"{text}+in_context:window=20"), **settings)
+    label, union = list(result.policies)[1:]
+    assert label == f"frequency:size=64,ranking={tmp_path.name}/without-{{domain}}"
+    single = measure(target, drafter, {"one": one, "other": other}, **settings)
+    for of_domain, name in (("a", "one"), ("b/c", "other")):
+        ours = [row for row in by_policy(result.measured, label) if row.domain == of_domain]
+        assert ours == [row for row in by_policy(single.measured, name) if row.domain == of_domain]
+        assert ours != [row for row in by_policy(single.measured, "other") if row.domain == "a"]
+    by_domain = {"left out": {"a": one, "b/c": other, "unused": FullShortlist()}}
+    given = measure(target, drafter, by_domain, **settings)
+    assert by_policy(given.measured, "left out") == by_policy(result.measured, label)
+
+    described = to_dict(result)["policies"]
+    assert described["full"]["name"] == "full" and set(described[label]) == {"by_domain"}
+    digests = {domain: one["tensors"]["ranking"] for domain, one in described[label]["by_domain"].items()}
+    assert set(digests) == {"a", "b/c"} and len(set(digests.values())) == 2
+    assert [row.policy for row in summarize(result)][:3] == ["full", label, union]
+
+
+def test_policies_of_domains_that_cannot_be_are_refused(tmp_path, target, drafter):
+    text = rankings(tmp_path, "a")
+    with pytest.raises(DynSpecError, match="without-words"):
+        measure(target, drafter, ("full", text))
+    for domain, problem in (("a,size=3", "holds ','"), ("a/../b", r"holds '\.\.'"), ("c++", r"holds '\+'")):
+        with pytest.raises(ConfigurationError, match=f"{problem}; rename the prompts' category"):
+            measure(target, drafter, (text,), prompts=words(1, domain=lambda _, domain=domain: domain))
+    with pytest.raises(ConfigurationError, match=r"'one' has none for the domain 'words'; it has .'a'."):
+        measure(target, drafter, {"one": {"a": FullShortlist()}})
+    with pytest.raises(ConfigurationError, match=r"without-{domain}' is given twice"):
+        CoverageSettings(policies=(text, text))
+
+
 def test_a_head_with_a_vocabulary_of_its_own(drafters):
     found = figures(measure(*drafters["trimmed"], {"full": FullShortlist()}), "full")
     assert found["size"] == pytest.approx(DRAFTABLE)
@@ -888,7 +1118,7 @@ def test_the_whole_command(folder):
     arguments = ["--target", folder / "target", "--drafter", folder / "drafter", "--prompts", folder / "code.jsonl"]
     arguments += [word for policy in POLICIES for word in ("--policy", policy)]
     arguments += ["--temperature", 0.8, "--max-new-tokens", 16, "--num-assistant-tokens", 2, "--device", "cpu"]
-    arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot]
+    arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot, "--stream", "--draws", 2]
     done = invoke(*arguments, folder / "law.jsonl")
     assert done.exit_code == 0, done.exception
     assert "Coverage, temperature 0.8, 3 prompts" in done.stdout and "Mass on the shortlist" in done.stdout
@@ -917,6 +1147,11 @@ def test_the_whole_command(folder):
     assert overall["frequency:size=64"]["relative_acceptance_length"]["mean"] < 1.0
     assert overall["full"]["figures"]["mass"]["mean"] > overall["frequency:size=64"]["figures"]["mass"]["mean"]
     assert written["oracle_curve"][-1]["size"] == VOCABULARY
+    # The window learns, so that all are drawn to be compared with it.
+    assert written["settings"]["stream"] and written["settings"]["draws"] == 2 and "as a stream" in done.stdout
+    assert {(row["prompt"], row["policy"]) for row in written["drawn"]} == set(pairs)
+    assert {row["policy"]: row["draws"] for row in written["measured"]} == dict(zip(POLICIES, (0, 0, 2), strict=True))
+    assert {row["draws"] for row in written["drawn"]} == {2}
     assert plot.read_bytes().startswith(PNG)
 
 
@@ -989,6 +1224,8 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         ({"recall_k": 0}, "recall_k must be"),
         ({"continuations": 0, "temperature": 1.0}, "continuations must be"),
         ({"continuations": 2}, "2 greedy continuations of a prompt would all be one"),
+        ({"draws": 0, "temperature": 1.0}, "draws must be"),
+        ({"draws": 2}, "2 greedy draws along a text would all be one"),
         ({"max_new_tokens": 1}, "max_new_tokens must be a whole number of at least 2"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens must be"),
         ({"policies": ()}, "no policy to measure"),
@@ -1011,6 +1248,7 @@ def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
         (["--policy", "nonsense"], "no policy 'nonsense'"),
         (["--temperature", "-1"], "temperature must be"),
         (["--continuations", "4"], "set a temperature"),
+        (["--policy", "frequency:ranking=no/such-{domain}"], "no/such-good"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
         (["--plot", "out.txt"], "no suffix of an image"),
