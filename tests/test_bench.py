@@ -880,7 +880,7 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--dtype", "tiny"], "dtype must be"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["missing.jsonl"], "missing.jsonl: no such file or directory"),
-        (["bad.jsonl"], "bad.jsonl, line 1: not valid JSON"),
+        (["bad.jsonl"], "bad.jsonl, line 1: not a JSON object"),
         (["--tree", "60x5"], "tree '60x5': write total_tokens/depth/top_k, such as 60/5/10, or default"),
         (["--tree", "60/5/10", "--tree", "default"], "the tree 60/5/10 is given twice"),
         (["--no-chain"], "nothing to draft"),
@@ -925,7 +925,7 @@ def test_errors_take_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {path}, line 2: not valid JSON")
+    assert line.startswith(f"error: {path}, line 2: not a JSON object")
 
 
 def test_models_that_cannot_be_loaded_are_named(folder):

@@ -14,17 +14,18 @@ class States:
 
     Args:
         policies: all that are measured.
-        vocabulary: what they select from.
+        vocabularies: what each of them selects from.
         is_stream: keep the states from text to text.
 
     Attributes:
         learners: the policies that learn from verdicts.
     """
 
-    def __init__(self, policies: Sequence[ShortlistPolicy], vocabulary: VocabularyInfo, is_stream: bool):
-        self._vocabulary, self._is_stream = vocabulary, is_stream
+    def __init__(self, policies: Sequence[ShortlistPolicy], vocabularies: Sequence[VocabularyInfo], is_stream: bool):
+        self._vocabularies = {id(policy): one for policy, one in zip(policies, vocabularies, strict=True)}
+        self._is_stream = is_stream
         self._kept: dict[tuple[str, int, int | None], ShortlistState] = {}
-        self.learners = [policy for policy in policies if learns_from_verdicts(policy.start(vocabulary))]
+        self.learners = [policy for policy in policies if learns_from_verdicts(self._start(policy))]
 
     def of(self, label: str, policy: ShortlistPolicy, draw: int | None) -> ShortlistState:
         """The state that is led along the next text.
@@ -35,15 +36,18 @@ class States:
             draw: which of the draws of its rounds; None where expectations are computed.
         """
         if not self._is_stream:
-            return policy.start(self._vocabulary)
+            return self._start(policy)
         key = (label, id(policy), draw)
         if key not in self._kept:
-            self._kept[key] = policy.start(self._vocabulary)
+            self._kept[key] = self._start(policy)
         return self._kept[key]
 
     def forget(self) -> None:
         """Begin another stream."""
         self._kept.clear()
+
+    def _start(self, policy: ShortlistPolicy) -> ShortlistState:
+        return policy.start(self._vocabularies[id(policy)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,13 +118,14 @@ class _Measurement:
         self._result, self._settings, self._pair = result, result.settings, pair
         (self._drafter,) = pair.drafters.values()
         policies = _distinct(result.policies)
-        self._vocabulary = _vocabulary(pair, self._drafter, policies)
+        vocabularies = _vocabularies(pair, self._drafter, policies)
+        self._vocabulary = vocabularies[0]
         if self._settings.recall_k > self._vocabulary.size:
             raise ConfigurationError(
                 f"recall_k must be at most the size of the vocabulary, {self._vocabulary.size:,}, "
                 f"got {self._settings.recall_k:,}"
             )
-        self._states = States(policies, self._vocabulary, self._settings.stream)
+        self._states = States(policies, vocabularies, self._settings.stream)
         # Greedily, nothing is left to chance: the one course of rounds that there can be is what is expected.
         self._is_drawn = bool(self._states.learners) and self._settings.temperature > 0
         if self._settings.draws > 1 and not self._is_drawn:
@@ -220,16 +221,17 @@ def _distinct(policies: Mapping[str, Mapping[str, ShortlistPolicy]]) -> list[Sho
     return list({id(policy): policy for by_domain in policies.values() for policy in by_domain.values()}.values())
 
 
-def _vocabulary(pair: Pair, drafter: Drafter, policies: Sequence[ShortlistPolicy]) -> VocabularyInfo:
-    """What a session's policies are told of the vocabulary. Refuses what an assistant of these models refuses."""
+def _vocabularies(pair: Pair, drafter: Drafter, policies: Sequence[ShortlistPolicy]) -> list[VocabularyInfo]:
+    """What each policy is told of the vocabulary in a session. Refuses what an assistant of these models refuses."""
+    vocabularies = []
     for policy in policies:
         assistant = DynSpecAssistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer)
         try:
             eos = assistant.scored_eos_token_ids(pair.target.generation_config)
-            vocabulary = assistant.take_session(eos).vocabulary
+            vocabularies.append(assistant.take_session(eos).vocabulary)
         finally:
             assistant.unbind()
-    return vocabulary
+    return vocabularies
 
 
 class _OracleCurve:
