@@ -923,7 +923,7 @@ def test_where_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
     with console.capture() as capture:
         console.print(table)
     shown = " ".join(capture.get().split())
-    assert "along each text 3 courses of rounds drawn for policies that learn from verdicts" in shown
+    assert "along each text, 3 courses of rounds are drawn for policies that learn from verdicts" in shown
     assert max(map(len, capture.get().splitlines())) <= 80
 
 

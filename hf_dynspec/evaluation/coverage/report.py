@@ -54,9 +54,9 @@ def _note_on_draws(rows: Sequence[CoverageSummary]) -> str:
     draws = max((row.draws for row in rows), default=0)
     if not draws:
         return ""
-    courses = "one course of rounds" if draws == 1 else f"{draws} courses of rounds"
+    courses = "one course of rounds is" if draws == 1 else f"{draws} courses of rounds are"
     return (
-        f"; along each text {courses} drawn for policies that learn from verdicts, which are compared with others "
+        f"; along each text, {courses} drawn for policies that learn from verdicts, which are compared with others "
         "drawn with the same luck"
     )
 
