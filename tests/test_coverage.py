@@ -140,7 +140,8 @@ def rows_of(target: list[float], drafter: list[float], count: int = 1) -> Rows:
     p = torch.tensor([target] * count)
     order = p.sort(descending=True)
     features = torch.zeros(count, 1)
-    return Rows(0, p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log(), *[features] * 3)
+    of_target = (p, order.values.cumsum(-1), order.indices, order.values.log(), features)
+    return Rows(0, *of_target, torch.tensor([drafter] * count).log(), *[features] * 3)
 
 
 def shortlist_of(*ids: int) -> Shortlist:
@@ -235,18 +236,29 @@ class WatchedShortlist(ShortlistPolicy):
     """Writes down everything that it is shown."""
 
     name = "watched"
-    needs = Needs(verify_top_k=4, prompt_top_k=3, prompt_positions=5, draft_inputs=True)
+    needs = Needs(
+        verify_top_k=4,
+        prompt_top_k=3,
+        prompt_positions=5,
+        draft_inputs=True,
+        top_logits=True,
+        out_of_vocabulary=True,
+        hidden_states=True,
+        prompt_hidden_states=True,
+    )
 
     def __init__(self):
         self.seen: list[tuple] = []
+        self.started = self.closed = 0
 
     def start(self, vocabulary: VocabularyInfo) -> "WatchedState":
-        return WatchedState(self.seen, FrequencyShortlist(size=250).start(vocabulary))
+        self.started += 1
+        return WatchedState(self, FrequencyShortlist(size=250).start(vocabulary))
 
 
 class WatchedState(ShortlistState):
-    def __init__(self, seen: list[tuple], inner: ShortlistState):
-        self._seen = seen
+    def __init__(self, policy: WatchedShortlist, inner: ShortlistState):
+        self._policy, self._seen = policy, policy.seen
         self._inner = inner
         self._draft_inputs: tuple[torch.Tensor, ...] = ()
 
@@ -258,14 +270,26 @@ class WatchedState(ShortlistState):
         return self._inner.select(depth, token_ids, features)
 
     def observe_prompt(self, prompt: Prompt) -> None:
-        self._seen.append(("prompt", prompt.token_ids.tolist(), _listed(prompt.top_ids)))
+        numbers = torch.cat([_flat(prompt.top_logits), _flat(prompt.hidden_states)])
+        self._seen.append(("prompt", prompt.start, prompt.token_ids.tolist(), _listed(prompt.top_ids), numbers))
 
     def observe(self, verdict: Verdict) -> None:
         rejected = verdict.verified.shape[0]
         # Drafts after the rejected one follow a text that is not there when texts are given.
-        self._seen.append(
-            ("verdict", verdict.drafted[:rejected].tolist(), verdict.verified.tolist(), _listed(verdict.top_ids))
-        )
+        drafted, missed = verdict.drafted[:rejected].tolist(), verdict.out_of_vocabulary.tolist()
+        numbers = torch.cat([_flat(verdict.top_logits), _flat(verdict.hidden_states)])
+        verified = verdict.verified.tolist()
+        self._seen.append(("verdict", verdict.start, verified, drafted, missed, _listed(verdict.top_ids), numbers))
+
+    def begin_round(self) -> None:
+        self._seen.append(("round",))
+
+    def close(self) -> None:
+        self._policy.closed += 1
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(0) if tensor is None else tensor.flatten()
 
 
 def _listed(tensor: torch.Tensor | None) -> list | None:
@@ -293,9 +317,18 @@ def test_policies_are_shown_what_a_session_shows_them(name, drafters):
         assert result.measured[0].oov > 0
     # A run has nobody to tell the verdict on its last round.
     runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
-    assert runs[0] == runs[1][: len(runs[0])] and len(runs[1]) - len(runs[0]) <= 1
-    assert [kind for kind, *_ in runs[1][:3]] == ["prompt", "prompt", "verdict"]
-    assert len(runs[1][1][2]) == 5 and len(runs[1][1][2][0]) == 3
+    assert len(runs[1]) - len(runs[0]) in (0, 1)
+    for ours, theirs in zip(*runs, strict=False):
+        if ours[0] == "round":
+            assert theirs == ours
+        else:
+            assert ours[:-1] == theirs[:-1]
+            torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-4, atol=1e-4)
+    (of_prompt,) = (one for one in runs[1] if one[0] == "prompt" and one[3])
+    assert of_prompt[1] == 12 and len(of_prompt[3]) == 5 and len(of_prompt[3][0]) == 3
+    assert of_prompt[-1].shape[0] == 5 * (3 + target.config.hidden_size)
+    assert {one[0] for one in runs[1]} == {"prompt", "round", "verdict"}
+    assert forced.started == forced.closed > 0
     # At the first draft step of every round the two know the same, and at those that accepted drafts lead to.
     steps = [_steps_that_count(policy.seen) for policy in (real, forced)]
     assert [one[1:3] for one in steps[0]] == [one[1:3] for one in steps[1]]
@@ -967,12 +1000,20 @@ class NotingState(InContextState):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.prompts: list[list[int]] = []
+        self.ends: list[int] = []
+        self.starts: list[int] = []
         self.first: list[set[int]] = []
 
     def observe_prompt(self, prompt: Prompt) -> None:
         if prompt.top_ids is None:
             self.prompts.append(prompt.token_ids.tolist())
+            self.starts.append(prompt.start)
+            self.ends.append(prompt.start)
         super().observe_prompt(prompt)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.ends[-1] = verdict.start + verdict.verified.shape[0]
+        super().observe(verdict)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         shortlist = super().select(depth, token_ids, features)
@@ -993,6 +1034,7 @@ def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, dra
     (state,) = (one for one in noting.states if one.prompts)
     given = [[int(word[1:]) for word in one.text.split()] for one in prompts]
     assert state.prompts == given
+    assert state.starts == [0, *state.ends[:-1]] and state.ends[0] == 36, "positions go on from text to text"
     with torch.no_grad():
         torch.manual_seed(0)
         config = generation_config(target, 24, temperature)

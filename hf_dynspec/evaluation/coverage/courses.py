@@ -24,30 +24,42 @@ class States:
     def __init__(self, policies: Sequence[ShortlistPolicy], vocabularies: Sequence[VocabularyInfo], is_stream: bool):
         self._vocabularies = {id(policy): one for policy, one in zip(policies, vocabularies, strict=True)}
         self._is_stream = is_stream
-        self._kept: dict[tuple[str, int, int | None], ShortlistState] = {}
+        # By label, policy and draw: a state, and how many tokens it was shown.
+        self._kept: dict[tuple[str, int, int | None], tuple[ShortlistState, int]] = {}
+        self._started: list[ShortlistState] = []
         self.learners = [policy for policy in policies if learns_from_verdicts(self._start(policy))]
+        self.close()
 
-    def of(self, label: str, policy: ShortlistPolicy, draw: int | None) -> ShortlistState:
-        """The state that is led along the next text.
+    def of(self, label: str, policy: ShortlistPolicy, draw: int | None, length: int) -> tuple[ShortlistState, int]:
+        """The state that is led along the next text, and how many tokens it was shown before.
 
         Args:
             label: what the policy is shown as.
             policy: that of the text's domain.
             draw: which of the draws of its rounds; None where expectations are computed.
+            length: tokens of the text.
         """
         if not self._is_stream:
-            return self._start(policy)
+            return self._start(policy), 0
         key = (label, id(policy), draw)
-        if key not in self._kept:
-            self._kept[key] = self._start(policy)
-        return self._kept[key]
+        state, shown = self._kept[key] if key in self._kept else (self._start(policy), 0)
+        self._kept[key] = state, shown + length
+        return state, shown
 
-    def forget(self) -> None:
-        """Begin another stream."""
+    def end_text(self) -> None:
+        """Give up the states that are not kept for the next text."""
+        if not self._is_stream:
+            self.close()
+
+    def close(self) -> None:
+        """Give up all states: a stream ends."""
         self._kept.clear()
+        while self._started:
+            self._started.pop().close()
 
     def _start(self, policy: ShortlistPolicy) -> ShortlistState:
-        return policy.start(self._vocabularies[id(policy)])
+        self._started.append(policy.start(self._vocabularies[id(policy)]))
+        return self._started[-1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,8 @@ lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Levia
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -92,6 +94,8 @@ def measure_coverage(
             result.finished = utc_now()
         except KeyboardInterrupt:
             result.notes.append(INTERRUPTION)
+        finally:
+            measurement.close()
     save(result)
     return result
 
@@ -130,9 +134,7 @@ class _Measurement:
         self._is_drawn = bool(self._states.learners) and self._settings.temperature > 0
         if self._settings.draws > 1 and not self._is_drawn:
             result.notes.append("nothing is drawn, however many draws: no policy learns from verdicts")
-        needs = [policy.needs for policy in policies]
-        most = (count for need in needs for count in (need.verify_top_k, need.prompt_top_k))
-        self._top_k = max(self._settings.recall_k, *most)
+        self._needs = reduce(or_, (policy.needs for policy in policies))
 
     @torch.no_grad()
     def take(self, number: int) -> None:
@@ -140,7 +142,7 @@ class _Measurement:
         on."""
         continuation, index = divmod(number, len(self._pair.prompts))
         if index == 0:
-            self._states.forget()
+            self._states.close()
         prompt, length = self._pair.prompts[index], len(self._pair.encoded[index])
         token_ids, seeds = self._text(number, self._pair.encoded[index])
         if token_ids.shape[0] - first_draft(self._drafter, length) < 2:
@@ -156,8 +158,9 @@ class _Measurement:
             length,
             self._vocabulary,
             self._settings.temperature,
-            self._top_k,
+            max(self._settings.recall_k, self._needs.verify_top_k, self._needs.prompt_top_k),
             self._settings.num_assistant_tokens,
+            self._needs,
         )
         courses = {
             label: self._courses(text, label, of_domain[prompt.domain], seeds)
@@ -179,6 +182,11 @@ class _Measurement:
         self._result.measured.extend(measured)
         self._result.drawn.extend(drawn)
         self._result.oracle_curves[prompt.identifier, continuation] = curve.points()
+        self._states.end_text()
+
+    def close(self) -> None:
+        """Give up what policies remember."""
+        self._states.close()
 
     def _text(self, number: int, prompt_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
         """A prompt with its continuation, int64 `[n]`, and the seeds of the draws along it."""
@@ -195,14 +203,16 @@ class _Measurement:
         settings = self._settings
 
         def course(draw: int | None) -> RoundsAlongText:
+            state, offset = self._states.of(label, policy, draw, text.token_ids.shape[0])
             return RoundsAlongText(
-                self._states.of(label, policy, draw),
+                state,
                 policy.needs,
                 text,
                 settings.num_assistant_tokens,
                 settings.recall_k,
                 is_greedy=settings.temperature == 0,
                 seed=None if draw is None else seeds[draw],
+                offset=offset,
             )
 
         drawn = [course(draw) for draw in range(len(seeds))] if self._is_drawn else []

@@ -49,6 +49,7 @@ class RoundsAlongText:
         recall_k: `k` of Recall@k.
         is_greedy: a draft is the drafter's argmax, and not a draw from its distribution.
         seed: of the draws, and not one that the text was drawn with. None computes expectations.
+        offset: the position of the text's first token, which in a stream is not the first that the policy is shown.
 
     Attributes:
         figures: of the rounds so far.
@@ -66,6 +67,7 @@ class RoundsAlongText:
         recall_k: int,
         is_greedy: bool,
         seed: int | None,
+        offset: int = 0,
     ):
         if seed is None and learns_from_verdicts(state):
             raise ValueError("the rounds of a policy that learns from verdicts have to be drawn: give a seed")
@@ -75,6 +77,7 @@ class RoundsAlongText:
         self._recall_k = recall_k
         self._is_greedy = is_greedy
         self._text = text
+        self._offset = offset
         self._token_ids = text.token_ids
         self._luck: torch.Tensor | None = None
         if seed is not None:
@@ -86,7 +89,7 @@ class RoundsAlongText:
         self._is_start = torch.zeros(self._token_ids.shape[0] + 1, dtype=torch.float64)
         self._is_start[self._start] = 1.0
         self.figures = RoundFigures(num_assistant_tokens)
-        self._state.observe_prompt(Prompt(self._token_ids[: text.prompt_length], 0))
+        self._state.observe_prompt(Prompt(self._token_ids[: text.prompt_length], self._offset))
 
     def follow(self, rows: Rows) -> None:
         """Go on, start by start, as far as these rows reach; the next must repeat the last `num_assistant_tokens`."""
@@ -139,25 +142,40 @@ class RoundsAlongText:
         return DraftSteps(*map(torch.cat, zip(*parts, strict=True)))
 
     def _observe_prompt(self) -> None:
-        """Show the policy the prompt's likely tokens, as a session does when the target has read the prompt."""
-        if self._start == self._text.prompt_length and self._needs.prompt_top_k:
-            top_ids = self._text.prompt_top_ids[:, : self._needs.prompt_top_k]
-            if self._needs.prompt_positions is not None:
-                top_ids = top_ids[-self._needs.prompt_positions :]
-            self._state.observe_prompt(Prompt(self._token_ids[:0], self._start, top_ids))
+        """Show the policy what the target says of the prompt, as a session does when the target has read it."""
+        if self._start != self._text.prompt_length or not self._needs.of_prompt:
+            return
+        needs, text = self._needs, self._text
+        last = slice(None if needs.prompt_positions is None else -needs.prompt_positions, None)
+        shown = {}
+        if needs.prompt_top_k:
+            shown["top_ids"] = text.prompt_top_ids[last, : needs.prompt_top_k]
+            if needs.top_logits:
+                shown["top_logits"] = text.prompt_top_logits[last, : needs.prompt_top_k]
+        if needs.prompt_hidden_states:
+            shown["hidden_states"] = text.prompt_states[last]
+        self._state.observe_prompt(Prompt(self._token_ids[:0], self._offset + self._start, **shown))
 
     def _observe(self, rows: Rows, shortlists: list[Shortlist], accepted: int) -> None:
         """Show the policy the verdict on a round, as a session does."""
-        verified = self._token_ids[rows.first : rows.first + accepted + 1]
+        needs, count = self._needs, accepted + 1
+        verified = self._token_ids[rows.first : rows.first + count]
         drafted = verified[:accepted]
         if accepted < len(shortlists):
             rejected = rejected_draft(rows, accepted, shortlists[accepted], self._is_greedy, self._generator)
             drafted = torch.cat([drafted, rejected])
-        top_ids = rows.top_ids[: accepted + 1, : self._needs.verify_top_k] if self._needs.verify_top_k else None
-        missed = torch.zeros_like(verified, dtype=torch.bool) if self._needs.out_of_vocabulary else None
-        if missed is not None and accepted < len(shortlists):
-            missed[-1] = ~shortlists[accepted].contains(verified[-1])
-        self._state.observe(Verdict(drafted, verified, rows.first, missed, top_ids))
+        shown = {}
+        if needs.out_of_vocabulary:
+            shown["out_of_vocabulary"] = torch.zeros_like(verified, dtype=torch.bool)
+            if accepted < len(shortlists):
+                shown["out_of_vocabulary"][-1] = ~shortlists[accepted].contains(verified[-1])
+        if needs.verify_top_k:
+            shown["top_ids"] = rows.top_ids[:count, : needs.verify_top_k]
+            if needs.top_logits:
+                shown["top_logits"] = rows.top_logits[:count, : needs.verify_top_k]
+        if needs.hidden_states:
+            shown["hidden_states"] = rows.states[:count]
+        self._state.observe(Verdict(drafted, verified, self._offset + rows.first, **shown))
 
 
 class RoundFigures:
