@@ -602,9 +602,9 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
         if done == 1:
             raise KeyboardInterrupt
 
-    saved = []
+    saved, watched = [], WatchedShortlist()
     result = measure_coverage(
-        CoverageSettings(policies={"full": FullShortlist()}, max_new_tokens=4, device="cpu"),
+        CoverageSettings(policies={"watched": watched}, max_new_tokens=4, device="cpu", stream=True),
         target=target,
         drafter=drafter,
         tokenizer=word_tokenizer(),
@@ -613,7 +613,7 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
         save=lambda one: saved.append(len(one.measured)),
     )
     assert not result.complete and result.notes == ["interrupted before all was measured"]
-    assert saved == [1, 1]
+    assert saved == [1, 1] and watched.started == watched.closed > 0
     assert "generate" not in vars(target)
 
 
