@@ -140,7 +140,8 @@ class DraftingStatistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens / drafted tokens, without the bonus token."""
+        """Accepted tokens / drafted tokens, without the bonus token. Of a tree only one path can be accepted, so that
+        this is small however good its drafts are; that is what `accepted_per_round` tells."""
         return _ratio(self.accepted, self.drafted)
 
     @property
@@ -154,6 +155,13 @@ class DraftingStatistics:
         drafted_at = self.drafted_at
         accepted = self.accepted_at + [0] * (len(drafted_at) - len(self.accepted_at))
         return [_ratio(count, drafted) for count, drafted in zip(accepted, drafted_at, strict=False)]
+
+    @property
+    def accepted_per_round(self) -> list[float]:
+        """For each draft step, the share of rounds in which a token of it was accepted. Chains and trees compare by
+        it; with 1, these add up to the acceptance length."""
+        accepted = self.accepted_at + [0] * (len(self._drafted_at) - len(self.accepted_at))
+        return [_ratio(count, self.rounds) for count in accepted]
 
     @property
     def oov_rate(self) -> float:
@@ -192,6 +200,7 @@ class DraftingStatistics:
             "tokens_per_round": list(self.tokens_per_round),
             "acceptance_rate": self.acceptance_rate,
             "acceptance_rate_by_position": self.acceptance_rate_by_position,
+            "accepted_per_round": self.accepted_per_round,
             "oov_rate": self.oov_rate,
             "active_vocabulary": self.active_vocabulary,
             "active_vocabulary_max": self.active_vocabulary_max,
@@ -200,15 +209,18 @@ class DraftingStatistics:
         }
 
     def __str__(self) -> str:
-        by_position = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_by_position)
+        by_position = " ".join(f"{rate:.2f}" for rate in self.accepted_per_round)
+        # A chain has one token at each draft step of a round, and a tree has several.
+        has_trees = any(count > self.rounds for count in self.drafted_at)
+        rate_name = "tree nodes accepted" if has_trees else "acceptance rate"
         per_round = " ".join(str(count) for count in self.tokens_per_round[1:])
         rows = [
             ("rounds", f"{self.rounds}"),
             ("new tokens", f"{self.tokens}"),
             ("acceptance length", f"{self.acceptance_length:.2f}"),
             ("rounds with 1, 2, … tokens", per_round),
-            ("acceptance rate", f"{self.acceptance_rate:.3f} ({self.accepted} of {self.drafted})"),
-            ("by draft step", by_position),
+            (rate_name, f"{self.acceptance_rate:.3f} ({self.accepted} of {self.drafted})"),
+            ("accepted per round, by draft step", by_position),
             ("out of vocabulary", f"{self.oov_rate:.4f}"),
             ("active vocabulary", f"{self.active_vocabulary:.0f} (at most {self.active_vocabulary_max})"),
         ]

@@ -1,5 +1,6 @@
 """The benchmark: prompts, policies as texts, what is measured and written, and errors before models are loaded."""
 
+import gzip
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
+import pyarrow
 import pytest
 import torch
 from eagle_heads import random_head
+from pyarrow import parquet
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -27,8 +30,10 @@ from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
 from hf_dynspec.evaluation.bench import benchmark, systems
-from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
-from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, summarize, to_dict
+from hf_dynspec.evaluation.bench.benchmark import run_benchmark
+from hf_dynspec.evaluation.bench.figures import summarize
+from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
+from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
@@ -802,14 +807,31 @@ def test_prompts_are_read_and_grouped(tmp_path):
     assert len(read_workload([first])) == 3
 
 
+def test_prompts_are_read_from_tables_folders_and_links(tmp_path):
+    (tmp_path / "some").mkdir()
+    rows = {"question_id": [7, None], "category": ["law", None], "turns": [["one", "more"], ["two"]]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "some" / "a.parquet")
+    (tmp_path / "some" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "three"}'))
+    expected = [
+        WorkloadPrompt("a/7", "law", "one"),
+        WorkloadPrompt("a/line 2", "a", "two"),
+        WorkloadPrompt("b/line 1", "b", "three"),
+    ]
+    assert read_workload([tmp_path / "some"]) == expected
+    # In the Hub's cache names are links.
+    (tmp_path / "some" / "a.parquet").rename(tmp_path / "0123")
+    (tmp_path / "a.parquet").symlink_to(tmp_path / "0123")
+    assert read_workload([tmp_path / "a.parquet", tmp_path / "some"]) == expected
+
+
 MALFORMED = [
-    (b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
+    (b'{"text": "a"}\n{"text": \n', "line 2: not a JSON object"),
     (b'{"text": "\xff"}\n', "line 1: not UTF-8"),
-    (b"[1]\n", "line 1: a row must be a JSON object"),
-    (b'{"body": "a"}\n', "line 1: a row needs turns"),
-    (b'{"turns": []}\n', "line 1: turns must be a list"),
-    (b'{"turns": [3]}\n', "line 1: the first turn must be a text"),
-    (b'{"text": ""}\n', "line 1: text must be a text"),
+    (b"[1]\n", "line 1: a JSON object is expected, this is a list"),
+    (b'{"body": "a"}\n', "line 1: no field 'turns' or 'prompt' or 'text'; there are ['body']: a row needs turns"),
+    (b'{"turns": []}\n', "line 1: turns must hold a text that is not empty"),
+    (b'{"turns": [3]}\n', "line 1: field 'turns' must hold text or a list of texts, it holds a int"),
+    (b'{"text": ""}\n', "line 1: text must hold a text that is not empty"),
     (b'{"text": "\\ud800"}\n', "line 1: text holds half of a surrogate pair"),
     (b'{"text": "a", "category": 3}\n', "line 1: category must be text"),
     (b'{"text": "a", "question_id": [1]}\n', "line 1: question_id must be"),
@@ -857,8 +879,8 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--repeats", "0"], "repeats must be"),
         (["--dtype", "tiny"], "dtype must be"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
-        (["missing.jsonl"], "missing.jsonl: cannot be read"),
-        (["bad.jsonl"], "bad.jsonl, line 1: not valid JSON"),
+        (["missing.jsonl"], "missing.jsonl: no such file or directory"),
+        (["bad.jsonl"], "bad.jsonl, line 1: not a JSON object"),
         (["--tree", "60x5"], "tree '60x5': write total_tokens/depth/top_k, such as 60/5/10, or default"),
         (["--tree", "60/5/10", "--tree", "default"], "the tree 60/5/10 is given twice"),
         (["--no-chain"], "nothing to draft"),
@@ -903,7 +925,7 @@ def test_errors_take_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {path}, line 2: not valid JSON")
+    assert line.startswith(f"error: {path}, line 2: not a JSON object")
 
 
 def test_models_that_cannot_be_loaded_are_named(folder):

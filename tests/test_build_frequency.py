@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
 from hf_dynspec.build import corpus as corpus_module
-from hf_dynspec.build.corpus import plan_corpus, read_prompts, read_unit
+from hf_dynspec.build.corpus import plan_corpus, read_unit
 from hf_dynspec.build.frequency import (
     Tally,
     UnitCounts,
@@ -36,6 +36,7 @@ from hf_dynspec.build.frequency import (
     rank,
     vocabulary_size,
 )
+from hf_dynspec.build.prompts import read_prompts
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.vocabulary import fingerprint_tokenizer
@@ -231,6 +232,22 @@ def test_turns_are_read_where_there_is_no_text(tmp_path):
         list(read_prompts([tmp_path]))
 
 
+def test_prompts_are_read_from_compressed_files_and_tables(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"turns": ["one", "two"]}\n'))
+    pq.write_table(pa.table({"text": ["three", None]}), tmp_path / "b.parquet")
+    assert list(read_prompts([tmp_path])) == [("one", "two"), ("three",)]
+    pq.write_table(pa.table({"turns": [["four", "five"], []]}), tmp_path / "c.parquet")
+    assert list(read_prompts([tmp_path / "c.parquet"])) == [("four", "five")]
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"text": "half \\ud83d of a pair"}\n')
+    with pytest.raises(DynSpecError, match=r"d\.jsonl, line 2: text holds half of a surrogate pair"):
+        list(read_prompts([tmp_path / "d.jsonl"]))
+    # Files in the Hub's cache are links to files whose names tell nothing.
+    (tmp_path / "b.parquet").rename(tmp_path / "0123abcd")
+    (tmp_path / "link.parquet").symlink_to(tmp_path / "0123abcd")
+    assert list(read_prompts([tmp_path / "link.parquet"])) == [("three",)]
+    assert all_text([tmp_path / "link.parquet"]) == "three"
+
+
 def test_folders_leave_out_what_is_not_text(tmp_path):
     (tmp_path / "a.py").write_text("print()")
     (tmp_path / "b.png").write_bytes(b"\x89PNG\0\0")
@@ -246,7 +263,10 @@ def test_folders_leave_out_what_is_not_text(tmp_path):
 BAD_AT_ONCE = {
     "broken.jsonl": (b'{"text": "a"\n', "line 1: not a JSON object"),
     "array.jsonl": (b"[1, 2]\n", "line 1: a JSON object is expected, this is a list"),
-    "field.jsonl": (b'\n{"content": "a"}\n', r"line 2: no field 'text'; there are \['content'\].*--text-field"),
+    "field.jsonl": (
+        b'\n{"content": "a"}\n',
+        r"line 2: no field 'text' or 'turns'; there are \['content'\].*--text-f",
+    ),
     "number.jsonl": (b'{"text": 3}\n', "line 1: field 'text' must hold text or a list of texts, it holds a int"),
     "deep.jsonl": (b'{"text": ' + b"[" * 200_000 + b"\n", "line 1: not a usable JSON object"),
     "latin.txt": ("ab\nGröße".encode("latin-1"), "line 2: not UTF-8"),
@@ -794,6 +814,6 @@ def test_errors_end_the_real_command_in_one_line(byte_level, tmp_path):
     process = start(script, *arguments)
     output, messages = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"error: {tmp_path / 'a.jsonl'}, line 2: no field 'text'; there are ['texd']" in messages
+    assert f"error: {tmp_path / 'a.jsonl'}, line 2: no field 'text' or 'turns'; there are ['texd']" in messages
     assert "Traceback" not in messages + output
     assert not (tmp_path / "o" / "config.json").exists()

@@ -25,6 +25,7 @@ from eagle_heads import (
     trimmed_head,
 )
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, EosOnlyShortlist, perturbed, prompt, tiny, word_tokenizer
+from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -36,32 +37,33 @@ from hf_dynspec import (
     FullShortlist,
     InContextShortlist,
 )
+from hf_dynspec.artifacts import write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation.coverage import coverage, teacher_forcing
-from hf_dynspec.evaluation.coverage.coverage import (
-    CoverageResult,
-    CoverageSettings,
-    DepthCoverage,
-    Estimate,
-    TextCoverage,
-    measure_coverage,
-)
-from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, write_plot
-from hf_dynspec.evaluation.coverage.rounds import (
-    RoundsAlongText,
+from hf_dynspec.evaluation.coverage import teacher_forcing
+from hf_dynspec.evaluation.coverage.draft_steps import (
     draft_steps,
     expected_acceptance_length,
     expected_tokens,
     rejected_draft,
 )
+from hf_dynspec.evaluation.coverage.estimates import FIGURES, Estimate, oracle_curve, summarize
+from hf_dynspec.evaluation.coverage.measure import measure_coverage
+from hf_dynspec.evaluation.coverage.plot import write_plot
+from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict
+from hf_dynspec.evaluation.coverage.result import CoverageResult, DepthCoverage, TextCoverage
+from hf_dynspec.evaluation.coverage.rounds import RoundFigures, RoundsAlongText
+from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.coverage.teacher_forcing import ForcedText, Rows
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyState, position_aware_size
+from hf_dynspec.shortlists.in_context import InContextState
+from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG"
@@ -120,8 +122,13 @@ def measure(
     )
 
 
+def everywhere(policy: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
+    """One policy for both domains."""
+    return {"a": policy, "b": policy}
+
+
 def figures(result: CoverageResult, policy: str) -> dict[str, float]:
-    (row,) = (row for row in result.summaries() if row.policy == policy and row.domain is None)
+    (row,) = (row for row in summarize(result) if row.policy == policy and row.domain is None)
     means = {name: estimate.mean for name, estimate in row.figures.items()}
     return {**means, "expected_acceptance_length": row.expected_acceptance_length}
 
@@ -133,7 +140,8 @@ def rows_of(target: list[float], drafter: list[float], count: int = 1) -> Rows:
     p = torch.tensor([target] * count)
     order = p.sort(descending=True)
     features = torch.zeros(count, 1)
-    return Rows(0, p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log(), *[features] * 3)
+    of_target = (p, order.values.cumsum(-1), order.indices, order.values.log(), features)
+    return Rows(0, *of_target, torch.tensor([drafter] * count).log(), *[features] * 3)
 
 
 def shortlist_of(*ids: int) -> Shortlist:
@@ -228,18 +236,29 @@ class WatchedShortlist(ShortlistPolicy):
     """Writes down everything that it is shown."""
 
     name = "watched"
-    needs = Needs(verify_top_k=4, prompt_top_k=3, prompt_positions=5, draft_inputs=True)
+    needs = Needs(
+        verify_top_k=4,
+        prompt_top_k=3,
+        prompt_positions=5,
+        draft_inputs=True,
+        top_logits=True,
+        out_of_vocabulary=True,
+        hidden_states=True,
+        prompt_hidden_states=True,
+    )
 
     def __init__(self):
         self.seen: list[tuple] = []
+        self.started = self.closed = 0
 
     def start(self, vocabulary: VocabularyInfo) -> "WatchedState":
-        return WatchedState(self.seen, FrequencyShortlist(size=250).start(vocabulary))
+        self.started += 1
+        return WatchedState(self, FrequencyShortlist(size=250).start(vocabulary))
 
 
 class WatchedState(ShortlistState):
-    def __init__(self, seen: list[tuple], inner: ShortlistState):
-        self._seen = seen
+    def __init__(self, policy: WatchedShortlist, inner: ShortlistState):
+        self._policy, self._seen = policy, policy.seen
         self._inner = inner
         self._draft_inputs: tuple[torch.Tensor, ...] = ()
 
@@ -251,14 +270,26 @@ class WatchedState(ShortlistState):
         return self._inner.select(depth, token_ids, features)
 
     def observe_prompt(self, prompt: Prompt) -> None:
-        self._seen.append(("prompt", prompt.token_ids.tolist(), _listed(prompt.top_ids)))
+        numbers = torch.cat([_flat(prompt.top_logits), _flat(prompt.hidden_states)])
+        self._seen.append(("prompt", prompt.start, prompt.token_ids.tolist(), _listed(prompt.top_ids), numbers))
 
     def observe(self, verdict: Verdict) -> None:
         rejected = verdict.verified.shape[0]
         # Drafts after the rejected one follow a text that is not there when texts are given.
-        self._seen.append(
-            ("verdict", verdict.drafted[:rejected].tolist(), verdict.verified.tolist(), _listed(verdict.top_ids))
-        )
+        drafted, missed = verdict.drafted[:rejected].tolist(), verdict.out_of_vocabulary.tolist()
+        numbers = torch.cat([_flat(verdict.top_logits), _flat(verdict.hidden_states)])
+        verified = verdict.verified.tolist()
+        self._seen.append(("verdict", verdict.start, verified, drafted, missed, _listed(verdict.top_ids), numbers))
+
+    def begin_round(self) -> None:
+        self._seen.append(("round",))
+
+    def close(self) -> None:
+        self._policy.closed += 1
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(0) if tensor is None else tensor.flatten()
 
 
 def _listed(tensor: torch.Tensor | None) -> list | None:
@@ -286,9 +317,18 @@ def test_policies_are_shown_what_a_session_shows_them(name, drafters):
         assert result.measured[0].oov > 0
     # A run has nobody to tell the verdict on its last round.
     runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
-    assert runs[0] == runs[1][: len(runs[0])] and len(runs[1]) - len(runs[0]) <= 1
-    assert [kind for kind, *_ in runs[1][:3]] == ["prompt", "prompt", "verdict"]
-    assert len(runs[1][1][2]) == 5 and len(runs[1][1][2][0]) == 3
+    assert len(runs[1]) - len(runs[0]) in (0, 1)
+    for ours, theirs in zip(*runs, strict=False):
+        if ours[0] == "round":
+            assert theirs == ours
+        else:
+            assert ours[:-1] == theirs[:-1]
+            torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-4, atol=1e-4)
+    (of_prompt,) = (one for one in runs[1] if one[0] == "prompt" and one[3])
+    assert of_prompt[1] == 12 and len(of_prompt[3]) == 5 and len(of_prompt[3][0]) == 3
+    assert of_prompt[-1].shape[0] == 5 * (3 + target.config.hidden_size)
+    assert {one[0] for one in runs[1]} == {"prompt", "round", "verdict"}
+    assert forced.started == forced.closed > 0
     # At the first draft step of every round the two know the same, and at those that accepted drafts lead to.
     steps = [_steps_that_count(policy.seen) for policy in (real, forced)]
     assert [one[1:3] for one in steps[0]] == [one[1:3] for one in steps[1]]
@@ -393,7 +433,7 @@ def test_nothing_covers_more_than_the_oracle(target, drafter):
         assert 0.0 <= row.recall <= 1.0 + 1e-9 and 0.0 <= row.oov <= 1.0 + 1e-9
         assert 1.0 - 1e-9 <= row.acceptance_length <= 4.0
         assert 1.0 - 1e-9 <= row.size <= VOCABULARY + 1e-9
-    curve = dict(result.oracle_curve())
+    curve = dict(oracle_curve(result))
     assert list(curve) == [1, 2, 4, 8, 16, 32, 64, 128, 256, VOCABULARY]
     assert list(curve.values()) == sorted(curve.values()) and curve[VOCABULARY] == pytest.approx(1.0, abs=1e-5)
 
@@ -409,7 +449,7 @@ def test_policies_do_not_change_each_others_figures(pair, drafters, monkeypatch)
     monkeypatch.setattr(teacher_forcing, "CHUNK", 4)
     for few, many in zip(measure(target, drafter, {"window": window}).measured, alone.measured, strict=True):
         assert (few.positions, few.rounds) == (many.positions, many.rounds)
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             assert getattr(few, name) == pytest.approx(getattr(many, name), abs=1e-4)
 
 
@@ -419,12 +459,12 @@ def test_summaries_average_over_prompts():
         if domain == "b":
             by_depth = by_depth[:1]
         numbers = (5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
-        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 12, 10, 4, *numbers, by_depth)
+        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 0, 12, 10, 4, *numbers, by_depth)
 
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, {"one": FullShortlist()}, [], {}, 1, "now")
+    result = CoverageResult(settings, {"one": everywhere(FullShortlist())}, [], {}, 1, "now")
     result.measured = [row("a", 0.2, 0.5), row("a", 0.4, 0.7), row("b", 0.9, 0.9)]
-    overall, a, b = result.summaries()
+    overall, a, b = summarize(result)
     assert [(one.domain, one.prompts, one.positions) for one in (overall, a, b)] == [
         (None, 3, 30),
         ("a", 2, 20),
@@ -452,13 +492,13 @@ def test_summaries_average_over_prompts():
 def test_acceptance_lengths_are_compared_prompt_by_prompt():
     lengths = {"base": [2.0, 3.0, 4.0], "other": [1.9, 2.8, 4.0]}
     settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, dict.fromkeys(lengths, FullShortlist()), [], {}, 1, "now")
+    result = CoverageResult(settings, dict.fromkeys(lengths, everywhere(FullShortlist())), [], {}, 1, "now")
     for index, domain in enumerate(("a", "a", "b")):
         for policy, values in lengths.items():
             numbers = (5.0, 0.5, 0.9, 0.5, 0.1, 0.6, values[index])
             by_depth = (DepthCoverage(0, 4, 4, 5.0, 0.5, 0.6),)
-            result.measured.append(TextCoverage(str(index), 0, domain, policy, 12, 10, 4, *numbers, by_depth))
-    found = {(row.policy, row.domain): row.relative_acceptance_length for row in result.summaries()}
+            result.measured.append(TextCoverage(str(index), 0, domain, policy, 0, 12, 10, 4, *numbers, by_depth))
+    found = {(row.policy, row.domain): row.relative_acceptance_length for row in summarize(result)}
     assert {found["base", domain] for domain in (None, "a")} == {Estimate(1.0, 0.0)}
     assert found["other", None].mean == pytest.approx(8.7 / 9.0)
     # With a ratio of 29 / 30, residuals of −1, −3 and 4 thirtieths.
@@ -498,10 +538,10 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
         return [fmean(values) for values in of_prompt.values()]
 
     def check() -> None:
-        (row,) = (row for row in twice.summaries() if (row.policy, row.domain) == ("some", None))
+        (row,) = (row for row in summarize(twice) if (row.policy, row.domain) == ("some", None))
         texts = [one for one in twice.measured if one.policy == "some"]
         assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             # As if there were two texts: those of one prompt are too alike.
             expected = Estimate.of(by_prompt("some", attrgetter(name)))
             assert row.figures[name].mean == pytest.approx(expected.mean)
@@ -517,7 +557,7 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
         curves = {}
         for (identifier, _), curve in twice.oracle_curves.items():
             curves.setdefault(identifier, []).append(curve[3][1])
-        assert twice.oracle_curve()[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
+        assert oracle_curve(twice)[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
 
     check()
     # A text that was left out does not make its prompt weigh less.
@@ -562,9 +602,9 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
         if done == 1:
             raise KeyboardInterrupt
 
-    saved = []
+    saved, watched = [], WatchedShortlist()
     result = measure_coverage(
-        CoverageSettings(policies={"full": FullShortlist()}, max_new_tokens=4, device="cpu"),
+        CoverageSettings(policies={"watched": watched}, max_new_tokens=4, device="cpu", stream=True),
         target=target,
         drafter=drafter,
         tokenizer=word_tokenizer(),
@@ -573,23 +613,24 @@ def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
         save=lambda one: saved.append(len(one.measured)),
     )
     assert not result.complete and result.notes == ["interrupted before all was measured"]
-    assert saved == [1, 1]
+    assert saved == [1, 1] and watched.started == watched.closed > 0
     assert "generate" not in vars(target)
 
 
 def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafter, monkeypatch):
-    figures_of = RoundsAlongText.figures
+    overall = RoundFigures.overall
     calls = []
 
-    def interrupted(rounds: RoundsAlongText) -> dict[str, float]:
-        calls.append(rounds)
-        if len(calls) == 4:
+    def interrupted(figures: RoundFigures) -> dict[str, float]:
+        calls.append(figures)
+        if len(calls) == 7:  # Of each text, two that are shown and two that are drawn.
             raise KeyboardInterrupt
-        return figures_of(rounds)
+        return overall(figures)
 
-    monkeypatch.setattr(RoundsAlongText, "figures", interrupted)
-    result = measure(target, drafter, {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}, 3)
+    monkeypatch.setattr(RoundFigures, "overall", interrupted)
+    result = measure(target, drafter, {"full": FullShortlist(), "window": InContextShortlist(window=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
+    assert [row.prompt for row in result.drawn] == ["words/0", "words/0"]
     assert list(result.oracle_curves) == [("words/0", 0)]
     assert len(coverage_table(result).rows) == 2
 
@@ -704,12 +745,17 @@ class SlowRounds:
             self._logits = lambda start, depth: said[start + depth - 1]
         self.vocabulary = VocabularyInfo(VOCABULARY, (), CPU, self.drafter.head.token_ids)
 
-    def measured(self, policy: ShortlistPolicy, seed: int) -> RoundsAlongText:
+    def measured(self, policy: ShortlistPolicy, *seeds: int | None) -> list[RoundFigures]:
+        """The figures of a course of rounds for each seed; None computes expectations."""
         text = forced_text(self.target, self.drafter, self.text, self.length, self.temperature)
-        rounds = RoundsAlongText(policy, self.vocabulary, text, self.drafted, recall_k=5, is_greedy=False, seed=seed)
+        settings = {"num_assistant_tokens": self.drafted, "recall_k": 5, "is_greedy": False}
+        courses = [
+            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, **settings, seed=seed) for seed in seeds
+        ]
         for rows in text.rows(keep=self.drafted):
-            rounds.follow(rows)
-        return rounds
+            for rounds in courses:
+                rounds.follow(rows)
+        return [rounds.figures for rounds in courses]
 
     def steps(self, start: int, policy: ShortlistPolicy) -> list[tuple[tuple[float, ...], float]]:
         """For each draft step of the round that starts there, its figures, and the probability that the draft is the
@@ -747,7 +793,7 @@ def slow_figures(rounds: list[Round]) -> dict[str, float]:
     means = (size, *_weighted_means(verified)[1:], *_weighted_means(tokens))
     counts = [sum(weight for weight, *_ in some) for some in (drafted, verified, rounds)]
     names = ("draft_steps", "positions", "rounds")
-    return {**dict(zip(names, counts, strict=True)), **dict(zip(coverage.FIGURES, means, strict=True))}
+    return {**dict(zip(names, counts, strict=True)), **dict(zip(FIGURES, means, strict=True))}
 
 
 def _weighted_means(weighted: list[tuple[float, tuple[float, ...]]]) -> list[float]:
@@ -773,12 +819,13 @@ def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
             accepted += 1
         rounds.append((1.0, steps, accepted))
         start += accepted + 1
-    measured, expected = slow.measured(policy, seed).figures(), slow_figures(rounds)
+    of_seed, of_another = slow.measured(policy, seed, seed + 1)
+    measured, expected = of_seed.overall(), slow_figures(rounds)
     for count in ("draft_steps", "positions", "rounds"):
         assert measured[count] == expected[count]
     assert measured["positions"] > measured["rounds"] > 10
     assert measured == pytest.approx(expected, abs=SLOW)
-    assert measured != slow.measured(policy, seed + 1).figures()
+    assert measured != of_another.overall()
 
 
 @torch.no_grad()
@@ -808,11 +855,10 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
         [(probability, steps[start], accepted) for probability, one in every for start, accepted in one]
     )
     monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
-    rounds = slow.measured(policy, seed=0)
-    assert rounds.figures() == pytest.approx(expected, rel=SLOW, abs=SLOW)
-    assert rounds.figures() == slow.measured(policy, seed=1).figures()
+    (measured,) = slow.measured(policy, None)
+    assert measured.overall() == pytest.approx(expected, rel=SLOW, abs=SLOW)
     assert sum(0.05 < is_draft < 0.95 for one in steps.values() for _, is_draft in one) >= 3
-    for depth, found in enumerate(rounds.figures_by_depth()):
+    for depth, found in enumerate(measured.by_depth()):
         verified = [
             (probability, steps[start][depth][0])
             for probability, one in every
@@ -820,7 +866,7 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
             if depth < len(steps[start]) and depth <= accepted
         ]
         assert found["positions"] == pytest.approx(sum(weight for weight, _ in verified), rel=SLOW)
-        means = dict(zip(coverage.FIGURES[:-1], _weighted_means(verified), strict=True))
+        means = dict(zip(FIGURES[:-1], _weighted_means(verified), strict=True))
         assert [found[one] for one in ("mass", "acceptance")] == pytest.approx(
             [means[one] for one in ("mass", "acceptance")], abs=SLOW
         )
@@ -834,6 +880,239 @@ def test_greedy_rounds_start_where_the_draws_would_start_them(target, drafter):
     for prompt_id in {row.prompt for row in result.measured}:
         one, other = (row for row in result.measured if row.prompt == prompt_id)
         assert replace(one, policy="with") == other
+
+
+# Draws ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["independent", "eagle3"])
+def test_what_is_drawn_is_what_is_expected(name, drafters):
+    """Of 64 courses along one text. Chance exceeds four standard errors once in some 10,000 seeds."""
+    slow, draws = SlowRounds(name, drafters, new_tokens=60, temperature=0.8), 64
+    for policy in (FullShortlist(), FrequencyShortlist(size=200)):
+        expected, *courses = slow.measured(policy, None, *range(draws))
+        exact, drawn = expected.overall(), [course.overall() for course in courses]
+        for count in ("rounds", "positions", "draft_steps"):
+            estimate = Estimate.of([one[count] for one in drawn])
+            assert 0 < estimate.standard_error < exact[count] / 20
+            assert abs(estimate.mean - exact[count]) <= 4 * estimate.standard_error
+        # Means weigh courses by their rounds and positions, as expectations do.
+        together = RoundFigures.mean(courses).overall()
+        for figure, count in (("acceptance_length", "rounds"), ("acceptance", "positions"), ("mass", "positions")):
+            weights = [one[count] for one in drawn]
+            ratio = Estimate.of_ratio([one[figure] * one[count] for one in drawn], weights)
+            assert together[figure] == pytest.approx(ratio.mean)
+            assert abs(ratio.mean - exact[figure]) <= 4 * ratio.standard_error + 1e-6
+        assert together["rounds"] == pytest.approx(fmean(one["rounds"] for one in drawn))
+
+        # Eight draws have about a third of the error of one.
+        groups = [RoundFigures.mean(courses[start : start + 8]).overall() for start in range(0, draws, 8)]
+        for figure in ("rounds", "acceptance_length"):
+            assert stdev(one[figure] for one in groups) < 0.6 * stdev(one[figure] for one in drawn)
+
+
+def by_policy(rows: list[TextCoverage], label: str) -> list[TextCoverage]:
+    """One policy's rows, without its label."""
+    return [replace(row, policy="") for row in rows if row.policy == label]
+
+
+def test_where_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
+    window = {"window": 60, "prompt_top_k": 1, "verify_top_k": 1, "eviction": "lru"}
+    policies = {
+        "full": FullShortlist(),
+        "window": InContextShortlist(**window),
+        "some": FrequencyShortlist(size=200),
+        "the same window": InContextShortlist(**window),
+        "some with a memory": RememberingShortlist(size=200),
+    }
+    result = measure(target, drafter, policies, 3, draws=3)
+    assert not result.notes and [row.policy for row in result.drawn] == list(policies) * 3
+    learners = {"window", "the same window", "some with a memory"}
+    assert {row.policy: row.draws for row in result.measured} == {one: 3 * (one in learners) for one in policies}
+    assert all(row.draws == 3 for row in result.drawn)
+    for label in learners:
+        assert by_policy(result.measured, label) == by_policy(result.drawn, label)
+    # Equal policies have equal courses, and a memory that changes nothing is no difference.
+    assert by_policy(result.drawn, "window") == by_policy(result.drawn, "the same window")
+    assert by_policy(result.drawn, "some") == by_policy(result.drawn, "some with a memory")
+    assert by_policy(result.measured, "some") != by_policy(result.drawn, "some")
+
+    # The order of policies is that of the tables, and nothing else.
+    others = measure(target, drafter, dict(reversed(policies.items())), 3, draws=3)
+    for label in policies:
+        assert by_policy(others.measured, label) == by_policy(result.measured, label)
+        assert by_policy(others.drawn, label) == by_policy(result.drawn, label)
+
+    # What is computed is compared with what is computed, and what is drawn with what is drawn.
+    relative = {row.policy: row.relative_acceptance_length for row in summarize(result) if row.domain is None}
+    for label, rows in (("window", result.drawn), ("some with a memory", result.drawn), ("some", result.measured)):
+        lengths = ([row.acceptance_length for row in by_policy(rows, one)] for one in (label, "full"))
+        assert relative[label] == Estimate.of_ratio(*lengths)
+    first = {row.policy: row.relative_acceptance_length for row in summarize(others) if row.domain is None}
+    assert first["some"] == Estimate(1.0, 0.0), "the difference of two that are drawn alike has no noise of its own"
+    table = coverage_table(result)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    shown = " ".join(capture.get().split())
+    assert "along each text, 3 courses of rounds are drawn for policies that learn from verdicts" in shown
+    assert max(map(len, capture.get().splitlines())) <= 80
+
+
+def test_the_first_draw_is_that_of_a_single_one(target, drafter):
+    policies = {"window": InContextShortlist(window=60)}
+    single, several = (measure(target, drafter, policies, 2, draws=draws) for draws in (1, 4))
+    assert [row.draws for row in single.measured] == [1, 1] and [row.draws for row in several.measured] == [4, 4]
+    for one, four in zip(single.measured, several.measured, strict=True):
+        assert one.rounds == round(one.rounds) and four.rounds == pytest.approx(round(4 * four.rounds) / 4)
+        assert one.acceptance_length != four.acceptance_length
+    # The same texts, whatever is drawn along them.
+    assert single.oracle_curves == several.oracle_curves
+
+
+def test_nothing_is_drawn_where_there_is_no_chance(target, drafter):
+    policies = {"full": FullShortlist(), "window": InContextShortlist(window=60)}
+    result = measure(target, drafter, policies, 2, temperature=0.0)
+    assert not result.drawn and {row.draws for row in result.measured} == {0}
+    assert {row.draws for row in summarize(result)} == {0}
+    result = measure(target, drafter, {"full": FullShortlist()}, 2, draws=5)
+    assert not result.drawn and {row.draws for row in result.measured} == {0}
+    assert result.notes == ["nothing is drawn, however many draws: no policy learns from verdicts"]
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+class NotingShortlist(InContextShortlist):
+    """Notes the first shortlist of every text, and what states there are."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.states: list[NotingState] = []
+
+    def start(self, vocabulary: VocabularyInfo) -> "NotingState":
+        self.states.append(NotingState(self.window, self.eviction == "lru", vocabulary))
+        return self.states[-1]
+
+
+class NotingState(InContextState):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.prompts: list[list[int]] = []
+        self.ends: list[int] = []
+        self.starts: list[int] = []
+        self.first: list[set[int]] = []
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        if prompt.top_ids is None:
+            self.prompts.append(prompt.token_ids.tolist())
+            self.starts.append(prompt.start)
+            self.ends.append(prompt.start)
+        super().observe_prompt(prompt)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.ends[-1] = verdict.start + verdict.verified.shape[0]
+        super().observe(verdict)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        shortlist = super().select(depth, token_ids, features)
+        if len(self.first) < len(self.prompts):
+            self.first.append(set(shortlist.ids().tolist()))
+        return shortlist
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, drafter, temperature):
+    prompts = words(3, domain=lambda seed: "ab"[seed % 2])
+    settings = {"prompts": prompts, "temperature": temperature}
+    window = {"window": 250, "prompt_top_k": 0, "verify_top_k": 0, "eviction": "lru"}
+    some, noting = FrequencyShortlist(size=64), NotingShortlist(**window)
+    stream = measure(target, drafter, {"window": noting, "some": some}, stream=True, **settings)
+    anew = measure(target, drafter, {"window": InContextShortlist(**window), "some": some}, **settings)
+
+    (state,) = (one for one in noting.states if one.prompts)
+    given = [[int(word[1:]) for word in one.text.split()] for one in prompts]
+    assert state.prompts == given
+    assert state.starts == [0, *state.ends[:-1]] and state.ends[0] == 36, "positions go on from text to text"
+    with torch.no_grad():
+        torch.manual_seed(0)
+        config = generation_config(target, 24, temperature)
+        text = set(target.generate(torch.tensor([given[0]]), generation_config=config)[0].tolist())
+    assert state.first[0] == {*given[0], EOS}
+    assert text | set(given[1]) <= state.first[1] and set(given[0]) | state.first[1] | set(given[2]) <= state.first[2]
+
+    ours, theirs = by_policy(stream.measured, "window"), by_policy(anew.measured, "window")
+    assert ours[0] == theirs[0] and all(one.size > other.size for one, other in zip(ours[1:], theirs[1:], strict=True))
+    # A policy that learns nothing is the same, and so are the texts.
+    assert by_policy(stream.measured, "some") == by_policy(anew.measured, "some")
+    assert stream.oracle_curves == anew.oracle_curves
+    assert coverage_table(stream).title.endswith("3 prompts, as a stream")
+
+    (backward,) = (measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1]) for _ in "1")
+    assert [one for one in noting.states if one.prompts][-1].prompts == given[::-1] and backward.complete
+
+
+def test_every_draw_and_every_round_of_texts_is_a_stream_of_its_own(target, drafter):
+    noting = NotingShortlist(window=60, prompt_top_k=0)
+    result = measure(target, drafter, {"window": noting}, 2, stream=True, draws=3, continuations=2)
+    led = [one.prompts for one in noting.states if one.prompts]
+    assert len(led) == 2 * 3 and all(len(prompts) == 2 for prompts in led) and len(result.measured) == 4
+    anew = measure(target, drafter, {"window": noting}, 2, draws=3, continuations=2)
+    same = [one == other for one, other in zip(result.measured, anew.measured, strict=True)]
+    assert same == [True, False, True, False]
+
+
+# Policies by domain --------------------------------------------------------------------------------------------------
+
+
+def rankings(root: Path, *domains: str) -> str:
+    """Writes rankings, each the reverse of the one before, and returns what names them."""
+    fingerprint = fingerprint_tokenizer(word_tokenizer())
+    for number, domain in enumerate(domains):
+        order = torch.arange(VOCABULARY) if number % 2 else torch.arange(VOCABULARY).flip(0)
+        policy = FrequencyShortlist(order)
+        config = DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=fingerprint)
+        write_artifact(root / f"without-{domain}", config, tensors=policy.tensors())
+    return f"frequency:size=64,ranking={root}/without-{{domain}}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_domain_has_the_policy_that_names_it(tmp_path, target, drafter, stream):
+    prompts = words(4, domain=lambda seed: ("a", "b/c")[seed % 2])
+    text = rankings(tmp_path, "a", "b/c")
+    one, other = (FrequencyShortlist(order, size=64) for order in (torch.arange(VOCABULARY).flip(0), None))
+    settings = {"prompts": prompts, "stream": stream}
+    result = measure(target, drafter, ("full", text, f"{text}+in_context:window=20"), **settings)
+    label, union = list(result.policies)[1:]
+    assert label == f"frequency:size=64,ranking={tmp_path.name}/without-{{domain}}"
+    single = measure(target, drafter, {"one": one, "other": other}, **settings)
+    for of_domain, name in (("a", "one"), ("b/c", "other")):
+        ours = [row for row in by_policy(result.measured, label) if row.domain == of_domain]
+        assert ours == [row for row in by_policy(single.measured, name) if row.domain == of_domain]
+        assert ours != [row for row in by_policy(single.measured, "other") if row.domain == "a"]
+    by_domain = {"left out": {"a": one, "b/c": other, "unused": FullShortlist()}}
+    given = measure(target, drafter, by_domain, **settings)
+    assert by_policy(given.measured, "left out") == by_policy(result.measured, label)
+
+    described = to_dict(result)["policies"]
+    assert described["full"]["name"] == "full" and set(described[label]) == {"by_domain"}
+    digests = {domain: one["tensors"]["ranking"] for domain, one in described[label]["by_domain"].items()}
+    assert set(digests) == {"a", "b/c"} and len(set(digests.values())) == 2
+    assert [row.policy for row in summarize(result)][:3] == ["full", label, union]
+
+
+def test_policies_of_domains_that_cannot_be_are_refused(tmp_path, target, drafter):
+    text = rankings(tmp_path, "a")
+    with pytest.raises(DynSpecError, match="without-words"):
+        measure(target, drafter, ("full", text))
+    for domain, problem in (("a,size=3", "holds ','"), ("a/../b", r"holds '\.\.'"), ("c++", r"holds '\+'")):
+        with pytest.raises(ConfigurationError, match=f"{problem}; rename the prompts' category"):
+            measure(target, drafter, (text,), prompts=words(1, domain=lambda _, domain=domain: domain))
+    with pytest.raises(ConfigurationError, match=r"'one' has none for the domain 'words'; it has .'a'."):
+        measure(target, drafter, {"one": {"a": FullShortlist()}})
+    with pytest.raises(ConfigurationError, match=r"without-{domain}' is given twice"):
+        CoverageSettings(policies=(text, text))
 
 
 def test_a_head_with_a_vocabulary_of_its_own(drafters):
@@ -881,7 +1160,7 @@ def test_the_whole_command(folder):
     arguments = ["--target", folder / "target", "--drafter", folder / "drafter", "--prompts", folder / "code.jsonl"]
     arguments += [word for policy in POLICIES for word in ("--policy", policy)]
     arguments += ["--temperature", 0.8, "--max-new-tokens", 16, "--num-assistant-tokens", 2, "--device", "cpu"]
-    arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot]
+    arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot, "--stream", "--draws", 2]
     done = invoke(*arguments, folder / "law.jsonl")
     assert done.exit_code == 0, done.exception
     assert "Coverage, temperature 0.8, 3 prompts" in done.stdout and "Mass on the shortlist" in done.stdout
@@ -900,7 +1179,7 @@ def test_the_whole_command(folder):
     # What a script needs to compare any two policies prompt by prompt.
     pairs = {(row["prompt"], row["policy"]): row["acceptance_length"] for row in written["measured"]}
     assert len(pairs) == len(written["measured"]) == 3 * len(POLICIES)
-    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 3
+    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 4
     assert {(row["policy"], row["domain"]) for row in written["results"]} == set(
         product(POLICIES, (None, "code", "law"))
     )
@@ -910,6 +1189,11 @@ def test_the_whole_command(folder):
     assert overall["frequency:size=64"]["relative_acceptance_length"]["mean"] < 1.0
     assert overall["full"]["figures"]["mass"]["mean"] > overall["frequency:size=64"]["figures"]["mass"]["mean"]
     assert written["oracle_curve"][-1]["size"] == VOCABULARY
+    # The window learns, so that all are drawn to be compared with it.
+    assert written["settings"]["stream"] and written["settings"]["draws"] == 2 and "as a stream" in done.stdout
+    assert {(row["prompt"], row["policy"]) for row in written["drawn"]} == set(pairs)
+    assert {row["policy"]: row["draws"] for row in written["measured"]} == dict(zip(POLICIES, (0, 0, 2), strict=True))
+    assert {row["draws"] for row in written["drawn"]} == {2}
     assert plot.read_bytes().startswith(PNG)
 
 
@@ -947,7 +1231,7 @@ def test_the_whole_command_with_a_head(heads_folder, drafters):
     target, head = drafters["trimmed"]
     policies = {"full": FullShortlist(), "aware": FrequencyShortlist(size=64, position_aware=True)}
     for one, theirs in zip(measure(target, head, policies).measured, written["measured"], strict=True):
-        for name in coverage.FIGURES:
+        for name in FIGURES:
             assert getattr(one, name) == pytest.approx(theirs[name], abs=1e-6)
 
     done = invoke(*arguments, "--eagle", heads_folder / "pickled")
@@ -970,7 +1254,7 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         found = figures(result, label)
         assert points[label] == [pytest.approx([found["size"], found["mass"]])]
     curve = axes.lines[0].get_xydata().tolist()
-    assert curve == [pytest.approx(point) for point in result.oracle_curve()]
+    assert curve == [pytest.approx(point) for point in oracle_curve(result)]
     assert axes.get_xscale() == "log" and "size" in axes.get_xlabel() and "mass" in axes.get_ylabel()
 
 
@@ -982,6 +1266,8 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         ({"recall_k": 0}, "recall_k must be"),
         ({"continuations": 0, "temperature": 1.0}, "continuations must be"),
         ({"continuations": 2}, "2 greedy continuations of a prompt would all be one"),
+        ({"draws": 0, "temperature": 1.0}, "draws must be"),
+        ({"draws": 2}, "2 greedy draws along a text would all be one"),
         ({"max_new_tokens": 1}, "max_new_tokens must be a whole number of at least 2"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens must be"),
         ({"policies": ()}, "no policy to measure"),
@@ -1004,11 +1290,12 @@ def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
         (["--policy", "nonsense"], "no policy 'nonsense'"),
         (["--temperature", "-1"], "temperature must be"),
         (["--continuations", "4"], "set a temperature"),
+        (["--policy", "frequency:ranking=no/such-{domain}"], "no/such-good"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
         (["--plot", "out.txt"], "no suffix of an image"),
         (["--plot", "out"], "no suffix of an image"),
-        (["missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["missing.jsonl"], "missing.jsonl: no such file or directory"),
     ],
 )
 def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):

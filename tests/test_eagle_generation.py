@@ -19,7 +19,7 @@ from eagle_heads import (
     trimmed_head,
 )
 from models import EOS, POLICY_CASES, SLIDING_WINDOW, TERRIBLE, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.artifacts import read_artifact
@@ -415,7 +415,8 @@ def test_an_artifact_names_the_head_and_keeps_the_shape(target, tmp_path):
     config, _ = read_artifact(folder)
     assert config.drafter == ModelReference("head", architecture="EagleDrafter", local=True)
     assert config.tree == SHAPE
-    with pytest.raises(ArtifactError, match="not on the Hub"):
+    passed = r"drafter=EagleDrafter\.from_pretrained\(FOLDER, target=target\)\)\.$"
+    with pytest.raises(ArtifactError, match=f"'head' was read from a local folder .* not on the Hub.*{passed}"):
         DynSpecAssistant.from_pretrained(folder, target=target)
     again = DynSpecAssistant.from_pretrained(folder, target=target, drafter=drafter)
     assert again.tree == SHAPE
@@ -476,3 +477,12 @@ def test_a_target_of_another_size_is_refused_when_bound(drafter):
     with pytest.raises(ArtifactError, match="hidden_size"):
         assistant.bind(wide)
     assert assistant.target is fitting
+
+
+def test_an_artifact_says_how_to_pass_a_small_model_of_a_local_folder(target, tmp_path):
+    target.save_pretrained(tmp_path / "home" / "small")
+    drafter = AutoModelForCausalLM.from_pretrained(tmp_path / "home" / "small")
+    folder = DynSpecAssistant(drafter, target=target).save_pretrained(tmp_path / "artifact")
+    passed = r"DynSpecAssistant\.from_pretrained\(…, drafter=AutoModelForCausalLM\.from_pretrained\(FOLDER\)\)\.$"
+    with pytest.raises(ArtifactError, match=f"'small' was read from a local folder .* not on the Hub.*{passed}"):
+        DynSpecAssistant.from_pretrained(folder, target=target)

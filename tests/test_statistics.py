@@ -66,6 +66,9 @@ def test_counts(name, target, drafter, monkeypatch):
         for depth in range(max(len(tokens) for tokens, _ in drafts))
     ]
     assert stats.acceptance_rate_by_position == by_position
+    reached = [sum(length > depth + 1 for length in lengths) for depth in range(len(by_position))]
+    assert stats.accepted_per_round == [count / len(lengths) for count in reached]
+    assert 1 + sum(stats.accepted_per_round) == pytest.approx(stats.acceptance_length)
 
     sizes = [len(ids) for _, shortlists in drafts for ids in shortlists]
     assert stats.active_vocabulary == pytest.approx(sum(sizes) / len(sizes))
@@ -166,7 +169,7 @@ def test_a_stopwatch_charges_time_to_its_section_only():
 def test_nothing_happened_yet(drafter):
     stats = DynSpecAssistant(drafter).stats
     assert stats.acceptance_length == stats.acceptance_rate == stats.oov_rate == stats.active_vocabulary == 0.0
-    assert stats.acceptance_rate_by_position == [] and stats.coverage is None
+    assert stats.acceptance_rate_by_position == stats.accepted_per_round == [] and stats.coverage is None
     assert "new tokens" in str(stats)
 
 
@@ -177,7 +180,8 @@ def test_figures_can_be_printed_and_stored(target, drafter):
     figures = json.loads(json.dumps(assistant.stats.to_dict()))
     assert figures["tokens"] == 12 and figures["active_vocabulary"] == 50.0
     text = str(assistant.stats)
-    for shown in ("acceptance length", "coverage", "out of vocabulary", "time: backbone", "50 (at most 50)"):
+    names = ("acceptance length", "acceptance rate", "accepted per round, by draft step", "coverage")
+    for shown in (*names, "out of vocabulary", "time: backbone", "50 (at most 50)"):
         assert shown in text
 
 

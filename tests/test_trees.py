@@ -906,6 +906,8 @@ def test_counts(name, target, drafter, rounds):
         accepted / drafted for accepted, drafted in zip(accepted_at, drafted_at, strict=True)
     ]
     assert all(0.0 <= rate <= 1.0 for rate in stats.acceptance_rate_by_position)
+    assert stats.accepted_per_round == [accepted / stats.rounds for accepted in accepted_at]
+    assert "tree nodes accepted" in str(stats) and "acceptance rate" not in str(stats)
     assert stats.acceptance_rate == stats.accepted / stats.drafted
     checked, missed, length, covered, mass = 0, 0, 12, 0, 0.0
     with torch.no_grad():

@@ -11,11 +11,11 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors import DynSpecError
 
@@ -30,8 +30,12 @@ UNIT_BYTES = 8 << 20
 TEXT_BYTES_PER_PACKED_BYTE = 5
 # A text is handed on in pieces, so that a tokenizer never holds more than this many characters of it at once.
 PIECE_CHARACTERS = 1 << 16
+# What to do where a row has no text.
+NAME_IT = "name the one with the text (--text-field)"
 LONGEST_JSON_LINE = 256 << 20
 PARQUET_BATCH_ROWS = 256
+
+T = TypeVar("T")
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -94,11 +98,11 @@ def plan_corpus(paths: Iterable[str | Path], text_field: str = "text", unit_byte
             line, a column from a Parquet file, or there is no text at all.
     """
     files, skipped = {}, []
-    for path, is_named in _walk(paths):
+    for path, is_named in find_files(paths):
         try:
             files[path] = _first_look(path, text_field)
         except CorpusError:
-            if is_named or _split_suffix(path)[0] in FORMATS:
+            if is_named or split_suffix(path)[0] in FORMATS:
                 raise
             skipped.append(path)
     parts = (part for path in sorted(files) for part in _cut_file(files[path], text_field, unit_bytes))
@@ -120,7 +124,7 @@ def read_unit(unit: Iterable[FilePart], text_field: str = "text") -> Iterator[tu
         CorpusError: undecodable bytes, a malformed JSON line, a missing field or a damaged file; names file and line.
     """
     for part in unit:
-        with _naming_damage(part):
+        with naming_damage(part):
             if part.format == "text":
                 yield from _read_text(part)
             else:
@@ -137,26 +141,22 @@ def read_documents(part: FilePart, text_field: str = "text") -> Iterator[tuple[s
     Raises:
         CorpusError: as `read_unit`.
     """
-    with _naming_damage(part):
-        yield from (_read_parquet if part.format == "parquet" else _read_json_lines)(part, text_field)
+    with naming_damage(part):
+        if part.format == "parquet":
+            yield from (as_turns(row[text_field], text_field) for row in read_parquet(part, (text_field,)))
+        else:
+            fields = text_fields(text_field)
+            yield from (turns for _, (_, turns) in read_json_lines(part, lambda row: find_turns(row, fields, NAME_IT)))
 
 
-def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Iterator[tuple[str, ...]]:
-    """Read prompts from JSON lines or Parquet files: the turns of each, where a single text is one turn. The order is
-    that of the sorted paths, whichever order they are given in.
+def find_files(paths: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
+    """Yield the absolute path of each file once, and whether the caller named it (not just a directory around it).
+
+    A link keeps its name, which tells the format, as those in the Hub's cache do.
 
     Raises:
-        CorpusError: as `plan_corpus` and `read_unit`, or a file is plain text, which does not say where prompts end.
+        CorpusError: a path does not exist.
     """
-    for path in sorted(path for path, _ in _walk(paths)):
-        part = _first_look(path, text_field)
-        if part.format == "text":
-            raise CorpusError(f"{path}: prompts are read from JSON lines or Parquet files, not from plain text")
-        yield from (turns for turns in read_documents(part, text_field) if any(turns))
-
-
-def _walk(paths: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
-    """Yield the resolved path of each file once, and whether the caller named it (not just a directory around it)."""
     seen = set()
     for path in map(Path, paths):
         # Those of pathlib raise what the system says of a path that may not be looked at.
@@ -164,10 +164,10 @@ def _walk(paths: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
         if not is_file and not os.path.isdir(path):
             raise CorpusError(f"{path}: no such file or directory")
         for found in [path] if is_file else _files_below(path):
-            resolved = str(found.resolve())
+            resolved = found.resolve()
             if resolved not in seen:
                 seen.add(resolved)
-                yield resolved, is_file
+                yield os.path.abspath(found), is_file
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -179,7 +179,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
                 yield found
 
 
-def _split_suffix(path: str) -> tuple[str, str | None]:
+def split_suffix(path: str) -> tuple[str, str | None]:
     """The suffix that tells the format, in lower case, and the compression: `a.jsonl.xz` has `.jsonl` and `xz`."""
     stem, suffix = os.path.splitext(path.lower())
     if suffix in COMPRESSIONS:
@@ -189,16 +189,17 @@ def _split_suffix(path: str) -> tuple[str, str | None]:
 
 def _first_look(path: str, text_field: str) -> FilePart:
     """Check the beginning of a file, so that a wrong input is told before hours of work, and return all of it."""
-    suffix, compression = _split_suffix(path)
+    suffix, compression = split_suffix(path)
     file_format = FORMATS.get(suffix) or UNPROMISED_FORMATS.get(suffix, "text")
     part = FilePart(path, file_format, compression, size=os.path.getsize(path))
-    with _naming_damage(part):
+    with naming_damage(part):
         if file_format == "parquet":
             if compression:
                 raise CorpusError(f"{path}: a Parquet file is compressed inside; unpack this one first")
-            _parquet_file(part, text_field).close()
+            with _parquet_file(part, (text_field,)):
+                pass
         elif file_format == "json lines":
-            next(_read_json_lines(part, text_field), None)
+            next(read_documents(part, text_field), None)
         else:
             with _open(part) as stream:
                 beginning = stream.read(8192)
@@ -221,7 +222,7 @@ def _cut_file(whole: FilePart, text_field: str, unit_bytes: int) -> Iterator[Fil
 
 
 def _cut_parquet(whole: FilePart, text_field: str, unit_bytes: int) -> Iterator[FilePart]:
-    with _naming_damage(whole), _parquet_file(whole, text_field) as parquet:
+    with naming_damage(whole), _parquet_file(whole, (text_field,)) as (parquet, _):
         groups = [parquet.metadata.row_group(index).total_byte_size for index in range(parquet.num_row_groups)]
     start, size = 0, 0
     for index, group_bytes in enumerate(groups):
@@ -272,7 +273,7 @@ def _pyarrow(path: str) -> Any:
 
 
 @contextmanager
-def _naming_damage(part: FilePart) -> Iterator[None]:
+def naming_damage(part: FilePart) -> Iterator[None]:
     """Within this block, failures to read a part become a `CorpusError` that names the file."""
     try:
         yield
@@ -342,14 +343,29 @@ def _line_number(part: FilePart, offset: int) -> int:
     return newlines + 1
 
 
-def _read_json_lines(part: FilePart, text_field: str) -> Iterator[tuple[str, ...]]:
-    for offset, line in _lines(part, longest=LONGEST_JSON_LINE):
+def read_json_lines(part: FilePart, take: Callable[[dict[str, Any]], T]) -> Iterator[tuple[int, T]]:
+    """Read the lines of a part that hold something.
+
+    Args:
+        part: of a JSON lines file.
+        take: what to take of a line's object.
+
+    Yields:
+        the number of the line among those of the part, from 1, and what was taken.
+
+    Raises:
+        CorpusError: a line is malformed, or `take` raised one; names file and line.
+    """
+    for number, (offset, line) in enumerate(_lines(part, longest=LONGEST_JSON_LINE), 1):
         try:
             if len(line) >= LONGEST_JSON_LINE:
                 raise CorpusError(f"longer than {LONGEST_JSON_LINE} bytes, which is no JSON line")
             if line.strip():
                 text = (line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line).decode("utf-8")
-                yield _turns(json.loads(text), text_field)
+                row = json.loads(text)
+                if not isinstance(row, dict):
+                    raise CorpusError(f"a JSON object is expected, this is a {type(row).__name__}")
+                yield number, take(row)
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 text ({error.reason})"
         except json.JSONDecodeError as error:
@@ -363,19 +379,34 @@ def _read_json_lines(part: FilePart, text_field: str) -> Iterator[tuple[str, ...
         raise CorpusError(f"{part.path}, line {_line_number(part, offset)}: {problem}")
 
 
-def _turns(row: Any, text_field: str) -> tuple[str, ...]:
-    """The texts of one JSON row: `text_field`, or Spec-Bench's `turns` where a row has no `text`."""
-    if not isinstance(row, dict):
-        raise CorpusError(f"a JSON object is expected, this is a {type(row).__name__}")
-    name = "turns" if text_field == "text" and "text" not in row and "turns" in row else text_field
-    if name not in row:
-        raise CorpusError(
-            f"no field {name!r}; there are {sorted(row)[:20]}: name the one with the text (--text-field)"
-        )
-    return _as_turns(row[name], name)
+def text_fields(text_field: str) -> tuple[str, ...]:
+    """The fields of a JSON row that its text may be in. Spec-Bench's rows have `turns` in place of a `text`."""
+    return (text_field, "turns") if text_field == "text" else (text_field,)
 
 
-def _as_turns(value: Any, name: str) -> tuple[str, ...]:
+def find_turns(row: dict[str, Any], fields: Sequence[str], fix: str) -> tuple[str, tuple[str, ...]]:
+    """The first of these fields that a JSON row has, and the texts that it holds.
+
+    Args:
+        row: the row.
+        fields: where its text may be.
+        fix: what to do where it has none of them.
+
+    Raises:
+        CorpusError: it has none of them, or something else than texts is there.
+    """
+    name = next((field for field in fields if field in row), None)
+    if name is None:
+        raise CorpusError(f"no field {' or '.join(map(repr, fields))}; there are {sorted(row)[:20]}: {fix}")
+    return name, as_turns(row[name], name)
+
+
+def as_turns(value: Any, name: str) -> tuple[str, ...]:
+    """The texts that a field holds: one, several or none.
+
+    Raises:
+        CorpusError: something else is there.
+    """
     turns = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for turn in turns:
         if not isinstance(turn, str):
@@ -383,30 +414,39 @@ def _as_turns(value: Any, name: str) -> tuple[str, ...]:
     return turns
 
 
-def _parquet_file(part: FilePart, text_field: str) -> Any:
+@contextmanager
+def _parquet_file(part: FilePart, fields: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """The opened file, and the first of these columns that it has, which holds text."""
     pyarrow = _pyarrow(part.path)
-    parquet = pyarrow.parquet.ParquetFile(part.path, pre_buffer=False, buffer_size=1 << 20)
-    names = parquet.schema_arrow.names
-    if text_field not in names:
-        parquet.close()
-        raise CorpusError(
-            f"{part.path}: no column {text_field!r}; there are {names}: name the one with the text (--text-field)"
-        )
-    kind = found = parquet.schema_arrow.field(text_field).type
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        parquet.close()
-        raise CorpusError(f"{part.path}: column {text_field!r} must hold text, it holds {found}")
-    return parquet
+    with pyarrow.parquet.ParquetFile(part.path, pre_buffer=False, buffer_size=1 << 20) as parquet:
+        names = parquet.schema_arrow.names
+        name = next((field for field in fields if field in names), None)
+        if name is None:
+            raise CorpusError(f"{part.path}: no column {' or '.join(map(repr, fields))}; there are {names}: {NAME_IT}")
+        kind = found = parquet.schema_arrow.field(name).type
+        if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise CorpusError(f"{part.path}: column {name!r} must hold text, it holds {found}")
+        yield parquet, name
 
 
-def _read_parquet(part: FilePart, text_field: str) -> Iterator[tuple[str, ...]]:
-    with _parquet_file(part, text_field) as parquet:
+def read_parquet(part: FilePart, fields: Sequence[str], more: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Read the rows of a part of a Parquet file.
+
+    Args:
+        part: of the file.
+        fields: the columns that the texts may be in; the first that there is is read.
+        more: columns to read beside it, if there are any.
+
+    Raises:
+        CorpusError: there is no column of texts, or it holds something else.
+    """
+    with _parquet_file(part, fields) as (parquet, column):
+        columns = [column, *(name for name in more if name in parquet.schema_arrow.names)]
         groups = range(part.start, parquet.num_row_groups if part.end is None else part.end)
-        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=list(groups), columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                yield _as_turns(value, text_field)
+        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=list(groups), columns=columns):
+            yield from batch.to_pylist()
 
 
 def _pieces(text: str) -> Iterator[str]:

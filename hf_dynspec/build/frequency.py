@@ -345,7 +345,7 @@ def count_generated(
     Args:
         model: a transformers causal language model; its own generation settings apply, temperature aside.
         tokenizer: its tokenizer.
-        prompts: the turns of each prompt, from `read_prompts`. Later turns follow on the target's own answers.
+        prompts: the turns of each prompt, from `prompts.read_prompts`. Later turns follow on the target's own answers.
         tally: one unit for each prompt; takes the counts, and is saved even when this raises.
         max_new_tokens: limit for each turn. A conversation ends early where the model's context is full.
         temperature: 0 decodes greedily.

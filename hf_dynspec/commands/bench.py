@@ -29,7 +29,7 @@ from .common import (
 from .running import claim_file
 
 if TYPE_CHECKING:
-    from ..evaluation.bench.benchmark import BenchmarkResult
+    from ..evaluation.bench.result import BenchmarkResult
 
 
 def bench(
@@ -81,8 +81,9 @@ def bench(
     in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
-    from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
+    from ..evaluation.bench.benchmark import run_benchmark
     from ..evaluation.bench.report import to_dict
+    from ..evaluation.bench.settings import BenchmarkSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 

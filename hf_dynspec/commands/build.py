@@ -270,7 +270,8 @@ def _count_text(
 
 def _require_prompts(paths: list[Path], text_field: str) -> None:
     """Read all prompts once, so that a malformed line is told before a target is loaded and anything generated."""
-    from ..build.corpus import CorpusError, read_prompts
+    from ..build.corpus import CorpusError
+    from ..build.prompts import read_prompts
 
     if not sum(1 for _ in read_prompts(paths, text_field)):
         raise CorpusError(f"there are no prompts in {', '.join(map(str, paths))}")
@@ -286,8 +287,9 @@ def _count_generated(
     settings: dict[str, Any],
 ) -> tuple["Tally", dict[str, Any]]:
     """Count what a target generates; return the counts and what provenance says of the inputs."""
-    from ..build.corpus import plan_corpus, read_prompts
+    from ..build.corpus import plan_corpus
     from ..build.frequency import count_generated, describe_files, describe_tokenizer
+    from ..build.prompts import read_prompts
 
     files = plan_corpus(paths, text_field).files
     total = sum(1 for _ in read_prompts(paths, text_field))

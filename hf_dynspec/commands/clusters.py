@@ -157,14 +157,15 @@ def _print_report(metrics: dict[str, Any]) -> None:
 
     nearest = metrics["clusters_of_nearest"]
     table = FittedTable(
-        "Sizes of the clusters, and how many of them hold a token's nearest neighbours (by chance)",
-        ["clusters", "smallest", "median", "largest", *(f"nearest {count}" for count in nearest)],
+        "Sizes of the clusters, and in how many of them a token's nearest neighbours lie",
+        ["clusters", "smallest", "median", "largest", *(f"the {count} nearest\nlie in" for count in nearest)],
+        caption="a good partition keeps neighbours together: in fewer clusters than one of the same sizes at random",
     )
     table.add_row(
         f"{metrics['clusters']:,}",
         f"{metrics['smallest_cluster']:,}",
         f"{metrics['median_cluster']:,g}",
         f"{metrics['largest_cluster']:,} ({metrics['largest_share']:.1%})",
-        *(f"{means['found']:.1f} ({means['random_partition']:.1f})" for means in nearest.values()),
+        *(f"{means['found']:.1f}\n({means['random_partition']:.1f} at random)" for means in nearest.values()),
     )
     wide_console().print(table)

@@ -30,7 +30,7 @@ from .common import (
 from .running import claim_file
 
 if TYPE_CHECKING:
-    from ..evaluation.coverage.coverage import CoverageResult
+    from ..evaluation.coverage.result import CoverageResult
 
 
 def coverage(
@@ -52,6 +52,12 @@ def coverage(
     continuations: Annotated[
         int, typer.Option(help="Texts that the target draws for each prompt, where --temperature is above 0.")
     ] = 1,
+    draws: Annotated[
+        int, typer.Option(help="Courses of rounds drawn along each text, for policies that learn from verdicts.")
+    ] = 1,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Keep what policies have learned from prompt to prompt, in their order.")
+    ] = False,
     limit: Limit = None,
     chat_template: ChatTemplate = False,
     max_prompt_tokens: MaxPromptTokens = None,
@@ -73,11 +79,15 @@ def coverage(
     """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
 
     The target continues each prompt, and all policies are led along its text. Acceptance lengths are compared with
-    that of the policy that is named first. To sweep a policy's sizes, name it several times. A run that is
-    interrupted shows and saves what it has.
+    that of the policy that is named first. To sweep a policy's sizes, name it several times. In a policy, {domain}
+    stands for the domain of a prompt: frequency:ranking=rankings/without-{domain} takes a folder for each. A run that
+    is interrupted shows and saves what it has.
     """
-    from ..evaluation.coverage.coverage import CoverageSettings, measure_coverage
-    from ..evaluation.coverage.report import require_plot_file, to_dict, write_plot
+    from ..evaluation.coverage.measure import measure_coverage
+    from ..evaluation.coverage.plot import write_plot
+    from ..evaluation.coverage.report import to_dict
+    from ..evaluation.coverage.settings import CoverageSettings
+    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
@@ -94,6 +104,8 @@ def coverage(
         num_assistant_tokens=num_assistant_tokens,
         recall_k=recall_k,
         continuations=continuations,
+        draws=draws,
+        stream=stream,
         limit=limit,
         chat_template=chat_template,
         max_prompt_tokens=max_prompt_tokens,

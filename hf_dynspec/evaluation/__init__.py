@@ -1,7 +1,11 @@
 """What tells whether drafting with a shortlist pays: prompts, the benchmark that runs them, and its reports."""
 
-from .bench.benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
-from .coverage.coverage import CoverageResult, CoverageSettings, measure_coverage
+from .bench.benchmark import run_benchmark
+from .bench.result import BenchmarkResult
+from .bench.settings import BenchmarkSettings
+from .coverage.measure import measure_coverage
+from .coverage.result import CoverageResult
+from .coverage.settings import CoverageSettings
 from .policy_text import parse_policy
 from .prompts import WorkloadError, WorkloadPrompt, read_workload
 from .tree_text import parse_tree

@@ -18,7 +18,7 @@ from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
 from ..loading import load_model, load_tokenizer
 from ..shortlists import ShortlistPolicy
-from .policy_text import DEFAULT_POLICIES, named_policies, shorten_paths
+from .policy_text import DEFAULT_POLICIES, shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
 
 # The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
@@ -29,7 +29,7 @@ INTERRUPTION = "interrupted before all was measured"
 
 @dataclass(frozen=True)
 class PairSettings:
-    """Which models, policies and prompts to measure.
+    """Which models and prompts to measure, and with which policies.
 
     Args:
         target: folder or Hub id of the model to speed up. May be left out where loaded models are passed.
@@ -48,7 +48,7 @@ class PairSettings:
         seed: for sampling.
 
     Raises:
-        ConfigurationError: a setting is out of range, or a text is no policy.
+        ConfigurationError: a setting is out of range.
     """
 
     target: str | None = None
@@ -83,7 +83,6 @@ class PairSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
         self._require_device_and_dtype()
-        self.resolved_policies()
 
     def _require_device_and_dtype(self) -> None:
         if self.device != "auto":
@@ -106,10 +105,6 @@ class PairSettings:
         """The same settings for another device."""
         return replace(self, device=str(device))
 
-    def resolved_policies(self) -> dict[str, ShortlistPolicy]:
-        """See `named_policies`."""
-        return named_policies(self.policies)
-
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values, without the policies and with paths shortened."""
         settings = {name: value for name, value in vars(self).items() if name != "policies"}
@@ -129,7 +124,6 @@ class Pair:
     """A target and what drafts for it, and what they are measured on.
 
     Args:
-        policies: the policies by label.
         target: the model to speed up.
         drafters: the drafters by label, at least one; `INDEPENDENT` is the small model.
         tokenizer: the tokenizer of all.
@@ -137,7 +131,6 @@ class Pair:
         encoded: the token ids of each prompt.
     """
 
-    policies: dict[str, ShortlistPolicy]
     target: PreTrainedModel
     drafters: dict[str, Drafter]
     tokenizer: Any
@@ -194,7 +187,6 @@ def open_pair(
         ConfigurationError: a model or head cannot be loaded, or there are no prompts or no drafters.
         WorkloadError: the prompts cannot be read or are too long.
     """
-    policies = settings.resolved_policies()
     prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
     if not prompts:
         raise ConfigurationError("there is no prompt to measure on")
@@ -221,7 +213,7 @@ def open_pair(
         )
         stack.enter_context(_fewer_messages())
         stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
-        yield Pair(policies, target, drafters, tokenizer, prompts, encoded)
+        yield Pair(target, drafters, tokenizer, prompts, encoded)
 
 
 def load_models(

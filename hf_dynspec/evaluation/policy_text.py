@@ -142,7 +142,7 @@ def shorten_paths(text: str) -> str:
 
 
 def named_policies(policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> dict[str, ShortlistPolicy]:
-    """The policies by the names they are shown under, which are their texts with paths shortened.
+    """The policies by the names they are shown under, see `policy_labels`.
 
     Args:
         policies: what `parse_policy` understands, or policies by the name to show.
@@ -150,13 +150,21 @@ def named_policies(policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> d
     Raises:
         ConfigurationError: a text is no policy, a name is taken, or there are no policies.
     """
-    if not policies:
-        raise ConfigurationError("there is no policy to measure")
-    if isinstance(policies, Mapping):
+    if isinstance(policies, Mapping) and policies:
         return dict(policies)
-    pairs = [(shorten_paths(text), parse_policy(text)) for text in policies]
-    named = dict(pairs)
-    twice = next((label for label in named if [one for one, _ in pairs].count(label) > 1), None)
+    return {label: parse_policy(text) for label, text in zip(policy_labels(policies), policies, strict=True)}
+
+
+def policy_labels(texts: Sequence[str]) -> list[str]:
+    """The names that policies are shown under, which are their texts with paths shortened.
+
+    Raises:
+        ConfigurationError: a name is taken, or there are none.
+    """
+    if not texts:
+        raise ConfigurationError("there is no policy to measure")
+    labels = [shorten_paths(text) for text in texts]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigurationError(f"the policy {twice!r} is given twice")
-    return named
+    return labels

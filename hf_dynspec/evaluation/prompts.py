@@ -1,15 +1,17 @@
-"""Prompts to measure on: JSON lines in Spec-Bench's schema or with one text each, and their token ids."""
+"""Prompts to measure on, and their token ids."""
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..build.corpus import CorpusError
+from ..build.prompts import CATEGORY, QUESTION, PromptRow, find_prompt_files, read_prompt_file
 from ..errors import DynSpecError, shown_text
 
-TEXT_FIELDS = ("prompt", "text")
+# Where the text of a row may be: Spec-Bench's field first.
+TEXT_FIELDS = ("turns", "prompt", "text")
 
 
 class WorkloadError(DynSpecError, ValueError):
@@ -32,13 +34,13 @@ class WorkloadPrompt:
 
 
 def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list[WorkloadPrompt]:
-    """Read prompts from JSON lines files.
+    """Read prompts from JSON lines and Parquet files.
 
-    A row is an object with Spec-Bench's `turns`, of which the first is taken, or with a text in `prompt` or `text`;
-    `question_id` and `category` are optional. Where two files have the same category, their names tell the two apart.
+    A row has Spec-Bench's `turns`, of which the first is taken, or a text in `prompt` or `text`; `question_id` and
+    `category` are optional. Where two files have the same category, their names tell the two apart.
 
     Args:
-        paths: the files.
+        paths: files, and directories of files.
         limit: take the first so many prompts of each category of each file (None: all).
 
     Raises:
@@ -46,84 +48,49 @@ def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list
     """
     if not paths:
         raise WorkloadError("no prompts: name at least one JSON lines file")
-    rows = [row for path in paths for row in _read_file(Path(path))]
-    files_of = Counter(category for _, category in {(row.file, row.category) for row in rows})
+    try:
+        rows = [row for path in find_prompt_files(paths) for row in _read_file(path)]
+    except CorpusError as error:
+        raise WorkloadError(str(error)) from error
+    files_of = Counter(category for _, category in {(row.file, _category(row)) for row in rows})
     prompts: dict[str, WorkloadPrompt] = {}
     taken: Counter[tuple[Path, str]] = Counter()
     for row in rows:
-        taken[row.file, row.category] += 1
-        if limit is not None and taken[row.file, row.category] > limit:
+        category = _category(row)
+        taken[row.file, category] += 1
+        if limit is not None and taken[row.file, category] > limit:
             continue
-        identifier = f"{row.file.stem}/{row.question}"
+        identifier = f"{row.file_name}/{_question(row)}"
         if identifier in prompts:
-            raise WorkloadError(
-                f"{row.file}, line {row.line}: a second prompt {identifier}; rename the file or the question_id"
-            )
-        domain = row.category if files_of[row.category] == 1 else f"{row.file.stem}/{row.category}"
-        prompts[identifier] = WorkloadPrompt(identifier, shown_text(domain, 80), row.text)
+            raise WorkloadError(f"{row.place}: a second prompt {identifier}; rename the file or the question_id")
+        domain = category if files_of[category] == 1 else f"{row.file_name}/{category}"
+        prompts[identifier] = WorkloadPrompt(identifier, shown_text(domain, 80), row.turns[0])
     return list(prompts.values())
 
 
-@dataclass(frozen=True)
-class _Row:
-    file: Path
-    line: int
-    question: str
-    category: str
-    text: str
+def _question(row: PromptRow) -> Any:
+    given = row.values.get(QUESTION)
+    return f"line {row.number}" if given is None else given
 
 
-def _read_file(path: Path) -> Iterator[_Row]:
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be read: {error.strerror}") from error
-    if not any(map(bytes.strip, lines)):
+def _category(row: PromptRow) -> Any:
+    given = row.values.get(CATEGORY)
+    return row.file_name if given is None else given
+
+
+def _read_file(path: str) -> list[PromptRow]:
+    rows = list(read_prompt_file(path, TEXT_FIELDS, "a row needs turns (a list of texts), prompt or text"))
+    for row in rows:
+        question, category = _question(row), _category(row)
+        if not row.turns or not row.turns[0]:
+            raise WorkloadError(f"{row.place}: {row.field} must hold a text that is not empty")
+        if isinstance(question, bool) or not isinstance(question, int | str):
+            raise WorkloadError(f"{row.place}: question_id must be a number or text, got {question!r}")
+        if not isinstance(category, str) or not category:
+            raise WorkloadError(f"{row.place}: category must be text, got {category!r}")
+    if not rows:
         raise WorkloadError(f"{path}: holds no prompts")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            yield _parse_row(path, number, line)
-        except (ValueError, RecursionError) as error:
-            raise WorkloadError(f"{path}, line {number}: {error}") from error
-
-
-def _parse_row(path: Path, number: int, line: bytes) -> _Row:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    question, category = row.get("question_id", f"line {number}"), row.get("category", path.stem)
-    if isinstance(question, bool) or not isinstance(question, int | str):
-        raise ValueError(f"question_id must be a number or text, got {question!r}")
-    if not isinstance(category, str) or not category:
-        raise ValueError(f"category must be text, got {category!r}")
-    return _Row(path, number, str(question), category, _text_of(row))
-
-
-def _text_of(row: dict[str, Any]) -> str:
-    if "turns" in row:
-        turns = row["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise ValueError("turns must be a list of texts that is not empty")
-        text, name = turns[0], "the first turn"
-    else:
-        name = next((field for field in TEXT_FIELDS if field in row), None)
-        if name is None:
-            raise ValueError("a row needs turns (a list of texts), prompt or text")
-        text = row[name]
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"{name} must be a text that is not empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half of a surrogate pair, which is no character") from error
-    return text
+    return rows
 
 
 def encode_workload(

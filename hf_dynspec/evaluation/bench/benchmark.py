@@ -5,172 +5,21 @@ all of them alike. What is timed is `target.generate`, prompt included, and noth
 shortlists cover is measured in passes of their own, because measuring it takes time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ...drafters import CausalLMDrafter
-from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
-from ...shortlists import ShortlistPolicy
 from ...stats import DraftingStatistics, Stopwatch
-from ..pair import INTERRUPTION, Pair, PairSettings, generation_config, head_labels, is_temperature, open_pair, utc_now
-from ..policy_text import shorten_paths
+from ..pair import INTERRUPTION, Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt
-from ..tree_text import parse_trees
-from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS, Combination, System, combine, open_systems
-
-# What to measure ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BenchmarkSettings(PairSettings):
-    """What to measure, and on what. `PairSettings` has the models, policies and prompts.
-
-    Every drafter runs with every policy, in chains and in trees of every shape. Every system draws a prompt with the
-    same seed, and each repeat has seeds of its own. Transformers' assisted generation drafts chains of
-    `num_assistant_tokens` too, with the independent drafter. Where verifications compute the target's logits by this
-    package's own product, plain generation runs with that product too.
-
-    Args:
-        eagle: folders or Hub ids of EAGLE heads for the target, beside the drafter or in its place.
-        allow_pickle: read heads that are not in safetensors, as `EagleDrafter.from_pretrained`.
-        chains: draft chains of `num_assistant_tokens`.
-        trees: draft trees of each of these shapes: a `TreeConfig`, or what `parse_tree` understands.
-        temperatures: each is measured for itself; 0 decodes greedily.
-        top_k: for sampling: draw from the so many most probable tokens (0: from all).
-        repeats: how often each prompt is run by each system.
-        profile_prompts: prompts of each domain that time per section and coverage are measured on, apart from the
-            timed runs (0: do not measure either).
-        measure_coverage: measure the target's probability mass on the shortlists.
-        transformers_assisted: run transformers' assisted generation too.
-
-    Raises:
-        ConfigurationError: a setting is out of range, or a text is no policy or no tree.
-    """
-
-    eagle: Sequence[str] = ()
-    allow_pickle: bool = False
-    chains: bool = True
-    trees: Sequence[str | TreeConfig] = ()
-    temperatures: Sequence[float] = (0.0,)
-    top_k: int = 50
-    repeats: int = 3
-    profile_prompts: int = 2
-    measure_coverage: bool = True
-    transformers_assisted: bool = True
-
-    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "top_k": 0, "repeats": 1, "profile_prompts": 0}
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.temperatures or not all(is_temperature(value) for value in self.temperatures):
-            raise ConfigurationError(f"temperatures must be numbers of at least 0, got {self.temperatures!r}")
-        if len(set(self.temperatures)) < len(self.temperatures):
-            raise ConfigurationError(f"a temperature is given twice: {self.temperatures!r}")
-        head_labels(self.eagle)
-        if not self.resolved_shapes():
-            raise ConfigurationError("there is nothing to draft: name a tree, or leave chains on")
-
-    def resolved_shapes(self) -> list[TreeConfig | None]:
-        """The shapes of the drafts; None for chains."""
-        return [None] * bool(self.chains) + parse_trees(self.trees)
-
-    def resolved_policies(self) -> dict[str, ShortlistPolicy]:
-        """See `named_policies`. The labels of the baselines are taken."""
-        named = super().resolved_policies()
-        for label in (PLAIN, HEAD_PRODUCT, TRANSFORMERS):
-            if label in named:
-                raise ConfigurationError(f"a policy cannot be shown as {label!r}, which is one of the baselines")
-        return named
-
-    def to_dict(self) -> dict[str, Any]:
-        """See `PairSettings.to_dict`."""
-        eagle = [shorten_paths(str(source)) for source in self.eagle]
-        return {**super().to_dict(), "eagle": eagle, "trees": [asdict(tree) for tree in parse_trees(self.trees)]}
-
-
-# What was measured -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One timed call.
-
-    Args:
-        prompt: the prompt's identifier.
-        domain: the prompt's domain.
-        system: the system's label.
-        temperature: 0 for greedy decoding.
-        repeat: counted from 0.
-        tokens: new tokens.
-        seconds: wall time of `generate`, the prompt included.
-        rounds: verifications; None for the baselines, where nobody counts them while the clock runs.
-    """
-
-    prompt: str
-    domain: str
-    system: str
-    temperature: float
-    repeat: int
-    tokens: int
-    seconds: float
-    rounds: int | None
-
-
-@dataclass
-class BenchmarkResult:
-    """Everything that was measured, as far as it was; `evaluation.bench.report` makes figures of it.
-
-    Keys that name a domain or a system hold its label.
-
-    Args:
-        settings: what was asked for.
-        policies: the policies by label.
-        combinations: what each system but the baselines is made of, in the order of the tables.
-        prompts: identifier, domain and number of tokens of each prompt.
-        models: what is known of the target and the drafters.
-        threads: CPU threads in use.
-        started: UTC time in ISO format.
-        finished: UTC time; None while the run is not complete.
-        notes: what a reader should know, such as a baseline that could not run.
-        generations: the timed calls.
-        drafting: by temperature, system and domain: the counts of the timed calls.
-        forwards: by temperature and domain: new tokens and target forwards of transformers' assisted generation.
-        profiles: by temperature and system: the counts of the profiled calls, with seconds by section.
-        coverages: by temperature and system: the counts of the calls in which coverage was measured.
-        compared: by system: the prompts whose greedy tokens were compared with plain generation's.
-        mismatches: by system: prompts whose greedy tokens differ, with the first position that does, from 0.
-    """
-
-    settings: BenchmarkSettings
-    policies: dict[str, ShortlistPolicy]
-    combinations: dict[str, Combination]
-    prompts: list[dict[str, Any]]
-    models: dict[str, Any]
-    threads: int
-    started: str
-    finished: str | None = None
-    notes: list[str] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    drafting: dict[tuple[float, str, str], DraftingStatistics] = field(default_factory=dict)
-    forwards: dict[tuple[float, str], tuple[int, int]] = field(default_factory=dict)
-    profiles: dict[tuple[float, str], DraftingStatistics] = field(default_factory=dict)
-    coverages: dict[tuple[float, str], DraftingStatistics] = field(default_factory=dict)
-    compared: dict[str, set[str]] = field(default_factory=dict)
-    mismatches: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything that was asked for was measured."""
-        return self.finished is not None
-
-
-# The run -----------------------------------------------------------------------------------------------------------
+from .result import BenchmarkResult, Generation
+from .settings import BenchmarkSettings
+from .systems import PLAIN, TRANSFORMERS, System, combine, open_systems
 
 
 def run_benchmark(
@@ -205,19 +54,20 @@ def run_benchmark(
     """
     if drafter is not None and not isinstance(drafter, PreTrainedModel | CausalLMDrafter):
         raise ConfigurationError(f"drafter must be a small model, got {type(drafter).__name__}; name heads in eagle")
+    policies = settings.resolved_policies()
     heads = {"eagle": settings.eagle, "allow_pickle": settings.allow_pickle}
     with open_pair(settings, target, drafter, tokenizer, prompts, **heads) as pair:
         result = BenchmarkResult(
             settings=settings,
-            policies=pair.policies,
-            combinations=combine(list(pair.drafters), pair.policies, settings.resolved_shapes()),
+            policies=policies,
+            combinations=combine(list(pair.drafters), policies, settings.resolved_shapes()),
             prompts=pair.described_prompts(),
             models=pair.described_models(),
             threads=torch.get_num_threads(),
             started=utc_now(),
         )
         drafted, assisted = settings.num_assistant_tokens, settings.transformers_assisted
-        with open_systems(pair, result.combinations, drafted, assisted, result.notes) as systems:
+        with open_systems(pair, policies, result.combinations, drafted, assisted, result.notes) as systems:
             try:
                 _Run(result, pair, systems, report, save).everything()
                 result.finished = utc_now()

@@ -58,7 +58,7 @@ def _artifact_names(path: Path, policies: dict[str, Any], policy: ShortlistPolic
     own = json.loads(json.dumps(own))
     names = {}
     for label, measured in policies.items():
-        if measured["name"] != own["name"] or measured.get("tensors", {}) != own["tensors"]:
+        if measured.get("name") != own["name"] or measured.get("tensors", {}) != own["tensors"]:
             continue
         changed = [
             f"{key}={value}" for key, value in measured["settings"].items() if own["settings"].get(key) != value
@@ -76,7 +76,8 @@ def _workload(data: dict[str, Any]) -> str:
     files = ", ".join(Path(name).stem for name in data["settings"]["prompts"]) or "prompts"
     prompts, texts = len(data["prompts"]), data["settings"].get("continuations", 1)
     each = "" if texts == 1 else f", {texts} continuations each"
-    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}"
+    stream = ", as a stream" if data["settings"].get("stream") else ""
+    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}{stream}"
 
 
 def _hardware(data: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The ways to generate that a benchmark compares: baselines, and assistants of drafters, policies and shapes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +15,7 @@ from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
 from ...kernels import dense_scores, has_dense_kernel, prepare_kernels
 from ...loading import shared_vocabulary_size
+from ...shortlists import ShortlistPolicy
 from ..pair import Pair
 from ..tree_text import format_tree
 
@@ -23,6 +24,8 @@ PLAIN = "plain"
 # what drafting itself gains is what is faster than this.
 HEAD_PRODUCT = "plain generate, this package's head product"
 TRANSFORMERS = "transformers"
+# What the assistants are compared with, in the order of the tables.
+BASELINES = (PLAIN, HEAD_PRODUCT, TRANSFORMERS)
 
 # All systems that draft do so by the same number of tokens in every round, or their rounds would not be comparable: by
 # default transformers also ends a draft at the first token of which the drafter is less sure than 0.4.
@@ -95,6 +98,7 @@ class System:
 @contextmanager
 def open_systems(
     pair: Pair,
+    policies: Mapping[str, ShortlistPolicy],
     combinations: dict[str, Combination],
     num_assistant_tokens: int,
     transformers_assisted: bool,
@@ -103,7 +107,8 @@ def open_systems(
     """Set up the baselines and an assistant for each combination; put the models back as they were.
 
     Args:
-        pair: models and policies.
+        pair: the models.
+        policies: the policies by label.
         combinations: what the assistants are made of, by label.
         num_assistant_tokens: tokens of each chain, of all systems that draft chains.
         transformers_assisted: set up transformers' assisted generation too.
@@ -132,16 +137,19 @@ def open_systems(
         elif transformers_assisted:
             notes.append(f"transformers' assisted generation was left out: {problem}")
         for label, combination in combinations.items():
-            assistant = _assistant(pair, combination, num_assistant_tokens)
+            policy = policies[combination.policy]
+            assistant = _assistant(pair, combination, policy, num_assistant_tokens)
             stack.callback(assistant.unbind)
             systems.append(System(label, assistant, is_ours=True))
         yield systems
 
 
-def _assistant(pair: Pair, combination: Combination, num_assistant_tokens: int) -> DynSpecAssistant:
+def _assistant(
+    pair: Pair, combination: Combination, policy: ShortlistPolicy, num_assistant_tokens: int
+) -> DynSpecAssistant:
     assistant = DynSpecAssistant(
         pair.drafters[combination.drafter],
-        pair.policies[combination.policy],
+        policy,
         target=pair.target,
         tokenizer=pair.tokenizer,
         num_assistant_tokens=num_assistant_tokens,

@@ -1,18 +1,20 @@
-"""What a coverage measurement found: tables, a JSON file that says where the figures come from, and a plot."""
+"""What a coverage measurement found: tables, and a JSON file that says where the figures come from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigurationError
+from ...shortlists import ShortlistPolicy
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
-from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
+from .estimates import DEPTH_FIGURES, CoverageSummary, Estimate, oracle_curve, summarize
+from .result import CoverageResult
 
 # 2: sizes are means over all draft steps, counts are expectations, and policies are compared with the first.
 # 3: a prompt has as many rows of a policy as it has continuations.
-SCHEMA_VERSION = 3
+# 4: rows say how many draws they are means of, `drawn` has the draws of all policies where those of some are needed,
+# and a policy may differ by domain.
+SCHEMA_VERSION = 4
 
 
 # Tables ------------------------------------------------------------------------------------------------------------
@@ -21,9 +23,9 @@ SCHEMA_VERSION = 3
 def coverage_table(result: CoverageResult) -> FittedTable:
     """One row per policy, over all prompts: means, with standard errors over prompts where there are several."""
     settings = result.settings
-    rows = [row for row in result.summaries() if row.domain is None]
+    rows = [row for row in summarize(result) if row.domain is None]
     table = FittedTable(
-        _title(result, rows),
+        title(result, rows),
         [
             "policy",
             "shortlist\nsize",
@@ -36,15 +38,27 @@ def coverage_table(result: CoverageResult) -> FittedTable:
             f"of\n{result.baseline}",
             "by\nequation 1",
         ],
-        caption="mean ± standard error over prompts; size: over all draft steps; oracle: mass of as many most "
-        "probable tokens; acceptance lengths count the target's own token of a round, and are compared with the first "
-        "policy's prompt by prompt",
+        caption="mean ± standard error over prompts; size: over all draft steps; oracle mass: of as many most "
+        "probable tokens, the most that a shortlist of that size can have; acceptance lengths count the target's own "
+        f"token of a round, and are compared with the first policy's prompt by prompt{_note_on_draws(rows)}",
     )
     for row in rows:
         cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
         cells.append(_relative_cell(result, row))
         table.add_row(row.policy, *cells, f"{row.expected_acceptance_length:.2f}")
     return table
+
+
+def _note_on_draws(rows: Sequence[CoverageSummary]) -> str:
+    """What to add to the caption where rounds were drawn."""
+    draws = max((row.draws for row in rows), default=0)
+    if not draws:
+        return ""
+    courses = "one course of rounds is" if draws == 1 else f"{draws} courses of rounds are"
+    return (
+        f"; along each text, {courses} drawn for policies that learn from verdicts, which are compared with others "
+        "drawn with the same luck"
+    )
 
 
 _FORMS = {
@@ -65,7 +79,7 @@ def _relative_cell(result: CoverageResult, row: CoverageSummary) -> str:
 def domain_tables(result: CoverageResult) -> list[FittedTable]:
     """Mass on the shortlist, and acceptance length relative to the first policy: one row per policy, one column per
     domain."""
-    summaries = result.summaries()
+    summaries = summarize(result)
     masses = {(row.policy, row.domain): _cell(row.figures["mass"], _FORMS["mass"]) for row in summaries}
     lengths = {(row.policy, row.domain): _relative_cell(result, row) for row in summaries}
     title = f"Acceptance length relative to {result.baseline}"
@@ -90,7 +104,7 @@ def depth_table(result: CoverageResult) -> FittedTable:
     A depth has fewer positions than the one before it, as only accepted drafts lead there. Sizes are over all rounds
     that draft there.
     """
-    rows = [row for row in result.summaries() if row.domain is None]
+    rows = [row for row in summarize(result) if row.domain is None]
     depths = max((len(row.by_depth) for row in rows), default=0)
     table = FittedTable(
         f"By draft depth, {_temperature_name(result)}",
@@ -111,10 +125,11 @@ def depth_table(result: CoverageResult) -> FittedTable:
     return table
 
 
-def _title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
+def title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
     prompts = rows[0].prompts if rows else 0
     texts = f", {len(result.oracle_curves)} texts" if result.settings.continuations > 1 else ""
-    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}{texts}"
+    stream = ", as a stream" if result.settings.stream else ""
+    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}{texts}{stream}"
 
 
 def _temperature_name(result: CoverageResult) -> str:
@@ -144,87 +159,17 @@ def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dic
         "provenance": provenance(command, result.started, result.finished, result.threads),
         "settings": result.settings.to_dict(),
         "models": result.models,
-        "policies": describe_policies(result.policies),
+        "policies": {label: _describe(by_domain) for label, by_domain in result.policies.items()},
         "prompts": result.prompts,
-        "results": [asdict(summary) for summary in result.summaries()],
-        "oracle_curve": [{"size": size, "mass": mass} for size, mass in result.oracle_curve()],
+        "results": [asdict(summary) for summary in summarize(result)],
+        "oracle_curve": [{"size": size, "mass": mass} for size, mass in oracle_curve(result)],
         "measured": [asdict(one) for one in result.measured],
+        "drawn": [asdict(one) for one in result.drawn],
     }
 
 
-# The plot ----------------------------------------------------------------------------------------------------------
-
-
-def require_plot_file(path: Path) -> None:
-    """Refuse a plot that could not be drawn, before there is anything to draw.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the name's suffix is no image format that it writes.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise ConfigurationError(
-            "a plot needs matplotlib; install it with: pip install 'hf-dynspec[plots]', or leave --plot out"
-        ) from error
-    suffix, formats = path.suffix.removeprefix(".").lower(), FigureCanvasAgg.get_supported_filetypes()
-    if suffix not in formats:
-        raise ConfigurationError(f"{path} has no suffix of an image, such as .png, .pdf or .svg")
-
-
-def write_plot(path: Path, result: CoverageResult) -> None:
-    """Plot the mass on the shortlist against its mean size, a point per policy, below the oracle's curve.
-
-    Args:
-        path: the image; its suffix says the format.
-        result: what was measured; on at least one prompt.
-
-    Raises:
-        ConfigurationError: see `require_plot_file`.
-        OSError: the file cannot be written.
-    """
-    require_plot_file(path)
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(8.0, 5.0), layout="constrained")
-    axes = figure.add_subplot()
-    rows = [row for row in result.summaries() if row.domain is None]
-    axes.plot(
-        *zip(*result.oracle_curve(), strict=True), color="0.45", linewidth=1.5, label="oracle (lemma 2)", zorder=1
-    )
-    for index, row in enumerate(rows):
-        _add_point(axes, row, index)
-    axes.set_xscale("log")
-    axes.set_xlim(left=max(1.0, min(row.figures["size"].mean for row in rows) / 3))
-    lowest = min(row.figures["mass"].mean - (row.figures["mass"].standard_error or 0.0) for row in rows)
-    # A margin in proportion to what is shown, as good policies differ in the third decimal.
-    margin = max(0.06 * (1.0 - lowest), 1e-4)
-    axes.set_ylim(max(0.0, lowest - margin), 1.0 + margin)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
-    axes.set_xlabel("mean shortlist size (tokens)")
-    axes.set_ylabel("target's probability mass on the shortlist")
-    axes.set_title(_title(result, rows))
-    axes.grid(alpha=0.25, which="both")
-    # Outside of the axes, where it covers no point of a sweep.
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
-# Told apart by shape too, in black and white and by readers who do not see all colours.
-_MARKERS = "osD^vP*X<>"
-
-
-def _add_point(axes: Any, row: CoverageSummary, index: int) -> None:
-    size, mass = row.figures["size"].mean, row.figures["mass"]
-    axes.errorbar(
-        size,
-        mass.mean,
-        yerr=mass.standard_error,
-        fmt=_MARKERS[index % len(_MARKERS)],
-        color=f"C{index % 10}",
-        markersize=7,
-        capsize=3,
-        label=row.policy,
-        zorder=2,
-    )
+def _describe(by_domain: Mapping[str, ShortlistPolicy]) -> dict[str, Any]:
+    """A policy as `describe_policies` does, or one for each domain, `by_domain`, where they differ."""
+    if len({id(policy) for policy in by_domain.values()}) > 1:
+        return {"by_domain": describe_policies(by_domain)}
+    return describe_policies(dict([next(iter(by_domain.items()))])).popitem()[1]

@@ -18,7 +18,7 @@ from ...drafters import Drafter
 from ...generation.target import entries_with, hidden_state
 from ...kernels import top_k_ids
 from ...modeling.head import PackedRows, widen
-from ...protocol import Shortlist, VocabularyInfo
+from ...protocol import Needs, Shortlist, VocabularyInfo
 
 # Full-vocabulary rows of the drafter that are computed at a time, and tokens of a prompt that the target reads.
 CHUNK = 64
@@ -46,6 +46,8 @@ class Rows:
         oracle: fp32 `[m, R]`: entry `k - 1` is the mass of the `k` most probable tokens under `p`, which is `H_k(p)`
             of DynaSpec's lemma 2.
         top_ids: int64 `[m, top_k]`: the target's most probable tokens, most probable first.
+        top_logits: fp32 `[m, top_k]`: their logits, without the temperature.
+        states: `[m, d_target]`: what the target's output projection is given; `[m, 0]` where nobody asks for it.
         drafter: fp32 `[m, V]`: the drafter's logits, divided by the temperature, over the shared vocabulary; −inf for
             ids that its head does not score.
         features: `[m, d]`: the drafter's hidden states.
@@ -57,6 +59,8 @@ class Rows:
     target: torch.Tensor
     oracle: torch.Tensor
     top_ids: torch.Tensor
+    top_logits: torch.Tensor
+    states: torch.Tensor
     drafter: torch.Tensor
     features: torch.Tensor
     embeddings: torch.Tensor
@@ -95,7 +99,8 @@ class RowsByStart(Rows):
         """As `Rows.of_round`; there is no row of the drafter about the token after the drafts."""
         part = self.between(start, start + count + 1)
         drafts = (part.drafter, part.features, part.embeddings, part.before)
-        return Rows(start, part.target, part.oracle, part.top_ids, *(one[0, :count] for one in drafts))
+        of_target = (part.target, part.oracle, part.top_ids, part.top_logits, part.states)
+        return Rows(start, *of_target, *(one[0, :count] for one in drafts))
 
 
 class ForcedText:
@@ -114,10 +119,14 @@ class ForcedText:
         temperature: of both distributions. At 0 they are those at temperature 1.
         top_k: how many of the target's most probable tokens are looked up at every position.
         num_assistant_tokens: most tokens that a round drafts.
+        needs: what of the target's hidden states is wanted.
 
     Attributes:
         token_ids: int64 `[n]`, on the drafter's device.
         prompt_top_ids: int64 `[prompt_length, top_k]`: the target's most probable tokens after each prompt token.
+        prompt_top_logits: fp32 `[prompt_length, top_k]`: their logits.
+        prompt_states: `[prompt_length, d_target]`: what the target's output projection is given after each prompt
+            token; `[prompt_length, 0]` where nobody asks for it.
         first_draft: see `first_draft`.
     """
 
@@ -131,6 +140,7 @@ class ForcedText:
         temperature: float,
         top_k: int,
         num_assistant_tokens: int,
+        needs: Needs = Needs(),  # noqa: B008
     ):
         self.prompt_length = prompt_length
         self.first_draft = first_draft(drafter, prompt_length)
@@ -144,12 +154,16 @@ class ForcedText:
         else:
             self._drafter = _Model(drafter, self.token_ids)
         self._temperature, self._top_k = temperature or 1.0, top_k
-        top_ids = []
+        self._needs = needs
+        parts = []
         for start in range(0, prompt_length, CHUNK):
-            logits = self._target_logits(start, min(start + CHUNK, prompt_length))
-            top_ids.append(top_k_ids(logits, top_k))
-        self.prompt_top_ids = torch.cat(top_ids).to(vocabulary.device)
-        self._first_row = self._rows(prompt_length, logits[-1:])
+            logits, states = self._read_target(start, min(start + CHUNK, prompt_length))
+            top_ids = top_k_ids(logits, top_k)
+            kept = states if needs.prompt_hidden_states else states[:, :0]
+            parts.append((top_ids, logits.gather(1, top_ids), kept))
+        of_prompt = (torch.cat(part).to(vocabulary.device) for part in zip(*parts, strict=True))
+        self.prompt_top_ids, self.prompt_top_logits, self.prompt_states = of_prompt
+        self._first_row = self._rows(prompt_length, logits[-1:], states[-1:])
 
     def rows(self, keep: int) -> Iterator[Rows]:
         """Read the rest of the text; yields overlapping rows, which together are about every token after the prompt.
@@ -162,33 +176,38 @@ class ForcedText:
         while rows.end < length:
             start, end = rows.end, min(rows.end + count, length)
             # What a token's row says follows from reading the token before it.
-            rows = rows + self._rows(start, self._target_logits(start - 1, end - 1))
+            rows = rows + self._rows(start, *self._read_target(start - 1, end - 1))
             yield rows
             rows = rows.between(max(rows.first, rows.end - keep), rows.end)
 
-    def _target_logits(self, start: int, end: int) -> torch.Tensor:
-        """fp32 `[end - start, R]`, after reading these tokens. Shows the drafter the hidden states that it reads."""
+    def _read_target(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the target read these tokens. Shows the drafter the hidden states that it reads.
+
+        Returns:
+            fp32 `[end - start, R]`: logits; and `[end - start, d_target]`: what they are computed from, `[…, 0]` where
+            nobody asks for it.
+        """
         unread = self._target_ids[start:end].unsqueeze(0)
-        reads = self._drafter.reads
-        wanted = {"output_hidden_states": entries_with(reads)} if reads else {}
+        layers = self._target.config.get_text_config().num_hidden_layers
+        reads, last = self._drafter.reads, (layers,) if self._needs.of_states else ()
+        wanted = {"output_hidden_states": entries_with((*reads, *last))} if reads or last else {}
         outputs = self._target(input_ids=unread, past_key_values=self._target_cache, use_cache=True, **wanted)
         if reads:
-            layers = self._target.config.get_text_config().num_hidden_layers
             states = [hidden_state(outputs, index, layers) for index in reads]
             self._drafter.observe(torch.cat(states, -1).to(self.token_ids.device))
-        return outputs.logits[0].float()
+        logits = outputs.logits[0].float()
+        return logits, hidden_state(outputs, layers, layers) if last else logits[:, :0]
 
-    def _rows(self, first: int, logits: torch.Tensor) -> Rows:
+    def _rows(self, first: int, logits: torch.Tensor, states: torch.Tensor) -> Rows:
         device = self.token_ids.device
         probabilities = distribution(logits / self._temperature)
         # The sum of very many very small numbers, which fp32 would lose.
         oracle = probabilities.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64).float()
         top_ids = top_k_ids(logits, self._top_k)
+        of_target = (probabilities, oracle, top_ids, logits.gather(1, top_ids), states)
         features, *inputs = self._drafter.steps(first, first + logits.shape[0])
         drafter = self._drafter_logits(features) / self._temperature
-        return self._drafter.kind(
-            first, probabilities.to(device), oracle.to(device), top_ids.to(device), drafter, features, *inputs
-        )
+        return self._drafter.kind(first, *(one.to(device) for one in of_target), drafter, features, *inputs)
 
     def _drafter_logits(self, features: torch.Tensor) -> torch.Tensor:
         """fp32 `[..., V]`, from hidden states `[..., d]`."""
