@@ -34,7 +34,7 @@ def read_benchmark(path: Path) -> dict[str, Any]:
 
 
 def has_speeds(rows: list[dict[str, Any]]) -> bool:
-    """Whether there is something to draw in the rows of `report.summarize`: of an interrupted run there may be none."""
+    """Whether the rows of `report.summarize` hold a speed; those of an interrupted run may have none."""
     return any("tokens_per_second" in row for row in rows)
 
 
