@@ -28,7 +28,6 @@ from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
 from hf_dynspec.evaluation.bench import benchmark, systems
 from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
-from hf_dynspec.evaluation.bench.chart import write_speed_chart
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, summarize, to_dict
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
 from hf_dynspec.evaluation.pair import head_labels
@@ -263,69 +262,6 @@ def test_the_tables_show_all_systems(reported):
     for system in SYSTEMS:
         assert printed.count(f"│ {system} ") >= 2
     assert printed.count("Acceptance length, ") == 2
-
-
-def test_the_chart_has_a_bar_for_each_system_and_a_panel_for_each_temperature(reported, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    write_speed_chart(tmp_path / "drawn.svg", reported[1])
-    (figure,) = drawn
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["greedy", "temperature 0.8, top-k 50"]
-    for axes, temperature in zip(figure.axes, (0.0, 0.8), strict=True):
-        bars, lines = axes.patches, axes.containers[1].lines[2][0].get_segments()
-        assert [label.get_text() for label in axes.get_yticklabels()] == [
-            "plain generate",
-            "transformers' assisted generation",
-            *POLICIES,
-        ]
-        for bar, line, text, system in zip(bars, lines, axes.texts, SYSTEMS, strict=True):
-            row = figures(reported[1], system, temperature)
-            speed = row["tokens_per_second"]
-            assert bar.get_width() == speed["median"]
-            assert [point[0] for point in line] == pytest.approx([speed["min"], speed["max"]])
-            ratio = row["ratios"]["plain"]["median"] if system != "plain" else 1.0
-            assert text.get_text() == f"{speed['median']:.0f}  ({ratio:.2f}×)"
-        # Nothing that is not measured is drawn as ours.
-        assert len({bar.get_facecolor() for bar in bars[:2]}) == len({bar.get_facecolor() for bar in bars[2:]}) == 1
-        assert bars[0].get_facecolor() != bars[2].get_facecolor()
-    assert "4 prompts" in figure._supxlabel.get_text()
-
-
-def test_a_chart_is_drawn_after_a_run_and_again_from_its_file(folder, tmp_path):
-    words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "law.jsonl"]
-    words += ["--policy", "full", "--max-new-tokens", 4, "--repeats", 1, "--profile-prompts", 0, "--device", "cpu"]
-    out, first, again = (tmp_path / name for name in ("out.json", "first.svg", "again.svg"))
-    assert invoke(*words, "--json", out, "--plot", first).exit_code == 0
-    result = CliRunner().invoke(app, ["plot", str(out), str(again)])
-    assert result.exit_code == 0, result.exception
-    assert first.read_bytes() == again.read_bytes() and b"plain generate" in again.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        ("{", "is no JSON"),
-        ("[]", "is not what --json of hf-dynspec bench writes"),
-        ('{"results": [], "measured": []}', "coverage --plot"),
-        ('{"results": [{"domain": null}]}', "not what hf-dynspec bench writes: KeyError"),
-    ],
-)
-def test_a_file_that_cannot_be_drawn_is_refused(tmp_path, text, problem):
-    results = tmp_path / "results.json"
-    if text is not None:
-        results.write_text(text)
-    result = CliRunner().invoke(app, ["plot", str(results), str(tmp_path / "chart.svg")])
-    assert isinstance(result.exception, ConfigurationError) and problem in str(result.exception)
-    assert not (tmp_path / "chart.svg").exists()
-
-
-def test_a_chart_of_no_finished_repeat_is_refused(reported, tmp_path):
-    empty = {**reported[1], "results": [{"domain": None, "system": "plain", "prompts": 0}]}
-    with pytest.raises(ConfigurationError, match="there is no speed to draw"):
-        write_speed_chart(tmp_path / "chart.svg", empty)
 
 
 # Plain generation with this package's head product -------------------------------------------------------------------
@@ -920,7 +856,6 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--repeats", "0"], "repeats must be"),
         (["--dtype", "tiny"], "dtype must be"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
-        (["--plot", "chart.txt"], "chart.txt has no suffix of an image"),
         (["missing.jsonl"], "missing.jsonl: cannot be read"),
         (["bad.jsonl"], "bad.jsonl, line 1: not valid JSON"),
         (["--tree", "60x5"], "tree '60x5': write total_tokens/depth/top_k, such as 60/5/10, or default"),

@@ -87,7 +87,7 @@ def bench(
     """
     from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
-    from ..evaluation.bench.report import summarize, to_dict
+    from ..evaluation.bench.report import to_dict
     from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
@@ -132,8 +132,10 @@ def bench(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
         )
     _print(result, by_domain)
-    if plot is not None and has_speeds(summarize(result)):
-        write_speed_chart(plot, to_dict(result, words))
+    if plot is not None:
+        values = to_dict(result, words)
+        if has_speeds(values):
+            write_speed_chart(plot, values)
     results.require_saved()
     if not result.complete:
         results.end_interrupted(is_empty=not result.generations)

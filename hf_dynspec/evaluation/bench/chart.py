@@ -33,9 +33,9 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     return data
 
 
-def has_speeds(rows: list[dict[str, Any]]) -> bool:
-    """Whether the rows of `report.summarize` hold a speed; those of an interrupted run may have none."""
-    return any("tokens_per_second" in row for row in rows)
+def has_speeds(data: dict[str, Any]) -> bool:
+    """Whether there is a speed to draw: of a run that was interrupted there may be none."""
+    return any("tokens_per_second" in row for row in data["results"])
 
 
 def write_speed_chart(path: Path, data: dict[str, Any]) -> None:
