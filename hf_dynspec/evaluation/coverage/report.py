@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..plots import require_plot_file
+from ...errors import ConfigurationError
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
 from .coverage import DEPTH_FIGURES, CoverageResult, CoverageSummary, Estimate
@@ -153,6 +153,23 @@ def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dic
 
 
 # The plot ----------------------------------------------------------------------------------------------------------
+
+
+def require_plot_file(path: Path) -> None:
+    """Refuse a plot that could not be drawn, before there is anything to draw.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or the name's suffix is no image format that it writes.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise ConfigurationError(
+            "a plot needs matplotlib; install it with: pip install 'hf-dynspec[plots]', or leave --plot out"
+        ) from error
+    suffix, formats = path.suffix.removeprefix(".").lower(), FigureCanvasAgg.get_supported_filetypes()
+    if suffix not in formats:
+        raise ConfigurationError(f"{path} has no suffix of an image, such as .png, .pdf or .svg")
 
 
 def write_plot(path: Path, result: CoverageResult) -> None:
