@@ -150,8 +150,8 @@ def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, ca
         if "from_pretrained(" in block[1] and "DynSpecAssistant" in block[1]:
             assert own["assistant"] is not shared["assistant"] and own["assistant"].target is shared["target"]
         if "profile=True" in block[1]:
-            share = re.search(r"head: (\d+)% of a draft step; at best (\d+\.\d+) times", capsys.readouterr().out)
-            assert 0 < int(share[1]) < 100 and float(share[2]) > 1
+            share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", capsys.readouterr().out)
+            assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
     assert ran > 0
     assert hub.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
 
@@ -286,7 +286,7 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         assert result.exit_code == 0, f"hf-dynspec {shlex.join(words)}: {result.exception or result.output}"
         ran.append(words)
         if "--results" in words:
-            assert "| greedy | this artifact |" in result.output
+            assert "\n| this artifact | " in result.output
     assert len(ran) >= 15
     for name in ("results.json", "results.svg", "coverage.json", "coverage.png", "bench.json", "docs/speed.svg"):
         assert Path(name).stat().st_size > 0
