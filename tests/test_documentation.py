@@ -150,7 +150,8 @@ def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, ca
         if "from_pretrained(" in block[1] and "DynSpecAssistant" in block[1]:
             assert own["assistant"] is not shared["assistant"] and own["assistant"].target is shared["target"]
         if "profile=True" in block[1]:
-            share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", capsys.readouterr().out)
+            printed = capsys.readouterr().out
+            share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", printed)
             assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
     assert ran > 0
     assert hub.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
