@@ -38,7 +38,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 PAGES = [README, *DOCS, *CARDS]
 POCKET = ROOT / "examples" / "pocket"
-# Blocks of the first make a module of a class, and tests/test_policy_contracts.py runs them; the other needs a GPU.
+# tests/test_write_a_policy.py runs the first; the other is for computers with a GPU.
 NOT_RUN_HERE = {"write-a-policy.md", "on-a-gpu.md"}
 # The only thing that is changed: where these names on the Hub are read from. Models keep the names that they were
 # asked for by, as they do when they come from the Hub.
