@@ -16,7 +16,8 @@ from .config import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
 # What the columns of measurements that this package makes mean.
 _CAPTIONS = {
     "benchmark": "Speedups are over plain generate on the same prompts; acceptance length is tokens per round, the "
-    "target's own included; coverage is the target's probability mass on the shortlist.",
+    "target's own included; coverage is the target's probability mass on the shortlist. On few prompts differences of "
+    "some per cent say little.",
     "coverage": "Mass is the target's probability mass on the shortlist, and oracle mass the most that as many tokens "
     "can hold; OOV is the share of the target's tokens that the shortlist lacks.",
 }
@@ -133,7 +134,7 @@ def _eval_results(config: DynSpecConfig) -> list[EvalResult]:
             dataset_name=_label(_measured_on(row)),
             metric_type=_label(metric),
             metric_name=_label(metric.replace("_", " ")),
-            metric_value=value,
+            metric_value=_rounded(value),
         )
         for row, metric, value in islice(numbers, _MOST_ROWS)
     ]
@@ -248,6 +249,11 @@ def _cell(value: Any) -> str:
     for character, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
         text = text.replace(character, escaped)
     return text
+
+
+def _rounded(value: float) -> float:
+    """A number for the metadata, as `_cell` shows it: no measurement here stands on enough prompts for more digits."""
+    return value if isinstance(value, int) else round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
 
 
 def _flattened(value: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .plot import plot
 from .push import push
 from .running import Commands
 from .train import train_app
@@ -29,6 +30,7 @@ app.add_typer(convert_app, name="convert")
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
+app.command()(plot)
 app.command()(push)
 
 

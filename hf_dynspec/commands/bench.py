@@ -1,5 +1,6 @@
 """`hf-dynspec bench`: what drafting with shortlists gains on your models and prompts."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,6 +74,9 @@ def bench(
     threads: Threads = None,
     seed: Seed = 0,
     json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw tokens per second as bars: .svg, .png or .pdf.")
+    ] = None,
     by_domain: Annotated[bool, typer.Option("--by-domain", help="Show acceptance lengths by domain too.")] = False,
 ) -> None:
     """Measure plain generation, transformers' assisted generation and shortlist policies on the same prompts.
@@ -82,8 +86,10 @@ def bench(
     interrupted shows and saves what it has.
     """
     from ..evaluation.bench.benchmark import run_benchmark
+    from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
     from ..evaluation.bench.settings import BenchmarkSettings
+    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
@@ -114,6 +120,9 @@ def bench(
         seed=seed,
     )
     claim_file(context, json_file, "--json")
+    claim_file(context, plot, "--plot")
+    if plot is not None:
+        require_plot_file(plot)
     workload = read_workload(files, limit)
     words = command_line(context)
 
@@ -124,6 +133,10 @@ def bench(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
         )
     _print(result, by_domain)
+    if plot is not None:
+        values = to_dict(result, words)
+        if has_speeds(values):
+            write_speed_chart(plot, values)
     results.require_saved()
     if not result.complete:
         results.end_interrupted(is_empty=not result.generations)

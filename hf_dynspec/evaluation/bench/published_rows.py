@@ -12,7 +12,7 @@ from ..provenance import describe_policies
 from ..tree_text import format_tree
 from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
 
-_BASELINES = {
+BASELINES = {
     PLAIN: "plain generate",
     HEAD_PRODUCT: HEAD_PRODUCT,
     TRANSFORMERS: "transformers' assisted generation",
@@ -36,7 +36,7 @@ def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, A
     try:
         data = json.loads(path.read_bytes())
         rows = _benchmark_rows if "generations" in data else _coverage_rows
-        conditions = {"workload": _workload(data), **_hardware(data)}
+        conditions = {"workload": workload(data), "hardware": hardware_of(data), "generation": generation_of(data)}
         if data["complete"] is not True:
             raise ConfigurationError(f"{path} is of a run that was interrupted; run the measurement to its end")
         names = _artifact_names(path, data["policies"], policy)
@@ -72,7 +72,8 @@ def _artifact_names(path: Path, policies: dict[str, Any], policy: ShortlistPolic
     return names
 
 
-def _workload(data: dict[str, Any]) -> str:
+def workload(data: dict[str, Any]) -> str:
+    """Which prompts a measurement was made on, and how many."""
     files = ", ".join(Path(name).stem for name in data["settings"]["prompts"]) or "prompts"
     prompts, texts = len(data["prompts"]), data["settings"].get("continuations", 1)
     each = "" if texts == 1 else f", {texts} continuations each"
@@ -80,17 +81,21 @@ def _workload(data: dict[str, Any]) -> str:
     return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}{stream}"
 
 
-def _hardware(data: dict[str, Any]) -> dict[str, str]:
+def hardware_of(data: dict[str, Any]) -> str:
+    """The processor of a measurement, its threads and the target's dtype."""
     hardware, target = data["provenance"]["hardware"], data["models"]["target"]
     processor = hardware["gpus"][0] if target["device"].startswith("cuda") else hardware["cpu"]
-    tokens = data["settings"]["max_new_tokens"]
-    return {
-        "hardware": f"{processor}, {hardware['threads']} CPU threads, {target['dtype']}",
-        "generation": f"{tokens} new tokens, chains of {data['settings']['num_assistant_tokens']} unless trees",
-    }
+    return f"{processor}, {hardware['threads']} CPU threads, {target['dtype']}"
 
 
-def _decoding(temperature: float, top_k: int | None = None) -> str:
+def generation_of(data: dict[str, Any]) -> str:
+    """How many tokens were generated, and drafted in a chain."""
+    settings = data["settings"]
+    return f"{settings['max_new_tokens']} new tokens, chains of {settings['num_assistant_tokens']} unless trees"
+
+
+def decoding(temperature: float, top_k: int | None = None) -> str:
+    """How was decoded, in words."""
     if temperature == 0:
         return "greedy"
     return f"temperature {temperature:g}" + (f", top-k {top_k}" if top_k else "")
@@ -104,7 +109,7 @@ def _benchmark_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[d
         rows.append(
             {
                 "measurement": "benchmark",
-                "decoding": _decoding(row["temperature"], data["settings"]["top_k"]),
+                "decoding": decoding(row["temperature"], data["settings"]["top_k"]),
                 "system": _system(data["systems"], row["system"], named),
                 "tokens_per_second": row["tokens_per_second"]["median"],
                 "speedup": row["ratios"][PLAIN]["median"],
@@ -121,7 +126,7 @@ def _benchmark_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[d
 def _system(systems: dict[str, Any], label: str, named: Callable[[str], str]) -> str:
     """A system's label with the policy called by its name; a drafter is told where there are several."""
     if label not in systems:
-        return _BASELINES[label]
+        return BASELINES[label]
     made_of = systems[label]
     parts = [made_of["drafter"]] if len({one["drafter"] for one in systems.values()}) > 1 else []
     parts.append(named(made_of["policy"]))
@@ -141,7 +146,7 @@ def _coverage_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[di
         rows.append(
             {
                 "measurement": "coverage",
-                "decoding": _decoding(data["settings"]["temperature"]),
+                "decoding": decoding(data["settings"]["temperature"]),
                 "system": named(row["policy"]),
                 "shortlist_size": figures["size"],
                 "mass": figures["mass"],

@@ -1,0 +1,129 @@
+"""The bar chart of a benchmark, drawn from the JSON values that it writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigurationError
+from ..plots import require_plot_file
+from .published_rows import BASELINES, decoding, generation_of, hardware_of, workload
+from .systems import PLAIN
+
+# Readable on any page: the chart brings its own paper.
+_PAPER, _INK, _BASELINE, _OURS = "white", "0.15", "0.65", "#2f6fb3"
+_ROW, _WIDTH = 0.27, 8.0  # inches
+
+
+def read_benchmark(path: Path) -> dict[str, Any]:
+    """What `--json` of `hf-dynspec bench` wrote.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is of something else.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is no JSON: {error!s:.100}") from error
+    if isinstance(data, dict) and "measured" in data:
+        raise ConfigurationError(f"{path} is of hf-dynspec coverage, which draws its own plot: coverage --plot")
+    if not isinstance(data, dict) or "results" not in data:
+        raise ConfigurationError(f"{path} is not what --json of hf-dynspec bench writes")
+    return data
+
+
+def has_speeds(data: dict[str, Any]) -> bool:
+    """Whether there is a speed to draw: of a run that was interrupted there may be none."""
+    return any("tokens_per_second" in row for row in data["results"])
+
+
+def write_speed_chart(path: Path, data: dict[str, Any]) -> None:
+    """Draw tokens per second, a bar per system and a panel per temperature, with each bar's ratio to plain generate.
+
+    Plain generation with this package's head product is a bar of its own where it was measured, and its ratio is what
+    of the others' is not speculation's. Lines in the bars' ends reach from the slowest repeat to the fastest.
+
+    Args:
+        path: the image; its suffix says the format. The same values give the same bytes.
+        data: see `read_benchmark`, or `report.to_dict`.
+
+    Raises:
+        ConfigurationError: see `require_plot_file`; or the values are not a benchmark's, or hold no speed.
+        OSError: the file cannot be written.
+    """
+    require_plot_file(path)
+    try:
+        panels, conditions = _panels(data), _conditions(data)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationError(
+            f"the results are not what hf-dynspec bench writes: {type(error).__name__}: {error!s:.100}"
+        ) from error
+    if not panels:
+        raise ConfigurationError("there is no speed to draw: no repeat was finished by all systems")
+    _draw(path, panels, conditions)
+
+
+def _panels(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """By how was decoded: label, speed, slowest, fastest, ratio to plain generate and whether we draft, per system."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in data["results"]:
+        if row["domain"] is not None or "tokens_per_second" not in row:
+            continue
+        speed, label = row["tokens_per_second"], row["system"]
+        bar = {"label": BASELINES.get(label, label), "ours": label not in BASELINES}
+        bar |= {name: float(speed[name]) for name in ("median", "min", "max")}
+        bar["ratio"] = 1.0 if label == PLAIN else float(row["ratios"][PLAIN]["median"])
+        panels.setdefault(decoding(row["temperature"], data["settings"]["top_k"]), []).append(bar)
+    return panels
+
+
+def _conditions(data: dict[str, Any]) -> str:
+    return f"{workload(data)}; {hardware_of(data)}; {generation_of(data)}"
+
+
+def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Texts of an SVG stay texts, and its identifiers are the same every time.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": 9}):
+        heights = [len(bars) for bars in panels.values()]
+        figure = Figure(figsize=(_WIDTH, _ROW * sum(heights) + 0.5 * len(heights) + 0.5), layout="constrained")
+        figure.set_facecolor(_PAPER)
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
+            _draw_panel(axes, title, bars)
+        all_axes[-1].set_xlabel("tokens per second (times plain generate)", color=_INK)
+        figure.supxlabel(conditions, fontsize=7, color=_INK)
+        metadata = {"Date": None} if path.suffix.lower() in (".svg", ".svgz") else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
+    speeds = [bar["median"] for bar in bars]
+    spread = [[bar["median"] - bar["min"] for bar in bars], [bar["max"] - bar["median"] for bar in bars]]
+    places = range(len(bars))
+    axes.barh(places, speeds, height=0.7, color=[_OURS if bar["ours"] else _BASELINE for bar in bars])
+    repeated = [place for place in places if bars[place]["max"] > bars[place]["min"]]
+    axes.errorbar(
+        [speeds[place] for place in repeated],
+        repeated,
+        xerr=[[side[place] for place in repeated] for side in spread],
+        fmt="none",
+        ecolor=_INK,
+        elinewidth=1,
+        capsize=2,
+    )
+    for place, bar in enumerate(bars):
+        text = f"{bar['median']:.0f}  ({bar['ratio']:.2f}×)"
+        axes.annotate(text, (bar["max"], place), (4, 0), textcoords="offset points", va="center", color=_INK)
+    axes.set_yticks(places, [bar["label"] for bar in bars], color=_INK)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=9, color=_INK)
+    axes.set_facecolor(_PAPER)
+    axes.margins(x=0.18)
+    axes.set_xlim(left=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)

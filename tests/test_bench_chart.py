@@ -1,0 +1,140 @@
+"""The bar chart of a benchmark: after a run, and drawn again from its file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_dynspec.commands import app
+from hf_dynspec.errors import ConfigurationError
+from hf_dynspec.evaluation.bench.benchmark import _Run
+from hf_dynspec.evaluation.bench.chart import write_speed_chart
+
+POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+POLICIES = ("full", "frequency:size=64")
+SYSTEMS = ("plain", "transformers", *POLICIES)
+PANELS = {0.0: "greedy", 0.8: "temperature 0.8, top-k 50"}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[dict[str, Any], bytes]:
+    """What a run of three prompts on the pocket pair writes, and the chart that it draws."""
+    folder = tmp_path_factory.mktemp("chart")
+    rows = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:3]
+    (folder / "three.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    result = invoke(folder, "--repeats", 2)
+    assert result.exit_code == 0, result.exception
+    return json.loads((folder / "out.json").read_text(encoding="utf-8")), (folder / "chart.svg").read_bytes()
+
+
+def invoke(folder: Path, *words: object):
+    given = ["bench", "--target", POCKET / "target", "--drafter", POCKET / "drafter"]
+    given += ["--prompts", folder / "three.jsonl", "--temperature", 0, "--temperature", 0.8]
+    given += [word for policy in POLICIES for word in ("--policy", policy)]
+    given += ["--max-new-tokens", 4, "--profile-prompts", 0, "--device", "cpu", "--threads", 1, "--dtype", "float32"]
+    given += ["--json", folder / "out.json", "--plot", folder / "chart.svg", *words]
+    return CliRunner().invoke(app, list(map(str, given)))
+
+
+def row_of(data: dict[str, Any], system: str, temperature: float) -> dict[str, Any]:
+    keys = {"system": system, "temperature": temperature, "domain": None}
+    (row,) = (row for row in data["results"] if keys.items() <= row.items())
+    return row
+
+
+def drawn_axes(data: dict[str, Any], monkeypatch) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    write_speed_chart(Path("chart.svg"), data)
+    return drawn[0], drawn[0].axes
+
+
+def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, monkeypatch):
+    data, _ = ran
+    figure, panels = drawn_axes(data, monkeypatch)
+    assert [axes.get_title(loc="left") for axes in panels] == list(PANELS.values())
+    for axes, temperature in zip(panels, PANELS, strict=True):
+        bars, spreads = axes.patches, axes.containers[1].lines[2][0].get_segments()
+        names = ["plain generate", "transformers' assisted generation", *POLICIES]
+        assert [label.get_text() for label in axes.get_yticklabels()] == names
+        for bar, spread, text, system in zip(bars, spreads, axes.texts, SYSTEMS, strict=True):
+            row = row_of(data, system, temperature)
+            speed = row["tokens_per_second"]
+            assert bar.get_width() == speed["median"]
+            assert [x for x, _ in spread] == pytest.approx([speed["min"], speed["max"]])
+            ratio = row["ratios"]["plain"]["median"] if system != "plain" else 1.0
+            assert text.get_text() == f"{speed['median']:.0f}  ({ratio:.2f}×)"
+        colors = [bar.get_facecolor() for bar in bars]
+        assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert "three, 3 prompts; " in figure._supxlabel.get_text()
+
+
+def test_a_system_that_ran_once_has_no_spread(ran, monkeypatch):
+    data = json.loads(json.dumps(ran[0]))
+    for row in data["results"]:
+        speed = row["tokens_per_second"]
+        speed["min"] = speed["max"] = speed["median"]
+    _, panels = drawn_axes(data, monkeypatch)
+    assert all(axes.containers[1].lines[2][0].get_segments() == [] for axes in panels)
+
+
+def test_the_same_chart_is_drawn_again_from_the_file(ran, tmp_path):
+    data, first = ran
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "results.json"), str(tmp_path / "again.svg")])
+    assert result.exit_code == 0, result.exception
+    assert (tmp_path / "again.svg").read_bytes() == first and b"plain generate" in first
+
+
+@pytest.mark.parametrize(("after", "draws"), [(3, False), (14, True)])
+def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after, draws):
+    (tmp_path / "three.jsonl").write_bytes((POCKET / "prompts.jsonl").read_bytes())
+    generate, calls = _Run._generate, []
+
+    def interrupt(self, *arguments):
+        calls.append(arguments)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(_Run, "_generate", interrupt)
+    result = invoke(tmp_path, "--repeats", 1)
+    assert result.exit_code == 130 and (tmp_path / "chart.svg").exists() == draws
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "is no JSON"),
+        ("[]", "is not what --json of hf-dynspec bench writes"),
+        ('{"results": [], "measured": []}', "coverage --plot"),
+        ('{"results": [{"domain": null}]}', "not what hf-dynspec bench writes: KeyError"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_refused(tmp_path, text, problem):
+    results = tmp_path / "results.json"
+    if text is not None:
+        results.write_text(text)
+    result = CliRunner().invoke(app, ["plot", str(results), str(tmp_path / "chart.svg")])
+    assert isinstance(result.exception, ConfigurationError) and problem in str(result.exception)
+    assert not (tmp_path / "chart.svg").exists()
+
+
+def test_a_chart_of_no_finished_repeat_is_refused(ran, tmp_path):
+    empty = {**ran[0], "results": [{"domain": None, "system": "plain", "prompts": 0}]}
+    with pytest.raises(ConfigurationError, match="there is no speed to draw"):
+        write_speed_chart(tmp_path / "chart.svg", empty)
+
+
+def test_a_name_that_is_no_image_is_refused_before_models_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "three.jsonl").write_text('{"text": "a"}\n')
+    result = invoke(tmp_path, "--plot", tmp_path / "chart.txt")
+    assert isinstance(result.exception, ConfigurationError)
+    assert "chart.txt has no suffix of an image" in str(result.exception)

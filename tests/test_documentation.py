@@ -1,0 +1,438 @@
+"""README, docs and model cards: their Python runs as it stands, on the embedded pocket pair, their commands are real,
+those of README and docs run, what they link to is there, and figures that stand in two places are the same."""
+
+import json
+import lzma
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+import typer
+from accelerate.commands.launch import launch_command_parser
+from eagle_heads import random_head
+from models import random_router
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec import artifacts as hub
+from hf_dynspec.artifacts import push_artifact, write_artifact
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
+from hf_dynspec.commands import app
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist, ShortlistPolicy
+from hf_dynspec.vocabulary import fingerprint_tokenizer
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+CARDS = sorted((ROOT / "model_cards").glob("*.md"))
+PAGES = [README, *DOCS, *CARDS]
+POCKET = ROOT / "examples" / "pocket"
+# tests/test_write_a_policy.py runs the first; the other is for computers with a GPU.
+NOT_RUN_HERE = {"write-a-policy.md", "on-a-gpu.md"}
+# The only thing that is changed: where these names on the Hub are read from. Models keep the names that they were
+# asked for by, as they do when they come from the Hub.
+LOCAL = {
+    "Qwen/Qwen3-8B": POCKET / "target",
+    "Qwen/Qwen3-0.6B": POCKET / "drafter",
+    "path/to/target": POCKET / "target",
+    "path/to/drafter": POCKET / "drafter",
+    "me/qwen3-8b-dynspec": Path("pushed"),
+    "hf-dynspec/qwen2.5-vocabulary-drafter-router": Path("router"),
+    "hf-dynspec/qwen2.5-vocabulary-eagle3-router": Path("router-of-the-head"),
+}
+NEW_TOKENS = 128
+# Of the pocket target, which EAGLE heads have to fit, and of the pocket drafter.
+TARGET_SHAPE = {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}
+DRAFTER_WIDTH = 64
+DOMAINS = ("code", "law", "med", "books", "math", "german")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """Fenced blocks of a page and the number of the line before each."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+# Python --------------------------------------------------------------------------------------------------------------
+
+
+def run(page: Path, block: tuple[int, str], namespace: dict[str, Any]) -> None:
+    """Run a block; a traceback shows the page's line."""
+    line, source = block
+    exec(compile("\n" * line + source, page, "exec"), namespace)
+
+
+def write_policy(folder: Path, policy: ShortlistPolicy) -> None:
+    tokenizer = fingerprint_tokenizer(AutoTokenizer.from_pretrained(POCKET / "target"))
+    write_artifact(
+        folder, DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=tokenizer), policy.tensors()
+    )
+
+
+@pytest.fixture
+def hub_on_disk(monkeypatch, tmp_path) -> Path:
+    """A working folder with what the pages call `path/to/…`, in which the Hub is what `LOCAL` says."""
+    monkeypatch.chdir(tmp_path)
+    for loader in (AutoModelForCausalLM, AutoTokenizer, DynSpecAssistant):
+
+        def load(name: Any, *, original: Any = loader.from_pretrained, **options: Any) -> Any:
+            loaded = original(LOCAL.get(name, name), **options)
+            if hasattr(loaded, "name_or_path"):
+                loaded.name_or_path = name
+            return loaded
+
+        monkeypatch.setattr(loader, "from_pretrained", load)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
+
+    def push(directory: str, repo_id: str, **_: Any) -> None:
+        shutil.copytree(directory, LOCAL[repo_id])
+
+    monkeypatch.setattr(hub, "push_artifact", create_autospec(push_artifact, side_effect=push))
+    size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
+    write_policy(tmp_path / "path/to/ranking", FrequencyShortlist(torch.arange(size)))
+    shutil.copytree(tmp_path / "path/to/ranking", tmp_path / "ranking")
+    write_policy(tmp_path / "router", RouterShortlist(random_router(64, DRAFTER_WIDTH, vocabulary=size)))
+    of_head = random_router(64, TARGET_SHAPE["hidden_size"], vocabulary=size)
+    write_policy(tmp_path / "router-of-the-head", RouterShortlist(of_head))
+    random_head("eagle3", size, draft_vocabulary=8192, **TARGET_SHAPE).write(tmp_path / "path/to/eagle-head")
+    return tmp_path
+
+
+def test_the_readmes_first_block_writes_what_plain_generate_writes(hub_on_disk, capsys):
+    namespace: dict[str, Any] = {}
+    run(README, blocks(README, "python")[0], namespace)
+    target, inputs, output = (namespace[name] for name in ("target", "inputs", "output"))
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    assert output.tolist() == plain.tolist()
+    assert namespace["tokenizer"].decode(plain[0]) in capsys.readouterr().out
+    assert namespace["assistant"].stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in (README, *DOCS) if page.name not in NOT_RUN_HERE and blocks(page, "python")],
+    ids=name_of,
+)
+def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, capsys):
+    (first, *others), shared = blocks(README, "python"), {}
+    run(README, first, shared)
+    plain = shared["output"].tolist()
+    ran = 0
+    for block in others if page == README else blocks(page, "python"):
+        own = dict(shared)
+        run(page, block, own)
+        ran += 1
+        if "output =" in block[1]:
+            assert own["output"].tolist() == plain
+        if "draft_round" in block[1]:
+            assert own["candidates"].token_ids.shape == own["candidates"].parents.shape
+        if "from_pretrained(" in block[1] and "DynSpecAssistant" in block[1]:
+            assert own["assistant"] is not shared["assistant"] and own["assistant"].target is shared["target"]
+        if "profile=True" in block[1]:
+            printed = capsys.readouterr().out
+            share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", printed)
+            assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
+    assert ran > 0
+    assert hub.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
+
+
+@pytest.mark.parametrize("page", [page for page in CARDS if blocks(page, "python")], ids=name_of)
+def test_the_python_of_a_card_stands_for_itself(page, hub_on_disk):
+    namespace: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        run(page, block, namespace)
+    assert namespace["assistant"].stats.tokens > 0
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each line of a page's shell blocks."""
+    lines = [line for _, block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def parse(words: list[str]) -> None:
+    """Parse and convert the arguments of `hf-dynspec`, and call nothing."""
+    command, rest = typer.main.get_command(app), words
+    while hasattr(command, "commands"):
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context("hf-dynspec", list(rest))
+
+
+def require_real(words: list[str]) -> None:
+    """A command is one that the project or its dependencies have, and takes what it is given."""
+    match words:
+        case ["hf-dynspec", *rest]:
+            parse(rest)
+        case ["accelerate", "launch", *rest]:
+            launched = launch_command_parser().parse_args(rest)
+            assert launched.module and launched.training_script == "hf_dynspec.commands"
+            parse(launched.training_script_args)
+        case ["python", script, *options]:
+            source = (ROOT / script).read_text(encoding="utf-8")
+            assert all(f'"{word}"' in source for word in options if word.startswith("--"))
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        case ["pip", "install", name]:
+            assert f"\nname = {name}\n" in (ROOT / "setup.cfg").read_text(encoding="utf-8")
+        case _:
+            pytest.fail(f"nothing here knows whether this is a command: {shlex.join(words)}")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_every_command_takes_what_it_is_given(page):
+    for words in commands(page):
+        require_real(words)
+
+
+def test_a_command_that_is_none_is_found():
+    for line in ("hf-dynspec bench --targets a", "python examples/quickstart.py --fast", "hf_dynspec bench"):
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            require_real(shlex.split(line))
+
+
+def test_every_command_of_the_package_is_in_the_docs():
+    named = {words[1] for page in PAGES for words in commands(page) if words[0] == "hf-dynspec"}
+    assert named == set(typer.main.get_command(app).commands)
+
+
+# What makes the commands of README and docs small, in the order in which they need one another's results.
+_FEW_TOKENS = ("--limit", "1", "--max-new-tokens", "6", "--threads", "1")
+_BENCH = (*_FEW_TOKENS, "--repeats", "1", "--profile-prompts", "1", "--skip-coverage")
+_TRAINING = ("--steps", "400", "--held-out", "64", "--max-batches", "8", "--batch-size", "64")
+_SMALLER = {
+    ("build", "frequency"): ("--processes", "1", "--max-new-tokens", "4", "--overwrite"),
+    ("build", "frequency-export"): (),
+    ("build", "frequency-import"): ("--overwrite",),
+    ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
+    ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--hidden", "16", "--window", "48", "--threads", "1"),
+    ("convert", "eagle"): ("--overwrite",),
+    ("coverage",): _FEW_TOKENS,
+    ("bench",): _BENCH,
+    ("plot",): (),
+    ("push",): ("--dry-run",),
+}
+
+
+def in_order() -> Iterator[tuple[list[str], tuple[str, ...]]]:
+    """The commands of README and docs, and what is added to each."""
+    pages = [page for page in (README, *DOCS) if page.name not in NOT_RUN_HERE]
+    found = [words[1:] for page in pages for words in commands(page) if words[0] == "hf-dynspec"]
+    without = [words for words in found if not any(tuple(words[: len(start)]) == start for start in _SMALLER)]
+    assert not without, f"nothing here makes these small: {without}"
+    for start, added in _SMALLER.items():
+        some = [words for words in found if tuple(words[: len(start)]) == start]
+        assert some, f"no page shows hf-dynspec {' '.join(start)}"
+        yield from ((words, added) for words in some)
+
+
+def expanded(words: list[str]) -> list[str]:
+    """As a shell would pass them, and with local names in place of those on the Hub."""
+    names = {"Qwen/Qwen3-8B": "path/to/target", "Qwen/Qwen3-0.6B": "path/to/drafter"}
+    files = [sorted(map(str, Path().glob(word))) if "*" in word else [names.get(word, word)] for word in words]
+    assert all(files), f"no file fits one of {words}"
+    return [word for some in files for word in some]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> Path:
+    """A folder with what the commands read: the pocket pair, a head for it, texts and prompts."""
+    monkeypatch.chdir(tmp_path)
+    Path("path/to").mkdir(parents=True)
+    for name in ("target", "drafter"):
+        Path("path/to", name).symlink_to(POCKET / name)
+    size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
+    random_head("eagle3", size, **TARGET_SHAPE).write(Path("path/to/eagle-head"))
+    texts = [json.dumps({"text": file.read_text(encoding="utf-8")}) for file in sorted(ROOT.glob("tests/test_*s.py"))]
+    for folder in ("corpus", "train"):
+        Path(folder).mkdir()
+    for number, text in enumerate(texts):
+        Path(f"corpus/{number}.jsonl").write_text(text + "\n", encoding="utf-8")
+        Path(f"train/{number}.jsonl.xz").write_bytes(lzma.compress(text.encode("utf-8")))
+    for name in (*DOMAINS, "prompts"):
+        shutil.copy(POCKET / "prompts.jsonl", f"{name}.jsonl")
+    for folder in ("model_cards", "docs"):
+        Path(folder).mkdir()
+    shutil.copy(ROOT / "model_cards/measured-pair.json", "model_cards")
+    return tmp_path
+
+
+def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
+    ran = []
+    for words, added in in_order():
+        result = CliRunner().invoke(app, [*expanded(words), *added])
+        assert result.exit_code == 0, f"hf-dynspec {shlex.join(words)}: {result.exception or result.output}"
+        ran.append(words)
+        if "--results" in words:
+            assert "\n| this artifact | " in result.output
+    assert len(ran) >= 15
+    for name in ("results.json", "results.svg", "coverage.json", "coverage.png", "bench.json", "docs/speed.svg"):
+        assert Path(name).stat().st_size > 0
+    policy = RouterShortlist("router/")
+    assert policy.router.num_clusters == 48
+
+
+# Links, names and lengths --------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_leads_somewhere(page):
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.is_relative_to(ROOT) and linked.exists(), f"{name_of(page)}: {link}"
+        assert not anchor or anchor in anchors(linked), f"{name_of(page)}: {link}"
+
+
+def test_anchors_are_githubs():
+    page = ROOT / "docs" / "reading-the-figures.md"
+    assert {"what-does-the-10-nearest-lie-in-56-96-at-random-say", "is-all-of-it-speculations"} <= anchors(page)
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
+    assert linked >= set(DOCS) | set(CARDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_files_and_tests_that_are_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:tests|examples|docs|model_cards|hf_dynspec)/[\w./-]*)`", text):
+        assert (ROOT / name).exists(), name
+    tests = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("tests/test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+def test_the_readme_is_one_page():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1200
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def rows(page: Path, heading: str) -> dict[str, list[str]]:
+    """The rows of the table with these words in its first line, by their first cell."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    (start,) = (index for index, line in enumerate(lines) if line.startswith("|") and heading in line)
+    found = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        first, *cells = (cell.strip(" *`") for cell in line.strip("|").split("|"))
+        found[first] = cells
+    return found
+
+
+# What the systems of the measured pair are called in tables.
+_NAMES = {
+    PLAIN: {"plain generate"},
+    HEAD_PRODUCT: {HEAD_PRODUCT},
+    TRANSFORMERS: {"transformers' assisted generation", "transformers' assisted"},
+    "full": {"full"},
+    "frequency": {"frequency, 32,768 in merge order", "frequency`, 32,768"},
+    "in_context": {"in_context"},
+    "hybrid": {"hybrid"},
+}
+
+
+def measured(temperature: float) -> dict[str, dict[str, Any]]:
+    data = json.loads((ROOT / "model_cards/measured-pair.json").read_text(encoding="utf-8"))
+    found = {row["system"]: row for row in data["results"] if row["temperature"] == temperature}
+    assert set(found) == set(_NAMES)
+    return found
+
+
+def ratio(row: dict[str, Any], base: str) -> str:
+    return f"{row['ratios'][base]['median']:.2f}×" if base in row["ratios"] else ""
+
+
+@pytest.mark.parametrize(("temperature", "heading"), [(0.0, "| greedy |"), (0.8, "| temperature 0.8, top-k 50 |")])
+def test_the_data_of_the_picture_is_the_table_of_the_measured_pair(temperature, heading):
+    table = rows(ROOT / "model_cards/measured-pair.md", heading)
+    for system, row in measured(temperature).items():
+        (name,) = _NAMES[system] & set(table)
+        speed, plain, product, assisted, frequency, length, *_ = table[name]
+        assert (speed, length) == (f"{row['tokens_per_second']['median']:.1f}", f"{row['acceptance_length']:.2f}")
+        bases = (PLAIN, HEAD_PRODUCT, TRANSFORMERS, "frequency")
+        shown = ["" if base == system else ratio(row, base) for base in bases]
+        assert [plain, product, assisted, frequency] == shown
+
+
+def test_the_readmes_table_has_the_figures_of_the_measured_pair():
+    table = rows(README, "| faster by |")
+    for column, temperature in ((0, 0.0), (3, 0.8)):
+        found = measured(temperature)
+        for name, cells in table.items():
+            (row,) = (found[system] for system, names in _NAMES.items() if name in names)
+            faster = "" if row["system"] == PLAIN else f"{ratio(row, PLAIN)} / {ratio(row, HEAD_PRODUCT)}"
+            speed, length = row["tokens_per_second"]["median"], row["acceptance_length"]
+            assert cells[column : column + 3] == [f"{speed:.1f}", faster, f"{length:.2f}"]
+    hybrid = measured(0.0)["hybrid"]
+    for base in (PLAIN, HEAD_PRODUCT):
+        assert f"{ratio(hybrid, base)[:-1]} times as fast" in " ".join(prose(README).split())
+
+
+def test_the_readmes_picture_is_what_the_command_draws(tmp_path):
+    """Its texts, as places differ with the version of matplotlib."""
+    result = CliRunner().invoke(app, ["plot", str(ROOT / "model_cards/measured-pair.json"), str(tmp_path / "a.svg")])
+    assert result.exit_code == 0, result.exception
+    drawn, shipped = (
+        re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text(encoding="utf-8"))
+        for file in (tmp_path / "a.svg", ROOT / "docs/speed.svg")
+    )
+    assert shipped == drawn and "135  (1.76×)" in drawn
+
+
+# The quickstart ------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_fits_80_columns_and_no_library_warns():
+    run = subprocess.run(
+        [sys.executable, "-W", "default", str(ROOT / "examples" / "quickstart.py")],
+        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stderr.splitlines() if line and "Loading weights: " not in line] == []
+    table = [line for line in run.stdout.splitlines() if line.startswith("│")]
+    assert len(table) == 6 and all(line.endswith("│ yes         │") and len(line) <= 80 for line in table)
