@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
+from ...devices import is_free_to_look
 from ...errors import ArtifactError, ConfigurationError
 from ...protocol import BlockLayout, BlockShortlist, Needs, Shortlist, VocabularyInfo
 from ..base import OneOf, Share, ShortlistPolicy, ShortlistState, Switch, WholeNumber
@@ -411,7 +412,7 @@ class _Layout:
     def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
         """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
         number of blocks would be waited for, see `fixed_blocks_of`."""
-        if chosen.device.type != "cpu":
+        if not is_free_to_look(chosen.device):
             return self.fixed_blocks_of(chosen, budget)
         return chosen.index_select(0, self.cluster_of).nonzero().squeeze(1)
 
