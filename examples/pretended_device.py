@@ -145,10 +145,12 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any], events: list[Event]) ->
         left_behind = [one for one in tensors if not isinstance(one, PretendedTensor) and one.dim()]
         if left_behind:
             raise RuntimeError(f"{func}: a tensor {list(left_behind[0].shape)} lies on the CPU, others on {NAME}")
-    if there or to_there:
-        crosses = bool(tensors) and there != to_there and any(one.numel() for one in tensors)
-        events.append(_event(func, args, kwargs, tensors, crosses))
     results = _on_the_cpu(func, args, kwargs)
+    if there or to_there:
+        made = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+        is_empty = bool(made) and not any(one.numel() for one in made)
+        crosses = bool(tensors) and there != to_there and not is_empty
+        events.append(_event(func, args, kwargs, crosses, is_empty))
     if not to_there or not isinstance(results, torch.Tensor | tuple | list):
         return results
     if func is _aten.copy_.default:
@@ -164,13 +166,13 @@ def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _event(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[torch.Tensor], crosses: bool) -> Event:
+def _event(func: Any, args: tuple, kwargs: dict[str, Any], crosses: bool, is_empty: bool) -> Event:
     name = func._schema.name
     # Whoever copies with `non_blocking` out of pinned memory does not wait, and nothing here is pinned.
     waits = crosses or name in _WAITING or _depends_on_numbers(name, args, kwargs) or _takes_a_number(name, args)
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
     where = "".join(traceback.format_stack(limit=24)[:-4]) if waits else ""
-    return Event(name, waits, not is_view and name not in _FREE, where)
+    return Event(name, waits, not (is_view or is_empty or name in _FREE), where)
 
 
 def _depends_on_numbers(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
