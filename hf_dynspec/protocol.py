@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .devices import is_free_to_look
+
 
 @dataclass(frozen=True, eq=False)
 class HeadRows:
@@ -59,7 +61,7 @@ class VocabularyInfo:
         """bool, of the shape of `token_ids` (on the device): which of these ids the head can score."""
         if self.draftable is None:
             return token_ids < self.size
-        return self._is_draftable[token_ids.clamp_max(self.size)]
+        return self._is_draftable.take(token_ids.clamp_max(self.size))
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class BlockLayout:
 
     def block_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: the block that holds each of them, −2 where none does."""
-        return self._block_of[token_ids.clamp_max(self.vocabulary_size)]
+        # Unlike an index, which would read a single number back.
+        return self._block_of.take(token_ids.clamp_max(self.vocabulary_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +248,7 @@ class BlockShortlist(Shortlist):
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
         block_rows = self.layout.token_ids.shape[1]
-        if columns.numel() == 1 and columns.device.type == "cpu":
+        if columns.numel() == 1 and is_free_to_look(columns.device):
             # A chain's only token: reading numbers takes less time than computing with tensors of one.
             place, row = divmod(columns.item(), block_rows)
             return self.layout.token_ids[self.blocks[place].item(), row].view(columns.shape)
@@ -257,8 +260,8 @@ class BlockShortlist(Shortlist):
         # Two entries more than there are blocks: −1, for no block, finds the last one, and −2, of ids that are in no
         # block, the one before it.
         is_chosen = torch.zeros(self.layout.token_ids.shape[0] + 2, dtype=torch.bool, device=self.blocks.device)
-        is_chosen[self.blocks] = True
-        return is_chosen[self.layout.block_of(token_ids)]
+        is_chosen.index_fill_(0, self.blocks, True)
+        return is_chosen.take(self.layout.block_of(token_ids))
 
 
 class JoinedShortlist(Shortlist):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .devices import is_free_to_look
 from .protocol import Candidates, Shortlist
 
 # What a profiled call is divided into. "other" is the rest: the generation loop and the acceptance of tokens.
@@ -240,15 +241,17 @@ def _add_at(counts: list[int | torch.Tensor], index: int, amount: int | torch.Te
 
 def _maximum(first: int | torch.Tensor, second: int | torch.Tensor) -> int | torch.Tensor:
     """The larger of two counts, either of which may still be on the device."""
-    if isinstance(first, int) and isinstance(second, int):
-        return max(first, second)
-    device = first.device if isinstance(first, torch.Tensor) else second.device
-    return torch.maximum(torch.as_tensor(first, device=device), torch.as_tensor(second, device=device))
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.maximum(first, second)
+    if isinstance(first, torch.Tensor):
+        # Not by making a tensor of the number, which would be copied to the device and waited for.
+        return first.clamp_min(second)
+    return second.clamp_min(first) if isinstance(second, torch.Tensor) else max(first, second)
 
 
 def _read_if_free(count: int | torch.Tensor) -> int | torch.Tensor:
     """The number itself where nothing has to be waited for, as adding numbers is faster than adding tensors."""
-    return count.item() if isinstance(count, torch.Tensor) and count.device.type == "cpu" else count
+    return count.item() if isinstance(count, torch.Tensor) and is_free_to_look(count.device) else count
 
 
 def _number(count: float | torch.Tensor) -> float:

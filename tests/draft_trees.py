@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from hf_dynspec import TreeConfig
+from hf_dynspec import TreeConfig, devices
 from hf_dynspec.drafting.processors import draw_several
 from hf_dynspec.drafting.trees import DrawnTreeGrowth
-from hf_dynspec.generation import verification
-from hf_dynspec.generation.verification import Outcome, ProcessRow, followed, outcome_of, walk
+from hf_dynspec.generation.verification import Outcome, ProcessRow, outcome_of, walk, walk_unseen
 from hf_dynspec.protocol import Candidates, Shortlist
 
 Path = tuple[int, ...]
@@ -93,5 +92,8 @@ def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outc
     """What the target accepts, by a walk that looks at values as it goes or by one that does not, as
     `is_free_to_look` says."""
     device = candidates.token_ids.device
-    looks = verification.is_free_to_look(device)
-    return outcome_of(followed(list(walk(candidates, process, do_sample, device, looks))))
+    if devices.is_free_to_look(device):
+        return outcome_of(list(walk(candidates, process, do_sample, device)))
+    walked = walk_unseen(candidates, process, do_sample, device)
+    stops = [*(walked.goes_on == 0).tolist(), True]
+    return walked.outcome(walked.token_ids[: 1 + stops.index(True)].tolist())

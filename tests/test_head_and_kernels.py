@@ -11,7 +11,16 @@ from models import FAMILIES, tiny
 
 from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.generation.target import TargetForward
-from hf_dynspec.kernels import cpu, packed_scores, reference, replace_rows, scattered_scores_for, top_k_ids
+from hf_dynspec.kernels import (
+    argmax_rows_for,
+    cpu,
+    packed_scores,
+    reference,
+    replace_rows,
+    scattered_scores_for,
+    top_k_ids,
+    top_k_ids_for,
+)
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows, widen
 from hf_dynspec.protocol import Shortlist
 
@@ -364,7 +373,14 @@ def test_top_k_ids(columns, m):
     scores = torch.randperm(m * columns, generator=torch.Generator().manual_seed(columns)).view(m, columns).float()
     for k in {1, 3, 7, 8, 9, 24, columns} - {k for k in (3, 7, 8, 9, 24) if k > columns}:
         for block in (4, 128):
-            assert torch.equal(top_k_ids(scores, k, block), scores.topk(k, dim=-1).indices)
+            assert torch.equal(cpu.top_k_ids(scores, k, block), reference.top_k_ids(scores, k))
+            assert torch.equal(cpu.argmax_rows(scores, block), reference.argmax_rows(scores))
+
+
+def test_top_tokens_are_chosen_by_device():
+    for kind, kernels in (("cpu", cpu), ("meta", reference)):
+        assert top_k_ids_for(torch.device(kind)) is kernels.top_k_ids
+        assert argmax_rows_for(torch.device(kind)) is kernels.argmax_rows
 
 
 def test_top_k_ids_among_forbidden_tokens():

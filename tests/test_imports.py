@@ -19,6 +19,7 @@ ROOMS = (
     "fields",
     "files",
     "vocabulary",
+    "devices",
     "protocol",
     "kernels",
     "stats",
@@ -46,6 +47,7 @@ CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
 # transformers is none of their business; torch alone is (and triton, inside functions, for the kernels).
 THIRD_PARTIES = {
     "errors": set(),
+    "devices": {"torch"},
     "protocol": {"torch"},
     "kernels": {"torch", "triton"},
     "fields": set(),

@@ -25,6 +25,7 @@ from hf_dynspec import (
     InContextShortlist,
     TreeConfig,
     UnionShortlist,
+    devices,
 )
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
@@ -235,8 +236,8 @@ def test_every_token_of_long_texts(policy, processors, target, drafter):
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_every_token_of_long_texts_under_processors_that_remember(kind, looks, tree, target, drafter, monkeypatch):
     """Also on devices that would be waited for, where the walk does not look at what it comes to."""
-    for module in (decoding, verification):
-        monkeypatch.setattr(module, "is_free_to_look", lambda device: looks)
+    if not looks:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
     torch.manual_seed(17)
     assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3, tree=tree)
     numbers = []
@@ -320,14 +321,14 @@ def test_a_wrong_acceptance_of_trees_would_be_noticed(target, drafter, monkeypat
     """The negative control: what the tree holds is accepted more often than it should be."""
     walk = decoding.walk
 
-    def wrong(candidates, process, do_sample, device, looks):
+    def wrong(candidates, process, do_sample, device):
         def likelier(row, path):
             scores = process(row, path)
             if candidates is not None:
                 scores[0, candidates.token_ids[candidates.parents + 1 == row]] += 2.0
             return scores
 
-        return walk(candidates, likelier, do_sample, device, looks)
+        return walk(candidates, likelier, do_sample, device)
 
     monkeypatch.setattr(decoding, "walk", wrong)
     torch.manual_seed(7)
@@ -408,7 +409,8 @@ WALKS = [(name, True) for name in TABLES] + [("far apart", False), ("fewer token
 def test_texts_from_drawn_trees(name, is_free_to_look, monkeypatch):
     """Several successive tokens together, over as many rounds as they take; by a walk that looks at values as it goes,
     as on a CPU, and by one that does not."""
-    monkeypatch.setattr(verification, "is_free_to_look", lambda device: is_free_to_look)
+    if not is_free_to_look:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
     torch.manual_seed(13)
     vocabulary, p, q, length = TABLES[name]
     counts, deep = count_texts(p, q, vocabulary, length, TreeConfig(total_tokens=14, depth=1, top_k=4))

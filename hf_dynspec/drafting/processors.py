@@ -30,6 +30,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ..devices import is_free_to_look
 from ..kernels import top_k_ids
 
 # These look at the values of logits only, and at each row by itself. They give the same distribution on a shortlist as
@@ -136,7 +137,7 @@ _FEWEST_WIDE_COLUMNS = 1024
 def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
     """The columns, int64 `[m]`, that are True in `[n]`, where they can be counted without waiting for a device and are
     so few that it pays to look at them alone, as after a top-k over a large vocabulary; otherwise None."""
-    if is_wanted.device.type != "cpu" or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
+    if not is_free_to_look(is_wanted.device) or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
         return None
     wanted = is_wanted.nonzero().squeeze(1)
     return wanted if 0 < wanted.shape[0] <= is_wanted.shape[0] // 8 else None

@@ -3,6 +3,8 @@
 Every function works on whole levels of a tree, never node by node, and none waits for the device.
 """
 
+import functools
+
 import torch
 
 from ..protocol import Draws
@@ -74,10 +76,8 @@ class TreeGrowth:
         place[chosen] = torch.arange(count, device=scores.device)
         # The root's children have the parent −1, which finds the last place, and that holds −1.
         parents = place[torch.cat(self._parents)[chosen]]
-        sizes = [level.shape[0] for level in self._scores]
-        ends = torch.tensor(sizes, device=scores.device).cumsum(0)
-        depths = torch.searchsorted(ends, chosen, right=True)
-        return torch.cat(self._token_ids)[chosen], scores[chosen], parents, depths
+        depths = _depths(tuple(level.shape[0] for level in self._scores), scores.device)
+        return torch.cat(self._token_ids)[chosen], scores[chosen], parents, depths[chosen]
 
 
 class DrawnTreeGrowth:
@@ -156,14 +156,19 @@ class DrawnTreeGrowth:
 
     def choose(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """All nodes: see `TreeGrowth.choose`. Siblings lie side by side, in the order in which they were drawn."""
-        sizes = torch.tensor([level.shape[0] for level in self._scores])
-        depths = torch.arange(sizes.shape[0]).repeat_interleave(sizes).to(self._parents[0].device)
+        depths = _depths(tuple(level.shape[0] for level in self._scores), self._parents[0].device)
         return torch.cat(self._token_ids), torch.cat(self._scores), torch.cat(self._parents), depths
 
     def draws(self) -> Draws:
         """What they were drawn from."""
         token_ids, probabilities = zip(*self._drawn_from, strict=True)
         return Draws(token_ids, probabilities, torch.cat(self._rows), torch.cat(self._columns), self.most_children)
+
+
+@functools.lru_cache(maxsize=32)
+def _depths(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 `[n]`: the depth of each node, level by level, for levels of these sizes. Most rounds have the same."""
+    return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
 
 
 def chances_of_draws(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,16 +23,20 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..devices import is_free_to_look
 from ..drafting.processors import divide, may_keep_state
 from ..errors import UnsupportedError
 from ..modeling.masks import attention_windows
 from ..protocol import Candidates
 from .round import Drafting
 from .target import keep_path
-from .verification import Outcome, Step, followed, is_free_to_look, outcome_of, walk
+from .verification import Outcome, Step, UnseenWalk, outcome_of, walk, walk_greedily, walk_unseen
 
-# These may be asked about tokens that do not come out. Exactly these classes: a subclass may do anything.
-_PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+# These may be asked about tokens that do not come out. Exactly these classes: a subclass may do anything. Some look at
+# the last token alone, some at no token at all.
+_BY_LAST_TOKEN = (EosTokenCriteria,)
+_BY_LENGTH_OR_TIME = (MaxLengthCriteria, MaxTimeCriteria)
+_PURE_CRITERIA = (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME, StopStringCriteria)
 
 
 def decode(
@@ -66,18 +70,12 @@ def decode(
     Raises:
         UnsupportedError: a batch of several sequences, or no cache that can be cropped.
     """
-    cache = model_kwargs.get("past_key_values")
-    if input_ids.shape[0] != 1:
-        raise UnsupportedError("speculative decoding takes one sequence: pass one prompt.")
-    if not hasattr(cache, "activate_past_recording"):
-        raise UnsupportedError(
-            f"speculative decoding takes a dynamic cache, and this is a {type(cache).__name__}: leave use_cache and "
-            "cache_implementation as they are."
-        )
+    _require_croppable(input_ids, model_kwargs.get("past_key_values"))
     if healer is not None:
         input_ids = _healed(target, input_ids, healer, generation_config, stopping_criteria)
         if token_streamer is not None:
             token_streamer.put(input_ids.cpu())
+    cache = model_kwargs["past_key_values"]
     cache.activate_past_recording()
     record = _Record(generation_config, target.config.get_text_config())
     verifier = _Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), input_ids.device)
@@ -91,32 +89,47 @@ def decode(
     while not is_done:
         length = input_ids.shape[1]
         candidates = drafting.propose(input_ids)
-        k = 0 if candidates is None else candidates.token_ids.shape[0]
         outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
         logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
         outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
         if token_streamer is not None:
-            token_streamer.put(input_ids[0, length:].cpu())
-        if outputs.past_key_values is not cache:
-            # Some models begin another one when the text grows past a limit.
-            cache = outputs.past_key_values
-            cache.activate_past_recording()
-        is_tree = candidates is not None and not candidates.is_chain
-        if is_tree:
-            keep_path(cache, k, outcome.rows[1:] - 1)
-        else:
-            cache.crop(outcome.accepted - k)
+            token_streamer.put(outcome.tokens_on_host())
+        cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
         drafting.observe(outputs, outcome, is_done)
         model_kwargs = target._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
         )
-        record.add_states(outputs, k, outcome, drafting.cached_before + length, is_tree)
+        record.add_states(outputs, candidates, outcome, drafting.cached_before + length)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()
     return record.result(input_ids, cache)
+
+
+def _require_croppable(input_ids: torch.Tensor, cache: Any) -> None:
+    if input_ids.shape[0] != 1:
+        raise UnsupportedError("speculative decoding takes one sequence: pass one prompt.")
+    if not hasattr(cache, "activate_past_recording"):
+        raise UnsupportedError(
+            f"speculative decoding takes a dynamic cache, and this is a {type(cache).__name__}: leave use_cache and "
+            "cache_implementation as they are."
+        )
+
+
+def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:
+    """Take out of the cache what was not accepted. Returns the cache that the model goes on with."""
+    if returned is not cache:
+        # Some models begin another one when the text grows past a limit.
+        returned.activate_past_recording()
+    if candidates is None:
+        returned.crop(0)
+    elif candidates.is_chain:
+        returned.crop(outcome.accepted - candidates.token_ids.shape[0])
+    else:
+        keep_path(returned, candidates.token_ids.shape[0], outcome.rows[1:] - 1)
+    return returned
 
 
 def _healed(
@@ -145,7 +158,8 @@ class _Verifier:
 
     Where a processor or a criterion may remember what it was shown, or looking at a value costs nothing, the target's
     token at one node is known, and has come out, before anybody sees the next node. Elsewhere, that is on devices that
-    would be waited for, and with processors and criteria that are known to be pure, all nodes are looked at first.
+    would be waited for, and with processors and criteria that are known to be pure, all nodes are walked to first, and
+    the device is waited for once.
     """
 
     def __init__(
@@ -190,32 +204,48 @@ class _Verifier:
                 processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
             return self._by_value(input_ids, processed)
 
-        steps: list[Step] = []
-        text = input_ids
-        for step in walk(candidates, process, self._do_sample, logits.device, self._is_stepwise):
-            steps.append(step)
-            if self._is_stepwise:
+        if self._is_stepwise:
+            steps: list[Step] = []
+            text = input_ids
+            for step in walk(candidates, process, self._do_sample, logits.device):
+                steps.append(step)
                 text = torch.cat([text, step.token_id.unsqueeze(0)], dim=1)
                 if bool(self._criteria(text, _scores_with(scores, steps))):
                     return outcome_of(steps), True
-        if self._is_stepwise:
             return outcome_of(steps), False
-        return self._until_done(steps, input_ids, scores)
+        if self._do_sample or self._by_id:
+            return self._until_done(walk_unseen(candidates, process, self._do_sample, logits.device), input_ids)
+        return self._until_done(walk_greedily(candidates, self._by_value(input_ids, logits)), input_ids)
 
-    def _until_done(
-        self, steps: Sequence[Step], input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None
-    ) -> tuple[Outcome, bool]:
-        """Ask the criteria about the tokens of a walk that was not looked at. Waits for the device twice."""
-        steps = followed(steps)
-        text = torch.cat([input_ids, outcome_of(steps).token_ids.unsqueeze(0)], dim=1)
-        stops = [
-            self._criteria(text[:, : input_ids.shape[1] + count], _scores_with(scores, steps[:count]))
-            for count in range(1, len(steps) + 1)
-        ]
-        stopped = torch.cat(stops).tolist()
-        if True not in stopped:
-            return outcome_of(steps), False
-        return outcome_of(steps[: stopped.index(True) + 1]), True
+    def _until_done(self, walked: UnseenWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
+        """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,
+        for all that the host has to know."""
+        n, length = walked.token_ids.shape[0], input_ids.shape[1]
+        stops = self._stops_by_tokens(walked.token_ids, input_ids)
+        read = torch.cat([walked.token_ids, walked.goes_on, *stops]).tolist()
+        token_ids, goes_on, stops = read[:n], read[n : 2 * n - 1], read[2 * n - 1 :]
+        for count in range(1, n + 1):
+            is_done = any(stops[count - 1 :: n]) or self._stops_at(length + count)
+            if is_done or count == n or not goes_on[count - 1]:
+                break
+        return walked.outcome(token_ids[:count]), is_done
+
+    def _stops_by_tokens(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """For each criterion that looks at tokens bool `[n]`: whether it stops after each of `n` more tokens."""
+        # A batch of texts of one token each, for those that look at no other.
+        stops = [one(token_ids.unsqueeze(1), None) for one in self._criteria if type(one) in _BY_LAST_TOKEN]
+        others = [one for one in self._criteria if type(one) not in (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME)]
+        if others:
+            text = torch.cat([input_ids, token_ids.unsqueeze(0)], dim=1)
+            ends = range(input_ids.shape[1] + 1, text.shape[1] + 1)
+            stops += [torch.cat([one(text[:, :end], None) for end in ends]) for one in others]
+        return stops
+
+    def _stops_at(self, length: int) -> bool:
+        """Whether a criterion that looks at no token stops a text of that length."""
+        # On the CPU, where the answer is at hand.
+        text = torch.empty(1, 1, dtype=torch.int64).expand(1, length)
+        return any(bool(one(text, None)) for one in self._criteria if type(one) in _BY_LENGTH_OR_TIME)
 
 
 def _scores_with(scores: tuple[torch.Tensor, ...] | None, steps: Sequence[Step]) -> tuple[torch.Tensor, ...] | None:
@@ -242,17 +272,18 @@ class _Record:
         if self._logits is not None:
             self._logits += logits[outcome.rows].split(1)
 
-    def add_states(self, outputs: Any, drafted: int, outcome: Outcome, length: int, is_tree: bool) -> None:
+    def add_states(self, outputs: Any, candidates: Candidates | None, outcome: Outcome, length: int) -> None:
         """Add the attentions and hidden states of one round.
 
         Args:
             outputs: the target's.
-            drafted: how many candidates it read.
+            candidates: what it verified (None: nothing).
             outcome: the tokens that came out.
             length: of the sequence before the round.
-            is_tree: whether the candidates were a tree.
         """
         kept = outcome.accepted + 1
+        drafted = 0 if candidates is None else candidates.token_ids.shape[0]
+        is_tree = candidates is not None and not candidates.is_chain
         for wanted, states, keys in (
             ("_attentions", outputs.attentions, length),
             ("_hidden_states", outputs.hidden_states, None),

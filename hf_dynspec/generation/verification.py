@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import is_free_to_look
 from ..drafting.processors import draw, few_columns
 from ..kernels import argmax_rows
 from ..protocol import Candidates
@@ -26,16 +27,22 @@ class Outcome:
         token_ids: int64 `[a + 1]`: the accepted candidates and the target's own token after them.
         rows: int64 `[a + 1]`: which rows of the target's logits they were chosen at.
         scores: for each of them the processed logits that it was chosen by, fp32 `[1, V]`.
+        on_host: the tokens once more, where they have been read already.
     """
 
     token_ids: torch.Tensor
     rows: torch.Tensor
     scores: tuple[torch.Tensor, ...]
+    on_host: tuple[int, ...] | None = None
 
     @property
     def accepted(self) -> int:
         """How many candidates were accepted, `a`."""
         return self.token_ids.shape[0] - 1
+
+    def tokens_on_host(self) -> torch.Tensor:
+        """int64 `[a + 1]` in the host's memory: the tokens. Waits for the device where they have not been read."""
+        return self.token_ids.cpu() if self.on_host is None else torch.tensor(self.on_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,7 @@ class Step:
         token_id: int64 `[1]`: its own token there.
         row: int64 `[1]`: the row of its logits that the token was chosen at.
         scores: fp32 `[1, V]`: the processed logits that it was chosen by.
-        goes_on: bool `[1]`: a candidate below the node is that token. None where nothing is below any node.
+        goes_on: bool `[1]`: a candidate below the node is that token. None where nothing is below.
     """
 
     token_id: torch.Tensor
@@ -55,10 +62,30 @@ class Step:
     goes_on: torch.Tensor | None
 
 
-def followed(steps: Sequence[Step]) -> Sequence[Step]:
-    """Those steps of a walk that was not looked at that the target agreed to come to. Waits for the device once."""
-    went_on = [one.goes_on for one in steps if one.goes_on is not None]
-    return steps[: 1 + (int(torch.cat(went_on).sum()) if went_on else 0)]
+@dataclass(frozen=True, eq=False)
+class UnseenWalk:
+    """A walk to the end of the candidates that nobody looked at. What comes after the first node at which it does not
+    go on says nothing.
+
+    Args:
+        token_ids: int64 `[n]`: the target's own token at each node.
+        rows: int64 `[n]`: the rows of its logits that they were chosen at.
+        goes_on: `[n - 1]`: above 0 where a candidate below the node is that token. The last node has none below.
+        scores: the processed logits: for each node, fp32 `[1, V]`, or of all rows, fp32 `[k + 1, V]`.
+    """
+
+    token_ids: torch.Tensor
+    rows: torch.Tensor
+    goes_on: torch.Tensor
+    scores: tuple[torch.Tensor, ...] | torch.Tensor
+
+    def outcome(self, token_ids: Sequence[int]) -> Outcome:
+        """The outcome in which the first tokens come out, given as they were read."""
+        rows, scores = self.rows[: len(token_ids)], self.scores[: len(token_ids)]
+        if isinstance(self.scores, torch.Tensor):
+            # Copied, as the next round's logits may be written where these are.
+            scores = self.scores.index_select(0, rows).split(1)
+        return Outcome(self.token_ids[: len(token_ids)], rows, scores, tuple(token_ids))
 
 
 def outcome_of(steps: Sequence[Step]) -> Outcome:
@@ -68,7 +95,7 @@ def outcome_of(steps: Sequence[Step]) -> Outcome:
 
 
 def walk(
-    candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device, looks: bool
+    candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device, looks: bool = True
 ) -> Iterator[Step]:
     """Walk from the last verified token along the candidates for as long as the target agrees.
 
@@ -87,7 +114,7 @@ def walk(
       the last one a token is drawn from what is left of `p`. A node without children has all of `p` left.
 
     Either is exact because what a candidate was drawn from is known, and nothing but earlier siblings and other nodes
-    decided whether it is there (`tree.DrawnTreeGrowth`).
+    decided whether it is there (`trees.DrawnTreeGrowth`).
 
     Only the nodes on the path are processed, one after another, each with its own path as the context.
 
@@ -103,34 +130,105 @@ def walk(
         A step for each node. The next node is processed when it is asked for, so whoever stops asking has it that no
         later one ever was.
     """
-    row = torch.zeros(1, dtype=torch.int64, device=device)
-    goes_on = torch.ones(1, dtype=torch.bool, device=device)
-    path = row[:0]
-    if candidates is not None:
-        token_ids = candidates.token_ids.to(device)
-        steps = torch.arange(token_ids.shape[0], device=device)
-        parents = steps - 1 if candidates.is_chain else candidates.parents.to(device)
-    for depth in range(1 if candidates is None else len(candidates.shortlists) + 1):
-        processed = process(row, path.unsqueeze(0))
+    levels = 0 if candidates is None else len(candidates.shortlists)
+    path = _Path(candidates, device) if candidates is None or candidates.is_chain else _TreePath(candidates, device)
+    for depth in range(levels + 1):
+        processed = process(path.row, path.token_ids.unsqueeze(0))
         if not do_sample:
             token = argmax_rows(processed)
-        elif candidates is None or depth == len(candidates.shortlists):
+        elif depth == levels:
             token = draw(_probabilities(processed))
         elif candidates.is_chain:
             token = _draw_at(candidates, depth, _probabilities(processed))
         else:
-            token = _draw_among(candidates, depth, parents + 1 == row, _probabilities(processed))
-        if candidates is None:
-            yield Step(token, row, processed, None)
-            return
-        is_next = (parents + 1 == row) & (token_ids == token)
-        goes_on = goes_on & is_next.any()
+            token = _draw_among(candidates, depth, path.are_below, _probabilities(processed))
+        row = path.row
+        goes_on = None if depth == levels else path.go_on(token)
         yield Step(token, row, processed, goes_on)
-        if looks and not goes_on:
+        if looks and (goes_on is None or not goes_on):
             return
-        path = torch.cat([path, token])
+
+
+def walk_unseen(
+    candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device
+) -> UnseenWalk:
+    """Walk as `walk` does, to the end, without looking at anything."""
+    steps = list(walk(candidates, process, do_sample, device, looks=False))
+    outcome = outcome_of(steps)
+    goes_on = torch.cat([one.goes_on for one in steps[:-1]]) if steps[1:] else outcome.rows[:0]
+    return UnseenWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
+
+
+def walk_greedily(candidates: Candidates | None, processed: torch.Tensor) -> UnseenWalk:
+    """Walk as `walk` does when tokens are not drawn, to the end, without looking at anything: all rows at once.
+
+    Args:
+        candidates: what was verified (None: nothing).
+        processed: fp32 `[k + 1, V]`: the logits of all rows, by processors that look at values only.
+    """
+    device, count = processed.device, processed.shape[0]
+    token_ids = argmax_rows(processed)
+    if candidates is None or candidates.is_chain:
+        drafted = token_ids[:0] if candidates is None else candidates.token_ids.to(device)
+        rows = torch.arange(count, device=device)
+        return UnseenWalk(token_ids, rows, token_ids[:-1] == drafted, processed)
+    rows_before = candidates.parents.to(device) + 1
+    is_next = token_ids.index_select(0, rows_before) == candidates.token_ids.to(device)
+    # Of equal siblings, which stand for the same path, the first is taken, by counting from the end.
+    from_end = torch.arange(count - 1, 0, -1, device=device) * is_next
+    best = torch.zeros_like(token_ids).scatter_reduce_(0, rows_before, from_end, "amax")
+    # The row after each row, 0 where the walk does not go on.
+    next_rows = (count - best).remainder_(count)
+    rows = [next_rows.new_zeros(1)]
+    for _ in candidates.shortlists:
+        rows.append(next_rows.index_select(0, rows[-1]))
+    rows = torch.cat(rows)
+    return UnseenWalk(token_ids.index_select(0, rows), rows, rows[1:], processed)
+
+
+class _Path:
+    """Where a walk along a chain has come to.
+
+    Attributes:
+        row: int64 `[1]`: the row of the target's logits.
+        token_ids: int64 `[depth]`: the tokens from the last verified one to here.
+    """
+
+    def __init__(self, candidates: Candidates | None, device: torch.device):
+        count = 0 if candidates is None else candidates.token_ids.shape[0]
+        self._rows = torch.arange(count + 1, device=device)
+        self._drafted = self._rows[:0] if candidates is None else candidates.token_ids.to(device)
+        self._depth = 0
+        self.row, self.token_ids = self._rows[:1], self._drafted[:0]
+
+    def go_on(self, token_id: torch.Tensor) -> torch.Tensor:
+        """Go on to the candidate below, which is that token, int64 `[1]`, where the result, bool `[1]`, says so."""
+        is_next = self._drafted[self._depth : self._depth + 1] == token_id
+        self._depth += 1
+        self.row, self.token_ids = self._rows[self._depth : self._depth + 1], self._drafted[: self._depth]
+        return is_next
+
+
+class _TreePath:
+    """Where a walk along a tree has come to: as `_Path`."""
+
+    def __init__(self, candidates: Candidates, device: torch.device):
+        self._drafted = candidates.token_ids.to(device)
+        self._rows_before = candidates.parents.to(device) + 1
+        self.row = self._rows_before.new_zeros(1)
+        self.token_ids = self._drafted[:0]
+        # bool [k]: which candidates are children of where the walk has come to.
+        self.are_below = self._rows_before == self.row
+
+    def go_on(self, token_id: torch.Tensor) -> torch.Tensor:
+        """As `_Path.go_on`."""
+        is_next = (self.are_below & (self._drafted == token_id)).to(torch.int8)
         # Of equal siblings, which stand for the same path, the first is taken.
-        row = is_next.to(torch.int8).argmax(keepdim=True) + 1
+        best = is_next.max(0, keepdim=True)
+        self.row = best.indices + 1
+        self.token_ids = torch.cat([self.token_ids, token_id])
+        self.are_below = self._rows_before == self.row
+        return best.values.bool()
 
 
 def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tensor:
@@ -217,11 +315,6 @@ def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tens
     # Summed up and not taken from 1, of which rounding would leave something where nothing is left.
     left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
     return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
-
-
-def is_free_to_look(device: torch.device) -> bool:
-    """Whether a value can be looked at without waiting for a device."""
-    return device.type == "cpu"
 
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,18 @@
-"""The arithmetic of the dynamic head. `scattered_scores_for` and `block_scores_for` say which implementation runs."""
+"""The arithmetic of the dynamic head, and the choice of top tokens. The `…_for` functions say by device which
+implementation runs."""
 
 import importlib.util
 from collections.abc import Callable
 
 import torch
 
+from . import cpu, reference
 from .cpu import dense_scores, has_dense_kernel, prepare_kernels
-from .reference import argmax_rows, block_scores, packed_scores, replace_rows, scattered_scores, top_k_ids
+from .reference import block_scores, packed_scores, replace_rows, scattered_scores
 
 __all__ = [
     "argmax_rows",
+    "argmax_rows_for",
     "block_scores",
     "block_scores_for",
     "dense_scores",
@@ -20,26 +23,43 @@ __all__ = [
     "scattered_scores",
     "scattered_scores_for",
     "top_k_ids",
+    "top_k_ids_for",
 ]
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.scattered_scores` for a device."""
     if device.type == "cpu":
-        from .cpu import scattered_scores as compiled_scores
-
-        return compiled_scores
-    return scattered_scores
+        return cpu.scattered_scores
+    return reference.scattered_scores
 
 
 def block_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.block_scores` for a device."""
     if device.type == "cpu":
-        from .cpu import block_scores as compiled_scores
-
-        return compiled_scores
+        return cpu.block_scores
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from .triton_blocks import block_scores as triton_scores
 
         return triton_scores
-    return block_scores
+    return reference.block_scores
+
+
+def top_k_ids_for(device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Return the fastest implementation of `reference.top_k_ids` for a device."""
+    return cpu.top_k_ids if device.type == "cpu" else reference.top_k_ids
+
+
+def argmax_rows_for(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the fastest implementation of `reference.argmax_rows` for a device."""
+    return cpu.argmax_rows if device.type == "cpu" else reference.argmax_rows
+
+
+def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """`reference.top_k_ids`, by the implementation for the scores' device."""
+    return top_k_ids_for(scores.device)(scores, k)
+
+
+def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
+    """`reference.argmax_rows`, by the implementation for the scores' device."""
+    return argmax_rows_for(scores.device)(scores)

@@ -70,44 +70,19 @@ def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor,
     packed.index_copy_(0, slots, table.index_select(0, ids))
 
 
-def argmax_rows(scores: torch.Tensor, block: int = 128) -> torch.Tensor:
-    """The first column that holds each row's maximum: int64 `[m]` for `[m, V]`.
-
-    torch's argmax compares one by one, its maximum many at a time; so the maxima of blocks are compared.
-    """
-    m, columns = scores.shape
-    blocks = columns // block
-    if blocks < 2:
-        return scores.argmax(-1)
-    best = scores[:, : blocks * block].view(m, blocks, block).amax(-1).argmax(-1, keepdim=True) * block
-    leftover = torch.arange(blocks * block, columns, device=scores.device)
-    candidates = torch.cat([best + torch.arange(block, device=scores.device), leftover.expand(m, -1)], dim=1)
-    return candidates.gather(1, scores.gather(1, candidates).argmax(-1, keepdim=True)).squeeze(1)
+def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
+    """The first column that holds each row's maximum: int64 `[m]` for `[m, V]`."""
+    return scores.argmax(-1)
 
 
-def top_k_ids(scores: torch.Tensor, k: int, block: int = 128) -> torch.Tensor:
+def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Return the column indices of the `k` largest values in each row, largest first.
-
-    Reads many scores once: the `k` largest values lie in the `k` blocks whose maxima are largest, so that only those
-    are looked at closely.
 
     Args:
         scores: `[m, V]`.
         k: how many, at most `V`.
-        block: columns in a block.
 
     Returns:
         int64 `[m, k]`.
     """
-    m, columns = scores.shape
-    blocks = columns // block
-    # Where more than a quarter would be looked at closely, the steps take longer than what they save.
-    if 4 * k > blocks:
-        return scores.topk(k, dim=-1).indices
-    blocked = scores[:, : blocks * block].view(m, blocks, block)
-    best_blocks = blocked.amax(-1).topk(k, dim=-1).indices
-    block_columns = torch.arange(block, device=scores.device)
-    candidates = (best_blocks.unsqueeze(-1) * block + block_columns).view(m, k * block)
-    leftover = torch.arange(blocks * block, columns, device=scores.device)
-    candidates = torch.cat([candidates, leftover.expand(m, -1)], dim=1)
-    return candidates.gather(1, scores.gather(1, candidates).topk(k, dim=-1).indices)
+    return scores.topk(k, dim=-1).indices

@@ -1,0 +1,241 @@
+"""How often a round waits for the device, and how much it gives it to do: counted on a device that is not there.
+
+Everything that this package and transformers do in a `generate` call runs on the pretended device, on which no shortcut
+of a CPU is taken, and comes out as it does on the CPU.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_heads import agreeing_head, soft
+from models import EOS, POLICY_CASES, character_tokenizer, perturbed, prompt, tiny
+from transformers import PreTrainedModel, StoppingCriteria
+
+from hf_dynspec import DynSpecAssistant, EagleDrafter, TreeConfig
+from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
+import count_operations
+from pretended_device import NAME, move, pretended_device, to_device
+
+CHAIN, TREE = False, TreeConfig(12, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def drafter(target) -> PreTrainedModel:
+    return perturbed(target)
+
+
+# The counter itself --------------------------------------------------------------------------------------------------
+
+WAITING = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: int(x[0]),
+    "float": lambda x: float(x[0]),
+    "if": lambda x: 1 if x.sum() > 0 else 0,
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "copy to the host": lambda x: torch.empty(4, dtype=torch.int64).copy_(x),
+    "nonzero": lambda x: x.nonzero(),
+    "where with one argument": lambda x: torch.where(x > 1),
+    "index by a mask": lambda x: x[x > 1],
+    "assign by a mask": lambda x: x.clone().__setitem__(x > 1, x[:1]),
+    "index by one number": lambda x: x[x[0]],
+    "slice by one number": lambda x: x[: x[1]],
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "bincount": lambda x: x.bincount(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "multinomial": lambda x: x.float().softmax(0).multinomial(2),
+    "isin of many": lambda x: torch.isin(x, x.repeat(16)),
+    "tensor of a list": lambda x: torch.tensor([1, 2], device=x.device),
+    "tensor of a number": lambda x: torch.tensor(1, device=x.device),
+    "as_tensor": lambda x: torch.as_tensor([1, 2], device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
+    "to the device": lambda x: torch.arange(3).to(x.device),
+    "copy to the device": lambda x: x.clone().copy_(torch.arange(4)),
+    "index by a list": lambda x: x[[0, 1]],
+    "assign a number by an index": lambda x: x.clone().__setitem__(x, 1),
+}
+FREE = {
+    "arithmetic": (lambda x: x + 1, 1),
+    "product": (lambda x: x.float() @ x.float(), 3),
+    "view": (lambda x: x.view(2, 2)[1:].unsqueeze(0), 0),
+    "memory": (lambda x: x.new_empty(5), 0),
+    "nothing to copy": (lambda x: torch.tensor([], device=x.device), 0),
+    "range": (lambda x: torch.arange(3, device=x.device), 1),
+    "index": (lambda x: x[x], 1),
+    "assign by an index": (lambda x: x.clone().__setitem__(x, x), 2),
+    "fill by an index": (lambda x: x.clone().index_fill_(0, x, 1), 2),
+    "take": (lambda x: x.take(x[0]), 1),
+    "top": (lambda x: x.topk(2), 1),
+    "isin of few": (lambda x: torch.isin(x, x[:2]), 1),
+    "no wait for a number in where": (lambda x: torch.where(x > 1, x, 0), 3),
+}
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_the_counter_sees_what_waits(kind):
+    with pretended_device() as device:
+        numbers = to_device(torch.arange(4))
+        assert not device.events
+        WAITING[kind](numbers)
+    assert sum(event.waits for event in device.events) >= 1
+
+
+@pytest.mark.parametrize("kind", FREE)
+def test_the_counter_counts_what_does_not_wait(kind):
+    run, operations = FREE[kind]
+    with pretended_device() as device:
+        run(to_device(torch.arange(4)))
+    assert not [event.where for event in device.events if event.waits]
+    assert count_operations.operations(device.events) == operations
+
+
+def test_the_device_refuses_what_lies_elsewhere():
+    with pretended_device():
+        numbers = to_device(torch.arange(4))
+        assert numbers.device.type == (numbers + 1).device.type == NAME
+        with pytest.raises(RuntimeError, match="lies on the CPU"):
+            numbers + torch.arange(4)
+        with pytest.raises((RuntimeError, TypeError)):
+            numbers.numpy()
+
+
+# Rounds --------------------------------------------------------------------------------------------------------------
+
+
+def rounds(target, drafter, policy="full", tree=CHAIN, **arguments) -> list[count_operations.Round]:
+    """The rounds of a call on the device, whose text must be what plain `generate` writes on the CPU if it is greedy."""
+    input_ids, assistant_settings = prompt(), {"tree": tree, "num_assistant_tokens": 3}
+    arguments = {"max_new_tokens": 14, "do_sample": False} | arguments
+    there = move(copy.deepcopy(target))
+    with pretended_device() as device:
+        if isinstance(drafter, EagleCheckpoint):
+            drafts = EagleDrafter(drafter, there)
+        else:
+            drafts = move(copy.deepcopy(drafter))
+        assistant = DynSpecAssistant(drafts, policy, target=there, **assistant_settings)
+        with count_operations.sections_of(device) as sections:
+            torch.manual_seed(0)
+            mask = {"attention_mask": to_device(torch.ones_like(input_ids))}
+            outputs = there.generate(to_device(input_ids), assistant_model=assistant, **mask, **arguments)
+    assert assistant.stats.rounds > 3
+    if not arguments["do_sample"]:
+        plain = {name: value for name, value in arguments.items() if name != "streamer"}
+        expected = target.generate(input_ids, **plain)
+        assert torch.equal(getattr(outputs, "sequences", outputs).memory, getattr(expected, "sequences", expected))
+    return count_operations.rounds_of(device.events, sections)
+
+
+def assert_waits(rounds: list[count_operations.Round], most: int = 1) -> None:
+    for one in rounds:
+        waited = [event for event in one.events if event.waits]
+        assert len(waited) <= most, "".join(f"{event.name}\n{event.where}\n" for event in waited)
+    # Nothing comes out that nobody looks at.
+    assert all(count_operations.waits(one.events) for one in rounds)
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
+class TestWaits:
+    @pytest.mark.parametrize(("tree", "do_sample"), [(CHAIN, False), (TREE, True)], ids=["chain", "sampled tree"])
+    @pytest.mark.parametrize("policy", POLICY_CASES)
+    def test_of_every_policy(self, policy, tree, do_sample, target, drafter):
+        assert_waits(rounds(target, drafter, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize(("tree", "do_sample"), [(CHAIN, True), (TREE, False)], ids=["sampled chain", "tree"])
+    @pytest.mark.parametrize("policy", ["full", "hybrid", "router", "union with a router"])
+    def test_of_both_other_shapes(self, policy, tree, do_sample, target, drafter):
+        assert_waits(rounds(target, drafter, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+    @pytest.mark.parametrize(("layout", "policy"), [("eagle2", "hybrid"), ("eagle3", "router"), ("eagle3", "full")])
+    def test_of_eagle_heads(self, layout, policy, tree, do_sample):
+        head = agreeing_head(layout)
+        checkpoint = EagleCheckpoint.from_parts(head.config, head.tensors)
+        model = soft(eos_token_id=None)
+        model.generation_config.eos_token_id = None
+        assert_waits(rounds(model, checkpoint, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"eos_token_id": [EOS, 5, 7]},
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+            {"stop_strings": ["zzz"], "tokenizer": character_tokenizer()},
+            {"max_time": 600.0},
+            {"return_dict_in_generate": True, "output_scores": True},
+            {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8},
+        ],
+        ids=lambda arguments: "+".join(arguments),
+    )
+    def test_under_arguments_of_generate(self, arguments, tree, target, drafter):
+        # What criteria and processors hold is moved to the device when they first see something there.
+        assert_waits(rounds(target, drafter, "full", tree, **arguments)[1:])
+
+    def test_of_a_streamer(self, target, drafter):
+        streamer = Streamer()
+        assert_waits(rounds(target, drafter, streamer=streamer), most=2)
+        assert streamer.token_ids == target.generate(prompt(), max_new_tokens=14, do_sample=False)[0].tolist()
+
+    def test_of_a_criterion_of_ones_own(self, target, drafter):
+        """It is asked after every token, before anybody sees the next: that waits as often as it must."""
+        waits = [
+            count_operations.waits(one.events)
+            for one in rounds(target, drafter, stopping_criteria=[NeverDone()], max_new_tokens=20)
+        ]
+        assert max(waits) > 2
+
+
+class Streamer:
+    def __init__(self):
+        self.token_ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.token_ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+class NeverDone(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+# A little above what docs/on-a-gpu.md says: of a draft step and of a round.
+MOST_OPERATIONS = {
+    ("independent", "full", "chain", False): (115, 800),
+    ("independent", "hybrid", "chain", True): (130, 1180),
+    ("independent", "hybrid", "tree", False): (140, 1200),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
+@pytest.mark.parametrize("case", MOST_OPERATIONS, ids=str)
+def test_operations_of_a_draft_step_and_of_a_round(case):
+    drafter, policy, shape, do_sample = case
+    counts = count_operations.count(
+        drafter, count_operations.POLICIES[policy](), count_operations.SHAPES[shape], do_sample
+    )
+    most_in_a_step, most_in_a_round = MOST_OPERATIONS[case]
+    assert 0 < counts.step <= most_in_a_step and counts.target < counts.round <= most_in_a_round
+    assert counts.waits == 1
