@@ -446,15 +446,15 @@ def test_a_head_and_a_model_draft_for_one_target(target, drafter):
 
 def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
     """The drafts of a call whose features are those of the tokens before are not those of its texts."""
-    observe = Drafting._observe_features
+    features = Drafting._features
 
     def late(self, outputs, outcome):
         outputs.hidden_states = [None if state is None else state.roll(1, -2) for state in outputs.hidden_states]
-        observe(self, outputs, outcome)
+        return features(self, outputs, outcome)
 
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
     with monkeypatch.context() as patch:
-        patch.setattr(Drafting, "_observe_features", late)
+        patch.setattr(Drafting, "_features", late)
         assert_same(target, assistant)
     differ = 0
     for prefix, most, drafted in list(rounds):

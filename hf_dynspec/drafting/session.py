@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +58,26 @@ def _closes_on_error(method: _Method) -> _Method:
             raise
 
     return run
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What the target said in one round. Tensors are on the drafter's device.
+
+    Args:
+        verified: int64 `[a + 1]`: the accepted candidates and the token that the target chose after them.
+        shown: what the policy asked to be shown of them, by the names that `Verdict` has.
+        prompt: what it asked to be shown of prompt positions, by the names that `Prompt` has (None: nothing).
+        features: `[m, d · layers]`: the target's hidden states at the tokens `features_end − m … features_end − 1` of
+            the text, for a drafter that reads them.
+        features_end: one past the last of these tokens.
+    """
+
+    verified: torch.Tensor
+    shown: Mapping[str, torch.Tensor]
+    prompt: Mapping[str, torch.Tensor] | None = None
+    features: torch.Tensor | None = None
+    features_end: int = 0
 
 
 class DraftSession:
@@ -158,29 +178,6 @@ class DraftSession:
         if self._features is not None and self._features_end > length:
             kept = length - (self._features_end - self._features.shape[0])
             self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
-
-    @_closes_on_error
-    def observe_prompt(
-        self,
-        top_ids: torch.Tensor | None = None,
-        top_logits: torch.Tensor | None = None,
-        hidden_states: torch.Tensor | None = None,
-    ) -> None:
-        """Tell the policy what the target says at the last `m` prompt positions: see `Prompt`."""
-        with self.stopwatch.section("policy"):
-            prompt = Prompt(self._prefix[:0], self._prefix.shape[0], top_ids, top_logits, hidden_states)
-            self._state.observe_prompt(prompt)
-
-    def observe_features(self, features: torch.Tensor, end: int) -> None:
-        """Take in the target's hidden states for a drafter that reads them.
-
-        Args:
-            features: `[m, d · layers]`: those at the tokens `end − m … end − 1` of the text.
-            end: one past the last of these tokens.
-        """
-        if self._features is not None and end - features.shape[0] == self._features_end:
-            features = torch.cat([self._features, features])
-        self._features, self._features_end = features, end
 
     @_closes_on_error
     def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
@@ -289,27 +286,42 @@ class DraftSession:
         self.stats.record_draft(candidates)
         return candidates
 
+    def count(self, accepted: int, has_missed: torch.Tensor | None, covered: torch.Tensor | None) -> None:
+        """Count the round of the last candidates.
+
+        Args:
+            accepted: how many of them were accepted, one below the other.
+            has_missed: see `Candidates.has_missed`.
+            covered: `[n]`: the target's probability mass on the shortlists, where it is measured.
+        """
+        self.stats.record_verification(accepted)
+        if self._candidates is not None:
+            self.stats.record_verified_tokens(accepted, has_missed)
+        if covered is not None:
+            self.stats.record_coverage(covered)
+
     @_closes_on_error
-    def observe(
-        self,
-        verified: torch.Tensor,
-        out_of_vocabulary: torch.Tensor | None = None,
-        top_ids: torch.Tensor | None = None,
-        top_logits: torch.Tensor | None = None,
-        hidden_states: torch.Tensor | None = None,
-    ) -> None:
-        """Take in the verdict of a round, and roll the drafter back to the verified prefix. See `Verdict`."""
+    def learn(self, feedback: "Feedback") -> None:
+        """Take in what the target said in a round, and roll the drafter back to the verified prefix."""
+        if feedback.prompt is not None:
+            with self.stopwatch.section("policy"):
+                self._state.observe_prompt(Prompt(self._prefix[:0], self._prefix.shape[0], **feedback.prompt))
+        if feedback.features is not None:
+            self._take_features(feedback.features, feedback.features_end)
         start, drafted = self._prefix.shape[0], self._prefix[:0]
         if self._candidates is not None:
             drafted = self._candidates.token_ids
             with self.stopwatch.section("backbone"):
-                self._backbone.truncate(min(self._backbone.length, start + verified.shape[0] - 1))
-        self._prefix = torch.cat([self._prefix, verified])
+                self._backbone.truncate(min(self._backbone.length, start + feedback.verified.shape[0] - 1))
+        self._prefix = torch.cat([self._prefix, feedback.verified])
         with self.stopwatch.section("policy"):
-            self._state.observe(
-                Verdict(drafted, verified, start, out_of_vocabulary, top_ids, top_logits, hidden_states)
-            )
+            self._state.observe(Verdict(drafted, feedback.verified, start, **feedback.shown))
         self._candidates = None
+
+    def _take_features(self, features: torch.Tensor, end: int) -> None:
+        if self._features is not None and end - features.shape[0] == self._features_end:
+            features = torch.cat([self._features, features])
+        self._features, self._features_end = features, end
 
 
 def _rows_of(head: DynamicLMHead) -> HeadRows:

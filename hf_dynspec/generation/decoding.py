@@ -97,11 +97,11 @@ def decode(
         if token_streamer is not None:
             token_streamer.put(outcome.tokens_on_host())
         cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
-        drafting.observe(outputs, outcome, is_done)
         model_kwargs = target._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
         )
         record.add_states(outputs, candidates, outcome, drafting.cached_before + length)
+        drafting.observe(outputs, outcome, is_done)
         is_first = False
     if token_streamer is not None:
         token_streamer.end()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
-from ..drafting.session import DraftSession, outside_inference_mode
+from ..drafting.session import DraftSession, Feedback, outside_inference_mode
 from ..drafting.token_choice import TokenChoice
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from ..kernels import top_k_ids
@@ -188,42 +188,30 @@ class Drafting:
             return 0
         return min(unread, self._needs.prompt_positions or _PROMPT_CHUNK, _PROMPT_CHUNK) - 1
 
+    @outside_inference_mode
     def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
-        """Count the round, and show the session the verdict.
+        """Count the round, and show the session what the target said.
 
         Args:
             outputs: the target's.
             outcome: the tokens that came out.
             is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more.
         """
-        self.count(outcome)
-        if not is_done or self._is_kept:
-            self.learn(outputs, outcome)
+        counts = self._counts(outcome)
+        feedback = self._feedback(outputs, outcome) if not is_done or self._is_kept else None
+        self._session.count(*counts)
+        if feedback is not None:
+            self._session.learn(feedback)
 
     @outside_inference_mode
     def count(self, outcome: Outcome) -> None:
-        """Count the round, and adapt the draft length as transformers' schedules do."""
-        candidates = self._candidates
-        self._session.stats.record_verification(outcome.accepted)
-        if candidates is not None:
-            self._session.stats.record_verified_tokens(outcome.accepted, self._missed(outcome))
-            if self._measure_coverage:
-                self._record_coverage(candidates, outcome.scores)
-        if candidates is not None and self._schedule != "constant" and self._tree is None:
-            change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
-            self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
+        """Count the round, and adapt the draft length."""
+        self._session.count(*self._counts(outcome))
 
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
-        """Show the session the verdict, and the hidden states that the drafter reads."""
-        if self._is_unread and self._needs.of_prompt:
-            self._observe_prompt(outputs)
-        if self._reads:
-            self._observe_features(outputs, outcome)
-        self._read_ahead = []
-        with self._session.stopwatch.section("policy"):
-            shown = self._shown(outputs, outcome)
-        self._session.observe(outcome.token_ids.to(self._device), **shown)
+        """Show the session what the target said."""
+        self._session.learn(self._feedback(outputs, outcome))
 
     # The prompt ----------------------------------------------------------------------------------------------------
 
@@ -262,18 +250,37 @@ class Drafting:
 
     # The verdict ---------------------------------------------------------------------------------------------------
 
-    def _observe_features(self, outputs: Any, outcome: Outcome) -> None:
-        """Hand the session the hidden states at the tokens that the drafter will read, the prompt's at first."""
+    def _counts(self, outcome: Outcome) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+        """What `DraftSession.count` takes. Adapts the draft length as transformers' schedules do."""
+        candidates = self._candidates
+        if candidates is None:
+            return outcome.accepted, None, None
+        if self._schedule != "constant" and self._tree is None:
+            change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
+            self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
+        covered = _covered_mass(candidates, outcome.scores) if self._measure_coverage else None
+        return outcome.accepted, self._missed(outcome), covered
+
+    def _feedback(self, outputs: Any, outcome: Outcome) -> Feedback:
+        """What the target said in this round, as far as drafter and policy asked for it."""
+        prompt = self._shown_of_prompt(outputs) if self._is_unread and self._needs.of_prompt else None
+        features = self._features(outputs, outcome) if self._reads else None
+        length = self._prompt.shape[0] + self._prefix_length - self._padded_length
+        self._read_ahead = []
+        with self._session.stopwatch.section("policy"):
+            shown = self._shown(outputs, outcome)
+        return Feedback(outcome.token_ids.to(self._device), shown, prompt, features, length + outcome.accepted)
+
+    def _features(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
+        """`[m, d · layers]`: the hidden states at the tokens that the drafter will read, the prompt's at first."""
         states = torch.cat([self._states(outputs, index) for index in self._reads], dim=-1)
         rows = outputs.logits.shape[1]
         features = states[states.shape[0] - rows :][outcome.rows]
-        length = self._prompt.shape[0] + self._prefix_length - self._padded_length
         if self._is_unread:
-            unseen = states[: states.shape[0] - rows + 1]
+            features = states[: states.shape[0] - rows + 1]
             if self._is_token is not None:
-                unseen = unseen[self._is_token[self._padded_length - unseen.shape[0] :].to(unseen.device)]
-            features = unseen
-        self._session.observe_features(features.to(self._device), length + outcome.accepted)
+                features = features[self._is_token[self._padded_length - features.shape[0] :].to(features.device)]
+        return features.to(self._device)
 
     def _shown(self, outputs: Any, outcome: Outcome) -> dict[str, torch.Tensor]:
         """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
@@ -305,15 +312,15 @@ class Drafting:
             shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
         return shown
 
-    def _observe_prompt(self, outputs: Any) -> None:
-        """Show the session what the target says at the prompt positions that the policy has not seen."""
+    def _shown_of_prompt(self, outputs: Any) -> dict[str, torch.Tensor] | None:
+        """What the policy asked to be shown of the prompt positions that it has not seen, by the names that `Prompt`
+        has; None where there are none."""
         if not self._target.has_head_state:
-            if self._prompt_logits is not None:
-                with self._session.stopwatch.section("policy"):
-                    shown = self._most_probable(self._prompt_logits, self._needs.prompt_top_k)
-                self._session.observe_prompt(**shown)
-                self._prompt_logits = None
-            return
+            logits, self._prompt_logits = self._prompt_logits, None
+            if logits is None:
+                return None
+            with self._session.stopwatch.section("policy"):
+                return self._most_probable(logits, self._needs.prompt_top_k)
         states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
         first_read = self._padded_length - end
@@ -321,13 +328,12 @@ class Drafting:
         if self._needs.prompt_positions is not None:
             start = max(start, end - self._needs.prompt_positions)
         if start >= end:
-            return
+            return None
         with self._session.stopwatch.section("policy"):
-            shown = self._shown_of_prompt(states[start:end])
-        self._session.observe_prompt(**shown)
+            return self._shown_of_states(states[start:end])
 
-    def _shown_of_prompt(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the policy asked to be shown of prompt positions, given the target's last hidden states `[m, d]`."""
+    def _shown_of_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same, given the target's last hidden states `[m, d]` at these positions."""
         shown: dict[str, torch.Tensor] = {}
         if self._needs.prompt_top_k:
             model = self._target.model
@@ -343,12 +349,14 @@ class Drafting:
             shown["hidden_states"] = states.to(self._device)
         return shown
 
-    def _record_coverage(self, candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> None:
-        mass = [
-            row[0].softmax(-1).index_select(0, shortlist.ids().to(row.device)).sum()
-            for row, shortlist in zip(scores, candidates.shortlists, strict=False)
-        ]
-        self._session.stats.record_coverage(torch.stack(mass))
+
+def _covered_mass(candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`[n]`: the target's probability mass on the shortlists of the verified positions that had one."""
+    mass = [
+        row[0].softmax(-1).index_select(0, shortlist.ids().to(row.device)).sum()
+        for row, shortlist in zip(scores, candidates.shortlists, strict=False)
+    ]
+    return torch.stack(mass)
 
 
 def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
