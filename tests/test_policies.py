@@ -341,3 +341,7 @@ def test_the_needs_of_two():
     # A limit counts only where prompt logits are asked for at all.
     assert limited | Needs(verify_top_k=3) == Needs(3, 2, 5)
     assert Needs() | Needs() == Needs()
+    assert Needs(prompt_hidden_states=True) | Needs(2, 4, 9) == Needs(2, 4, None, prompt_hidden_states=True)
+    switches = ["draft_inputs", "top_logits", "out_of_vocabulary", "hidden_states", "drafter_rows", "target_rows"]
+    for name in switches:
+        assert getattr(Needs(**{name: True}) | Needs(3), name) and not getattr(Needs(3) | Needs(), name)

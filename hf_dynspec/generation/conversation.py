@@ -74,4 +74,4 @@ class _Turn(GenerateCall):
 
     def leave_session(self, session: DraftSession) -> None:
         self._conversation.assistant.hold_session(session)
-        self._conversation.session = session
+        self._conversation.session = None if session.is_closed else session

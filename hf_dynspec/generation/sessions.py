@@ -51,7 +51,7 @@ class SessionPool:
     def hold(self, session: DraftSession) -> None:
         """Let a conversation keep a session until its next call, or give it up where that cannot be."""
         with self._lock:
-            is_held = session in self._made
+            is_held = session in self._made and not session.is_closed
             if is_held:
                 self._held.add(session)
         if not is_held:
