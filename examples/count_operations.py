@@ -9,6 +9,7 @@ numbers of layers do, and are named. Counted is the round that repeats: neither 
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +90,7 @@ def count(drafter: str, policy: ShortlistPolicy, tree: TreeConfig | bool, do_sam
     rounds = rounds_of(device.events, sections)
     # The first round reads the prompt, and the last ones draft less, as the text ends.
     steady = rounds[2:4]
-    steps = [
-        operations(one.events[begin:end])
-        for one in steady
-        for begin, end in zip(one.heads, one.heads[1:], strict=False)
-    ]
+    steps = [operations(one.events[begin:end]) for one in steady for begin, end in pairwise(one.heads)]
     return Counts(
         statistics.median_high(steps) if steps else None,
         statistics.median_high(operations(one.events[: one.target]) for one in steady),
@@ -137,7 +134,7 @@ def rounds_of(events: list[Event], sections: list[tuple[str, int, int]]) -> list
     heads = [begin for name, begin, _ in sections if name == "head"]
     return [
         Round(events[begin:after], end - begin, [one - begin for one in heads if begin <= one < after])
-        for (begin, end), (after, _) in zip(verifications, verifications[1:], strict=False)
+        for (begin, end), (after, _) in pairwise(verifications)
     ]
 
 
@@ -200,9 +197,9 @@ def _random_router() -> Router:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table: operations of a draft step / of a round."""
     kinds = [(shape, do_sample) for shape in SHAPES for do_sample in (False, True)]
-    named = [f"{shape}, {'sampled' if do_sample else 'greedy'}: step / round" for shape, do_sample in kinds]
+    named = [f"{shape}, {'sampled' if do_sample else 'greedy'}" for shape, do_sample in kinds]
     print(f"| drafter | policy | {' | '.join(named)} | waits |")
     print("|---|---|" + "---:|" * (len(kinds) + 1))
     for drafter in DRAFTERS:

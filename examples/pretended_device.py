@@ -73,6 +73,12 @@ class PretendedTensor(torch.Tensor):
         # torch does not read tensors of a class of one's own as lists.
         return self.cpu().tolist()
 
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.memory.untyped_storage()
+
     def __repr__(self, **unused: Any) -> str:
         return f"{self.memory!r} on {NAME}"
 
