@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..errors import ConfigurationError, shown_text
-from ..shortlists import POLICIES, Storable
+from ..shortlists import POLICIES, POLICY_DATA, Storable
 from .config import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
 
 # What the columns of measurements that this package makes mean.
@@ -54,6 +54,7 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
         drafter=_described(config.drafter),
         target_argument=_loadable(config.target) or "path/to/target",
         needs_drafter=_loadable(config.drafter) is None,
+        is_data=config.policy.name in POLICY_DATA,
         is_eagle=config.drafter is not None and config.drafter.architecture == "EagleDrafter",
         settings=_table(("Setting", "Value"), _settings(config).items()),
         metrics=_metrics(config),
@@ -98,7 +99,7 @@ def _card_data(config: DynSpecConfig, name: str, classes: tuple[type[Storable], 
 def _policy_classes(config: DynSpecConfig) -> tuple[type[Storable], ...]:
     """The class of the policy and those of its parts; none where somebody else's is not known here, or the settings
     are not a policy's."""
-    policy = POLICIES.get(config.policy.name)
+    policy = {**POLICIES, **POLICY_DATA}.get(config.policy.name)
     if policy is None:
         return ()
     try:

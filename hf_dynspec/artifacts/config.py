@@ -88,7 +88,8 @@ class PolicyConfig:
     """A shortlist policy by name, with what `ShortlistPolicy.settings()` returned.
 
     Args:
-        name: a key of `hf_dynspec.shortlists.POLICIES`. Whether it is one is checked when the policy is built.
+        name: a key of `hf_dynspec.shortlists.POLICIES`, or of `POLICY_DATA` beside it where the artifact holds what
+            policies read. Whether it is one is checked when the policy is built.
         settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file. Which
             settings there are, and within which bounds, the policy's class says (`ShortlistPolicy.setting_rules`).
 

@@ -8,6 +8,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 
 from ..errors import ArtifactError
 from ..files import require_own_file
+from ..shortlists import POLICY_DATA
 from .card_file import card_to_publish, may_replace_card
 from .config import CARD_FILE, CONFIG_FILE, DynSpecConfig
 from .folder import FolderFiles
@@ -72,12 +73,17 @@ def push_artifact(
     return api.create_commit(
         repo_id,
         operations,
-        commit_message=commit_message or f"Upload the {config.policy.name} shortlist policy with hf_dynspec",
+        commit_message=commit_message or f"Upload the {_title(config)} with hf_dynspec",
         token=token,
         revision=revision,
         create_pr=create_pr,
         parent_commit=published.commit,  # the files looked at above are the ones that this commit replaces
     )
+
+
+def _title(config: DynSpecConfig) -> str:
+    name = config.policy.name
+    return name.replace("_", " ") if name in POLICY_DATA else f"{name} shortlist policy"
 
 
 def published_sizes(config: DynSpecConfig) -> dict[str, int]:

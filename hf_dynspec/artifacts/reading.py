@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -16,7 +17,7 @@ from huggingface_hub import HfApi
 from ..errors import ArtifactError, ConfigurationError
 from ..fields import FieldError
 from ..files import open_file
-from ..shortlists import ShortlistPolicy, policy_class
+from ..shortlists import POLICY_DATA, CooccurrenceGraph, ShortlistPolicy, Storable, stored_class
 from ..shortlists.registry import UNKNOWN_POLICY_FIX
 from ..shortlists.storage import TensorRule
 from ..vocabulary import TokenizerFingerprint, require_same_tokenizer
@@ -78,16 +79,51 @@ def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -
     """Build the policy of an artifact from what `read_artifact` returned.
 
     Raises:
-        ArtifactError: a setting is unknown, mistyped or out of range, or a tensor belongs to no policy.
+        ArtifactError: a setting is unknown, mistyped or out of range, a tensor belongs to no policy, or the artifact
+            holds what policies read and none of them.
+    """
+    if config.policy.name in POLICY_DATA:
+        problem = f"is {config.policy.name!r}, which is no policy by itself but what policies read"
+        raise ArtifactError(f"{CONFIG_FILE}: policy", problem, "Give the artifact to a policy that reads it.")
+    return rebuild(config, tensors)
+
+
+def rebuild(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Storable:
+    """Build what an artifact holds, a policy or what policies read, from what `read_artifact` returned.
+
+    Raises:
+        ArtifactError: a setting is unknown, mistyped or out of range, or a tensor does not belong to it.
     """
     require_policy(config)
     with _naming_settings():
-        policy = policy_class(config.policy.name).from_settings(config.policy.settings, tensors)
-    astray = set(tensors) ^ set(policy.tensors())
+        built = stored_class(config.policy.name).from_settings(config.policy.settings, tensors)
+    astray = set(tensors) ^ set(built.tensors())
     if astray:
         problem = f"the policy {config.policy.name!r} with its settings does not match this tensor"
         raise ArtifactError(f"{WEIGHTS_FILE}: {min(astray)}", problem, FETCH_AGAIN)
-    return policy
+    return built
+
+
+def read_graph(
+    directory_or_repo: str | os.PathLike, **options: Any
+) -> tuple[CooccurrenceGraph, TokenizerFingerprint | None]:
+    """Read a co-occurrence graph from an artifact that may be damaged or hostile.
+
+    Args:
+        directory_or_repo: as in `read_artifact`.
+        options: those of `read_artifact`.
+
+    Returns:
+        The graph, and the tokenizer whose ids it speaks of.
+
+    Raises:
+        ArtifactError: as in `read_artifact`, or it is another kind of artifact.
+    """
+    config, tensors = read_artifact(directory_or_repo, **options)
+    if config.policy.name != CooccurrenceGraph.name:
+        problem = f"is {config.policy.name!r}, which holds no co-occurrence graph"
+        raise ArtifactError(f"{CONFIG_FILE}: policy", problem, "Name an artifact that hf-dynspec build graph made.")
+    return rebuild(config, tensors), config.tokenizer
 
 
 def require_policy(config: DynSpecConfig) -> Mapping[str, TensorRule]:
@@ -101,7 +137,7 @@ def require_policy(config: DynSpecConfig) -> Mapping[str, TensorRule]:
         ArtifactError: no class of such a name is registered, or a setting is unknown, mistyped or out of range.
     """
     try:
-        policy = policy_class(config.policy.name)
+        policy = stored_class(config.policy.name)
     except ConfigurationError as error:
         raise ArtifactError(f"{CONFIG_FILE}: policy.name", str(error), f"{UNKNOWN_POLICY_FIX}.") from error
     with _naming_settings():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from ..errors import DynSpecError
 
@@ -83,6 +83,10 @@ class Corpus:
         """Bytes on disk of a unit."""
         return sum(part.size for part in self.units[index])
 
+    def text_bytes(self, index: int) -> int:
+        """About how many bytes of text a unit holds."""
+        return sum(_text_bytes(part) for part in self.units[index])
+
 
 def plan_corpus(paths: Iterable[str | Path], text_field: str = "text", unit_bytes: int = UNIT_BYTES) -> Corpus:
     """Find the files, look at the beginning of each, and cut them into units. Depends on nothing but the files.
@@ -114,11 +118,22 @@ def plan_corpus(paths: Iterable[str | Path], text_field: str = "text", unit_byte
     return Corpus(tuple((path, files[path].size) for path in sorted(files)), units, tuple(sorted(skipped)))
 
 
-def read_unit(unit: Iterable[FilePart], text_field: str = "text") -> Iterator[tuple[str, bool]]:
-    """Read the text of a unit in pieces of at most `PIECE_CHARACTERS`.
+class Piece(NamedTuple):
+    """A piece of text that is not empty.
 
-    Yields:
-        a piece of text that is not empty, and whether a document begins with it. A plain text file is one document.
+    Args:
+        text: at most `PIECE_CHARACTERS` characters.
+        begins_text: a text begins with it. A plain text file is one text, and so is each turn of a conversation.
+        begins_document: a document begins with it.
+    """
+
+    text: str
+    begins_text: bool
+    begins_document: bool
+
+
+def read_pieces(unit: Iterable[FilePart], text_field: str = "text") -> Iterator[Piece]:
+    """Read the text of a unit in pieces.
 
     Raises:
         CorpusError: undecodable bytes, a malformed JSON line, a missing field or a damaged file; names file and line.
@@ -126,20 +141,35 @@ def read_unit(unit: Iterable[FilePart], text_field: str = "text") -> Iterator[tu
     for part in unit:
         with naming_damage(part):
             if part.format == "text":
-                yield from _read_text(part)
+                for text, begins in _read_text(part):
+                    yield Piece(text, begins, begins)
             else:
                 for turns in read_documents(part, text_field):
-                    begins = True
-                    for piece in (piece for turn in turns for piece in _pieces(turn)):
-                        yield piece, begins
-                        begins = False
+                    begins_document = True
+                    for turn in turns:
+                        begins_text = True
+                        for text in _pieces(turn):
+                            yield Piece(text, begins_text, begins_document)
+                            begins_text = begins_document = False
+
+
+def read_unit(unit: Iterable[FilePart], text_field: str = "text") -> Iterator[tuple[str, bool]]:
+    """Read the text of a unit in pieces of at most `PIECE_CHARACTERS`.
+
+    Yields:
+        a piece of text that is not empty, and whether a document begins with it. A plain text file is one document.
+
+    Raises:
+        CorpusError: as `read_pieces`.
+    """
+    return ((piece.text, piece.begins_document) for piece in read_pieces(unit, text_field))
 
 
 def read_documents(part: FilePart, text_field: str = "text") -> Iterator[tuple[str, ...]]:
     """Read the documents of a part of a JSON lines or Parquet file: one text each, or the turns of a conversation.
 
     Raises:
-        CorpusError: as `read_unit`.
+        CorpusError: as `read_pieces`.
     """
     with naming_damage(part):
         if part.format == "parquet":
@@ -238,8 +268,7 @@ def _group(parts: Iterable[FilePart], unit_bytes: int) -> Iterator[tuple[FilePar
     unit: list[FilePart] = []
     used = 0
     for part in parts:
-        is_packed = part.compression or part.format == "parquet"
-        text_bytes = part.size * TEXT_BYTES_PER_PACKED_BYTE if is_packed else part.size
+        text_bytes = _text_bytes(part)
         if unit and used + text_bytes > unit_bytes:
             yield tuple(unit)
             unit, used = [], 0
@@ -247,6 +276,11 @@ def _group(parts: Iterable[FilePart], unit_bytes: int) -> Iterator[tuple[FilePar
         used += text_bytes
     if unit:
         yield tuple(unit)
+
+
+def _text_bytes(part: FilePart) -> int:
+    is_packed = part.compression or part.format == "parquet"
+    return part.size * TEXT_BYTES_PER_PACKED_BYTE if is_packed else part.size
 
 
 def _open(part: FilePart) -> BinaryIO:

@@ -6,35 +6,26 @@ that counting what the target itself generates calibrates best.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import signal
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigurationError, DynSpecError
+from ..errors import ConfigurationError
 from ..files import replacing, scratch_files
-from .corpus import PIECE_CHARACTERS, FilePart, read_unit
+from .corpus import FilePart
+from .text_workers import Job, flat, run_jobs, token_batches
 
 # Added tokens whose names differ only in a number, such as <unused12>, <|reserved_special_token_3|> or <extra_id_7>,
 # are placeholders or codes where there are more of them than this.
 _LARGEST_NUMBERED_FAMILY = 16
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-# A worker hands the tokenizer about this many characters at once, and looks up whether it should stop in between.
-_BATCH_CHARACTERS = 8 * PIECE_CHARACTERS
 
 
 @dataclass(frozen=True)
@@ -147,14 +138,9 @@ class Tally:
             if not changed and not self._fits(state):
                 raise ValueError("its arrays do not have the sizes of this job")
         except Exception as error:  # whatever a damaged archive makes numpy and zipfile raise
-            raise ConfigurationError(
-                f"{self._file}: the saved counts are damaged ({error}). Pass --overwrite to count from the beginning."
-            ) from error
+            raise damaged_counts(self._file, error) from error
         if changed:
-            raise ConfigurationError(
-                f"{self._file}: holds unfinished counts of another job (changed: {', '.join(changed)}). Run with the "
-                "same inputs and settings to continue it, choose another directory, or pass --overwrite to drop it."
-            )
+            raise another_job(self._file, changed)
         self.counts, self.finished, self.documents = state["counts"], state["finished"], int(state["documents"])
 
     def _fits(self, state: dict[str, np.ndarray]) -> bool:
@@ -162,6 +148,21 @@ class Tally:
             state[key].shape == mine.shape and state[key].dtype == mine.dtype
             for key, mine in (("counts", self.counts), ("finished", self.finished))
         )
+
+
+def another_job(file: Path, changed: Iterable[str]) -> ConfigurationError:
+    """The error that counts on the disk are not of this job: what differs, and what to do."""
+    return ConfigurationError(
+        f"{file}: holds unfinished counts of another job (changed: {', '.join(changed)}). Run with the same inputs "
+        "and settings to continue it, choose another directory, or pass --overwrite to drop it."
+    )
+
+
+def damaged_counts(file: Path, problem: object) -> ConfigurationError:
+    """The error that counts on the disk cannot be used, and what to do."""
+    return ConfigurationError(
+        f"{file}: the saved counts are damaged ({problem}). Pass --overwrite to count from the beginning."
+    )
 
 
 def describe_files(files: Iterable[tuple[str | Path, int]]) -> str:
@@ -210,122 +211,30 @@ def count_tokens(
         CorpusError: a unit cannot be read.
         DynSpecError: a process died.
     """
-    todo = tally.unfinished()
     before = tally.tokens
-    waiting = iter(todo)
+    jobs: deque[Job] = deque((_count_unit, (index, units[index], len(tally.counts))) for index in tally.unfinished())
     try:
-        with _workers(min(processes, len(todo)), tokenizer, len(tally.counts), text_field) as (pool, counted):
-            with _without_interrupts():  # of the processes that this starts, whose end the parent decides
-                running = {pool.submit(_count_unit, units[index]): index for index in islice(waiting, 2 * processes)}
-            while running:
-                finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    tally.add(running.pop(future), future.result())
-                    running |= {pool.submit(_count_unit, units[index]): index for index in islice(waiting, 1)}
-                report(before + counted.value)
-    except BrokenProcessPool as error:
-        raise DynSpecError(
-            "a counting process died, most often for want of memory. What was finished is saved: run the same command "
-            "again with fewer --processes"
-        ) from error
+        run_jobs(
+            jobs,
+            lambda job, counts: tally.add(job[1][0], counts),
+            tokenizer=tokenizer,
+            text_field=text_field,
+            processes=processes,
+            report=lambda tokens: report(before + tokens),
+        )
     finally:
         tally.save()
 
 
-@contextmanager
-def _workers(processes: int, tokenizer: Any, size: int, text_field: str) -> Iterator[tuple[ProcessPoolExecutor, Any]]:
-    """A pool of counting processes and their shared count of tokens. They stop soon after this block is left."""
-    context = multiprocessing.get_context("spawn")
-    counted, stop = context.Value("q", 0), context.Event()
-    settings = (_without_transformers(tokenizer), size, text_field, counted, stop)
-    with ProcessPoolExecutor(max(1, processes), context, _start_worker, settings) as pool:
-        try:
-            yield pool, counted
-        except BaseException:
-            stop.set()
-            # They look up whether to stop several times a second. One that is only starting needs what is given back
-            # at the end of this process.
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Hold back interrupts from the keyboard; processes that are started meanwhile never get one."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(tokenizer: Any, size: int, text_field: str, counted: Any, stop: Any) -> None:
-    # The parent decides what an interrupt means, and a parent that was killed can no longer end its children.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    # One thread for each process: the processes are what uses the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.update(tokenizer=tokenizer, size=size, text_field=text_field, counted=counted, stop=stop)
-
-
-def _leave_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _count_unit(unit: tuple[FilePart, ...]) -> UnitCounts:
-    counts = np.zeros(_worker["size"], np.int64)
+def _count_unit(index: int, unit: tuple[FilePart, ...], size: int) -> UnitCounts:
+    """Runs in a process. The index is the parent's."""
+    counts = np.zeros(size, np.int64)
     documents = 0
-    for texts, begun in _batches(read_unit(unit, _worker["text_field"])):
-        if _worker["stop"].is_set():
-            raise InterruptedError("the parent process asked to stop")
-        token_ids = _tokenize(_worker["tokenizer"], texts)
-        counts += np.bincount(token_ids, minlength=len(counts))
-        documents += begun
-        with _worker["counted"].get_lock():
-            _worker["counted"].value += len(token_ids)
+    for pieces, token_ids in token_batches(unit):
+        counts += np.bincount(flat(token_ids), minlength=size)
+        documents += sum(piece.begins_document for piece in pieces)
     seen = np.flatnonzero(counts)
     return UnitCounts(seen, counts[seen], documents)
-
-
-def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], int]]:
-    """Put pieces together; yield them with the number of documents that begin in them."""
-    texts, begun, characters = [], 0, 0
-    for text, begins in pieces:
-        texts.append(text)
-        begun += begins
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield texts, begun
-            texts, begun, characters = [], 0, 0
-    if texts:
-        yield texts, begun
-
-
-def _without_transformers(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that processes can load without importing transformers and torch, where it has one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return tokenizer
-    backend = type(backend).from_str(backend.to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _tokenize(tokenizer: Any, texts: list[str]) -> np.ndarray:
-    """int64 `[n]`: the tokens of all texts, in order."""
-    if hasattr(tokenizer, "encode_batch_fast"):
-        encoded = (encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-    else:
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return np.fromiter(chain.from_iterable(encoded), np.int64)
 
 
 def count_generated(

@@ -10,6 +10,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .graph import graph
 from .plot import plot
 from .push import push
 from .running import Commands
@@ -25,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 build_app.command()(clusters)
+build_app.command()(graph)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.add_typer(train_app, name="train")

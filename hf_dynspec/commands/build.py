@@ -15,6 +15,8 @@ from .running import claim_file, claim_folder, keeps, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from ..artifacts.config import ModelReference
+    from ..build.cooccurrence import BigramCounts
+    from ..build.corpus import Corpus
     from ..build.frequency import Tally
     from ..vocabulary import TokenizerFingerprint
 
@@ -29,6 +31,14 @@ COVERAGE_SIZES = {"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768}
 Tokenizer = Annotated[str, typer.Option(help="Folder or Hub id of the tokenizer, or of the model that it belongs to.")]
 Out = Annotated[Path, typer.Option(help="Folder of the artifact.")]
 Size = Annotated[int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="PATH...",
+        help="Files and folders: .txt, .md and other plain text, .jsonl, .parquet; .gz, .xz and .zst too.",
+    ),
+]
+TextField = Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the artifact and drop unfinished counts in the folder.")]
 
 
@@ -44,14 +54,8 @@ def frequency(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="PATH...",
-            help="Files and folders: .txt, .md and other plain text, .jsonl, .parquet; .gz, .xz and .zst too.",
-        ),
-    ] = None,
-    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
+    text: Text = None,
+    text_field: TextField = "text",
     from_target: Annotated[
         str | None, typer.Option(help="Count what this model generates on --prompts, instead of text (VocabTrim).")
     ] = None,
@@ -240,8 +244,28 @@ def _count_text(
     processes: int | None,
 ) -> tuple["Tally", dict[str, Any]]:
     """Count text; return the counts and what provenance says of the inputs."""
+    from ..build.frequency import count_tokens
+
+    corpus, job = find_text(paths, text_field, tokenizer)
+    tally = start_tally(len(corpus.units), job)
+    tell_resumed(tally)
+    sizes = [corpus.unit_bytes(index) for index in range(len(corpus.units))]
+    with counting_bar("counting", sizes, tally) as report:
+        count_tokens(
+            tokenizer,
+            corpus.units,
+            tally,
+            text_field=text_field,
+            processes=processes or min(8, os.cpu_count() or 1),
+            report=report,
+        )
+    return tally, describe_inputs(corpus.files)
+
+
+def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corpus", dict[str, Any]]:
+    """The files, cut into units, and what tells whether a job is still about the same ones."""
     from ..build.corpus import plan_corpus
-    from ..build.frequency import count_tokens, describe_files, describe_tokenizer
+    from ..build.frequency import describe_files, describe_tokenizer
 
     corpus = plan_corpus(paths, text_field)
     if corpus.skipped:
@@ -253,19 +277,7 @@ def _count_text(
         "text field": text_field,
         "tokenizer": describe_tokenizer(tokenizer),
     }
-    tally = start_tally(len(corpus.units), job)
-    _tell_resumed(tally)
-    sizes = [corpus.unit_bytes(index) for index in range(len(corpus.units))]
-    with _progress_bar("counting", sizes, tally) as report:
-        count_tokens(
-            tokenizer,
-            corpus.units,
-            tally,
-            text_field=text_field,
-            processes=processes or min(8, os.cpu_count() or 1),
-            report=report,
-        )
-    return tally, describe_inputs(corpus.files)
+    return corpus, job
 
 
 def _require_prompts(paths: list[Path], text_field: str) -> None:
@@ -301,8 +313,8 @@ def _count_generated(
         "generation": {**settings, "dtype": str(model.dtype)},
     }
     tally = start_tally(total, job)
-    _tell_resumed(tally)
-    with _progress_bar("generating", [1] * total, tally) as report:
+    tell_resumed(tally)
+    with counting_bar("generating", [1] * total, tally) as report:
         count_generated(model, tokenizer, read_prompts(paths, text_field), tally, report=report, **settings)
     return tally, {**describe_inputs(files), "prompts": total}
 
@@ -388,14 +400,14 @@ def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
     return f"the counts of {done} of {total} parts are kept in {folder}; {fix}"
 
 
-def _tell_resumed(tally: "Tally") -> None:
+def tell_resumed(tally: "Tally | BigramCounts") -> None:
     if tally.finished.any():
         done, total = int(tally.finished.sum()), len(tally.finished)
         typer.echo(f"continuing: {done} of {total} parts and {tally.tokens} tokens were counted before", err=True)
 
 
 @contextmanager
-def _progress_bar(title: str, sizes: list[int], tally: "Tally") -> Iterator[Callable[[int], None]]:
+def counting_bar(title: str, sizes: list[int], tally: "Tally | BigramCounts") -> Iterator[Callable[[int], None]]:
     """A bar over the units, weighted by `sizes`; yields what takes the number of tokens counted so far."""
     import numpy as np
     from rich.console import Console

@@ -42,7 +42,7 @@ def push(
     The artifact is checked as on loading. --results, --dataset and --license are noted in its folder first. A model
     card that somebody edited is kept.
     """
-    from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild_policy
+    from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild
     from ..artifacts.card_file import card_to_publish
     from ..artifacts.hub import require_repository_name
     from ..artifacts.publishing import published_sizes
@@ -51,7 +51,7 @@ def push(
 
     require_repository_name(repo_id)
     config, tensors = read_artifact(_require_folder(directory))
-    policy = rebuild_policy(config, tensors)
+    policy = rebuild(config, tensors)
     rows = [row for path in results or () for row in read_published_rows(path, policy)]
     provenance = _provenance(config.provenance, dataset or [], license)
     if dry_run:

@@ -9,7 +9,8 @@ from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .in_context import InContextShortlist
-from .registry import POLICIES, as_policy, policy_class, register_policy
+from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
+from .retrieval import CooccurrenceGraph
 from .router import Router, RouterShortlist
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import HybridShortlist, UnionShortlist
@@ -24,8 +25,10 @@ register_policy(HybridShortlist)
 __all__ = [
     "ID_DTYPES",
     "POLICIES",
+    "POLICY_DATA",
     "TOKENIZER_SIZE",
     "WEIGHT_DTYPES",
+    "CooccurrenceGraph",
     "FrequencyShortlist",
     "FullShortlist",
     "HybridShortlist",
@@ -45,6 +48,7 @@ __all__ = [
     "as_policy",
     "policy_class",
     "register_policy",
+    "stored_class",
     "token_ids",
     "token_ranking",
 ]

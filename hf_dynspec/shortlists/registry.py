@@ -1,4 +1,5 @@
-"""The policies by name. A name stands for a class that was imported and registered, and for nothing else."""
+"""The policies by name, and what else artifacts hold. A name stands for a class that was imported and registered, and
+for nothing else."""
 
 import inspect
 import os
@@ -12,9 +13,13 @@ import torch
 from ..errors import ArtifactError, ConfigurationError, shown_value
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy
+from .retrieval.graph import CooccurrenceGraph
+from .storage import Storable
 
 DEFAULT_POLICY = "hybrid"
 POLICIES: dict[str, type[ShortlistPolicy]] = {}
+# What policies read and is no policy by itself. It is stored like one, in artifacts of its own.
+POLICY_DATA: dict[str, type[Storable]] = {CooccurrenceGraph.name: CooccurrenceGraph}
 
 # How to mend an artifact that names a policy which nobody registered here.
 UNKNOWN_POLICY_FIX = (
@@ -69,6 +74,15 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigurationError(f"there is no policy {shown_value(name)}; the policies are {', '.join(POLICIES)}")
     return POLICIES[name]
+
+
+def stored_class(name: str) -> type[Storable]:
+    """Return the class of what an artifact holds: a policy's, or one of `POLICY_DATA`.
+
+    Raises:
+        ConfigurationError: there is no such policy.
+    """
+    return POLICY_DATA[name] if isinstance(name, str) and name in POLICY_DATA else policy_class(name)
 
 
 def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
