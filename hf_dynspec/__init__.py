@@ -24,6 +24,7 @@ _HOMES = {
     "NotBoundError": ".errors",
     "PolicyError": ".errors",
     "Prompt": ".protocol",
+    "RetrievalShortlist": ".shortlists",
     "RouterShortlist": ".shortlists",
     "Shortlist": ".protocol",
     "ShortlistPolicy": ".shortlists",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
+    from .shortlists import RetrievalShortlist as RetrievalShortlist
     from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import ShortlistState as ShortlistState

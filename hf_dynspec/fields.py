@@ -11,6 +11,8 @@ from .errors import ConfigurationError, shown_value
 
 # No setting counts tokens, clusters or positions beyond this: several times the largest vocabularies in use.
 LARGEST_COUNT = 2**22
+# Ids of the target's most probable tokens that a policy may ask for at each position.
+LARGEST_TOP_K = 1024
 DEEPEST_JSON = 32
 LONGEST_NAME = 1024
 

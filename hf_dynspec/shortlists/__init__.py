@@ -10,7 +10,7 @@ from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .in_context import InContextShortlist
 from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
-from .retrieval import CooccurrenceGraph
+from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import HybridShortlist, UnionShortlist
@@ -21,6 +21,8 @@ register_policy(InContextShortlist)
 register_policy(RouterShortlist)
 register_policy(UnionShortlist)
 register_policy(HybridShortlist)
+register_policy(RetrievalShortlist)
+POLICY_DATA[CooccurrenceGraph.name] = CooccurrenceGraph
 
 __all__ = [
     "ID_DTYPES",
@@ -34,6 +36,7 @@ __all__ = [
     "HybridShortlist",
     "InContextShortlist",
     "OneOf",
+    "RetrievalShortlist",
     "Router",
     "RouterShortlist",
     "SettingRule",

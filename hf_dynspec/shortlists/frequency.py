@@ -71,9 +71,9 @@ class FrequencyShortlist(ShortlistPolicy):
         Raises:
             ConfigurationError: the ranking holds no token that the drafter can score.
         """
-        return FrequencyState(self._leading_ids(vocabulary), vocabulary, self.position_aware)
+        return FrequencyState(self.leading_ids(vocabulary), vocabulary, self.position_aware)
 
-    def _leading_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
+    def leading_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
         """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it."""
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64)
         size = max(self.size, len(eos))

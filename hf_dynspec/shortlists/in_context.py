@@ -7,13 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..fields import OneOf, WholeNumber
+from ..fields import LARGEST_TOP_K, OneOf, WholeNumber
 from ..protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 
 EVICTIONS = ("stream", "lru")
-# Ids of the target's most probable tokens that may be asked for at each position.
-LARGEST_TOP_K = 1024
 
 # Up to this many stream elements are compared with each other at once; longer stretches of context are sorted in.
 _LARGEST_PUSH = 512

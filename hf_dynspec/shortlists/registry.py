@@ -13,13 +13,12 @@ import torch
 from ..errors import ArtifactError, ConfigurationError, shown_value
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy
-from .retrieval.graph import CooccurrenceGraph
 from .storage import Storable
 
 DEFAULT_POLICY = "hybrid"
 POLICIES: dict[str, type[ShortlistPolicy]] = {}
 # What policies read and is no policy by itself. It is stored like one, in artifacts of its own.
-POLICY_DATA: dict[str, type[Storable]] = {CooccurrenceGraph.name: CooccurrenceGraph}
+POLICY_DATA: dict[str, type[Storable]] = {}
 
 # How to mend an artifact that names a policy which nobody registered here.
 UNKNOWN_POLICY_FIX = (

@@ -1,5 +1,6 @@
-"""What a shortlist finds by looking things up: the token co-occurrence graph."""
+"""EvoSpec: what is retrieved when the context leaves the static vocabulary, and which of it stays."""
 
 from .graph import CooccurrenceGraph
+from .policy import RetrievalShortlist
 
-__all__ = ["CooccurrenceGraph"]
+__all__ = ["CooccurrenceGraph", "RetrievalShortlist"]

@@ -1,0 +1,224 @@
+"""Which retrieved tokens stay: an adaptive replacement cache (ARC) of token ids, and a least-recently-used one.
+
+Both live on the CPU and hold a few hundred plain numbers. What they hold lies in slots that keep their place, so that
+a packed copy of the head's rows changes only where a token was evicted for another.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class TokenCache(ABC):
+    """At most `capacity` token ids, each in a slot of its own, with three safeguards against thrashing (EvoSpec,
+    appendix A.3): an event counts each token once, inserts at most `most_insertions`, and evicts nothing that came in
+    less than `residency` decoding steps ago; what then finds no place is left out.
+
+    Args:
+        capacity: how many token ids.
+        most_insertions: how many an event may bring in (None: all).
+        residency: decoding steps that a token stays for at least.
+    """
+
+    def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
+        self.capacity = capacity
+        self._most_insertions = most_insertions
+        self._residency = residency
+        self._step = 0
+        self._slot_of: dict[int, int] = {}
+        self._inserted_at: dict[int, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._changed: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, token_id: int) -> bool:
+        return token_id in self._slot_of
+
+    def advance(self, steps: int = 1) -> None:
+        """Let decoding steps go by."""
+        self._step += steps
+
+    def add(self, token_ids: Iterable[int]) -> int:
+        """Take in one event's tokens, the most wanted first. Those that are here already are refreshed.
+
+        Returns:
+            How many came in.
+        """
+        inserted = 0
+        for token_id in dict.fromkeys(token_ids):
+            if token_id in self._slot_of:
+                self._hit(token_id)
+            elif self._most_insertions is None or inserted < self._most_insertions:
+                inserted += self._insert(token_id)
+        self._end_event()
+        return inserted
+
+    def refresh(self, token_ids: Iterable[int]) -> None:
+        """Note that tokens were of use. Those that are not here are passed over."""
+        for token_id in dict.fromkeys(token_ids):
+            if token_id in self._slot_of:
+                self._hit(token_id)
+
+    def take_changes(self) -> dict[int, int]:
+        """The slots whose token is another than when this was last asked, with the tokens that they hold now."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def slots(self) -> dict[int, int]:
+        """The token id in each slot that holds one."""
+        return {slot: token_id for token_id, slot in self._slot_of.items()}
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._step = 0
+        self._slot_of.clear()
+        self._inserted_at.clear()
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._changed.clear()
+
+    @abstractmethod
+    def _hit(self, token_id: int) -> None:
+        """A token that is here is asked for again."""
+
+    @abstractmethod
+    def _insert(self, token_id: int) -> bool:
+        """Bring in a token that is not here. Returns whether there was a place."""
+
+    def _end_event(self) -> None:  # noqa: B027
+        """All tokens of an event were taken in."""
+
+    def _oldest_free_to_go(self, tokens: Iterable[int]) -> int | None:
+        """The first of these that has been here for long enough."""
+        newest = self._step - self._residency
+        return next((one for one in tokens if self._inserted_at[one] <= newest), None)
+
+    def _place(self, token_id: int) -> None:
+        slot = self._free.pop()
+        self._slot_of[token_id] = slot
+        self._inserted_at[token_id] = self._step
+        self._changed[slot] = token_id
+
+    def _evict(self, token_id: int) -> None:
+        del self._inserted_at[token_id]
+        self._free.append(self._slot_of.pop(token_id))
+
+
+class LeastRecentlyUsedCache(TokenCache):
+    """Evicts the token that was asked for longest ago."""
+
+    def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
+        super().__init__(capacity, most_insertions, residency)
+        self._recent: OrderedDict[int, None] = OrderedDict()
+
+    def clear(self) -> None:
+        super().clear()
+        self._recent.clear()
+
+    def _hit(self, token_id: int) -> None:
+        self._recent.move_to_end(token_id)
+
+    def _insert(self, token_id: int) -> bool:
+        if len(self._recent) == self.capacity:
+            evicted = self._oldest_free_to_go(self._recent)
+            if evicted is None:
+                return False
+            del self._recent[evicted]
+            self._evict(evicted)
+        self._recent[token_id] = None
+        self._place(token_id)
+        return True
+
+
+class AdaptiveReplacementCache(TokenCache):
+    """ARC (Megiddo and Modha, 2003) as EvoSpec uses it (appendix A.3): `T1` holds tokens asked for once lately, `T2`
+    those asked for again, and two ghost lists remember which tokens were evicted from either. A ghost that comes back
+    shifts the target size of `T1`: the list that it was evicted from was too small.
+
+    Where a token must go, it goes from `T1` if that is larger than its target, and otherwise from `T2`; where
+    residency keeps all of that list, from the other one.
+
+    Args:
+        capacity: as for every cache.
+        ghosts: how many evicted tokens each of the two lists remembers (None: as many as there is room for).
+        warm_up: the target size stays at half the capacity for so many events.
+        most_insertions: as for every cache.
+        residency: as for every cache.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        ghosts: int | None = None,
+        warm_up: int = 50,
+        most_insertions: int | None = 32,
+        residency: int = 8,
+    ):
+        super().__init__(capacity, most_insertions, residency)
+        self._ghosts = capacity if ghosts is None else ghosts
+        self._warm_up = warm_up
+        # Least recently asked for first.
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts_of_once: OrderedDict[int, None] = OrderedDict()
+        self._ghosts_of_again: OrderedDict[int, None] = OrderedDict()
+        self._events = 0
+        self.target_size = capacity / 2
+
+    def clear(self) -> None:
+        super().clear()
+        for tokens in (self._once, self._again, self._ghosts_of_once, self._ghosts_of_again):
+            tokens.clear()
+        self._events = 0
+        self.target_size = self.capacity / 2
+
+    def _end_event(self) -> None:
+        self._events += 1
+
+    def _hit(self, token_id: int) -> None:
+        self._once.pop(token_id, None)
+        self._again[token_id] = None
+        self._again.move_to_end(token_id)
+
+    def _insert(self, token_id: int) -> bool:
+        is_ghost_of_once, is_ghost_of_again = token_id in self._ghosts_of_once, token_id in self._ghosts_of_again
+        self._adapt(is_ghost_of_once, is_ghost_of_again)
+        if len(self) == self.capacity and not self._replace():
+            return False
+        self._ghosts_of_once.pop(token_id, None)
+        self._ghosts_of_again.pop(token_id, None)
+        into = self._again if is_ghost_of_once or is_ghost_of_again else self._once
+        into[token_id] = None
+        self._place(token_id)
+        return True
+
+    def _adapt(self, is_ghost_of_once: bool, is_ghost_of_again: bool) -> None:
+        """Shift the target size of `T1` where a ghost came back."""
+        if self._events < self._warm_up:
+            return
+        once, again = len(self._ghosts_of_once), len(self._ghosts_of_again)
+        if is_ghost_of_once:
+            self.target_size = min(self.target_size + max(again / once, 1), self.capacity)
+        elif is_ghost_of_again:
+            self.target_size = max(self.target_size - max(once / again, 1), 0)
+
+    def _replace(self) -> bool:
+        """Evict a token. Returns whether one could go."""
+        lists = [(self._once, self._ghosts_of_once), (self._again, self._ghosts_of_again)]
+        if not len(self._once) > self.target_size:
+            lists.reverse()
+        for tokens, ghosts in lists:
+            evicted = self._oldest_free_to_go(tokens)
+            if evicted is not None:
+                del tokens[evicted]
+                self._evict(evicted)
+                ghosts[evicted] = None
+                if len(ghosts) > self._ghosts:
+                    ghosts.popitem(last=False)
+                return True
+        return False
+
+
+CACHES = {"arc": AdaptiveReplacementCache, "lru": LeastRecentlyUsedCache}

@@ -1,0 +1,41 @@
+"""Which tokens are near to a token: exactly, from the rows of the target's head."""
+
+import threading
+
+import torch
+
+# Rows whose products with others are computed at once.
+_ROWS = 256
+
+
+class TokenNeighbours:
+    """The rows of the target's head that have the largest inner product with each token's own, computed when a token
+    is first asked for and kept from then on. Shareable between threads.
+
+    Args:
+        rows: floating point `[V, d]`. Not copied.
+        count: how many neighbours of a token, the token itself not among them.
+    """
+
+    def __init__(self, rows: torch.Tensor, count: int):
+        self._rows = rows.detach()
+        self._count = min(count, rows.shape[0] - 1)
+        self._known = torch.zeros(rows.shape[0], dtype=torch.bool)
+        self._table = torch.zeros(rows.shape[0], self._count, dtype=torch.int32)
+        self._lock = threading.Lock()
+
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n, count]` on the CPU: the neighbours of token ids `[n]`, nearest first."""
+        token_ids = token_ids.cpu()
+        with self._lock:
+            unknown = token_ids[~self._known[token_ids]].unique()
+            for part in unknown.split(_ROWS):
+                if part.numel():
+                    self._table[part] = self._nearest(part.to(self._rows.device)).to("cpu", torch.int32)
+                    self._known[part] = True
+            return self._table[token_ids].to(torch.int64)
+
+    def _nearest(self, token_ids: torch.Tensor) -> torch.Tensor:
+        products = (self._rows.index_select(0, token_ids) @ self._rows.T).float()
+        products.scatter_(1, token_ids.unsqueeze(1), -torch.inf)
+        return products.topk(self._count, dim=1).indices

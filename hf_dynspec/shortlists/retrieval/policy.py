@@ -1,0 +1,284 @@
+"""EvoSpec's dynamic vocabulary: a static core, and tokens that are retrieved where the context leaves it."""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
+from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...vocabulary import TokenizerFingerprint
+from ..base import ShortlistPolicy, ShortlistState
+from ..frequency import FrequencyShortlist
+from ..registry import read_stored_policy
+from .cache import CACHES
+from .graph import CooccurrenceGraph
+from .index import SemanticIndex
+from .neighbours import TokenNeighbours
+from .retriever import NO_TOKEN, RetrievalEvent, Retriever
+from .worker import Worker
+
+SEMANTICS = ("logits", "index", "token")
+TRIGGERS = ("every", "oov")
+
+# What the paper takes of the target's likeliest tokens, of the index and of the graph (EvoSpec, table 5).
+_PAPER = {"size": 32000, "likely": 10, "semantic": "index", "trigger": "oov", "cache": "arc", "prompt_positions": 0}
+
+
+class RetrievalShortlist(ShortlistPolicy):
+    """A static core of frequent tokens ∪ a cache of retrieved ones (EvoSpec, section 3.3).
+
+    At each verified position that `trigger` chooses, the target's `likely` most probable tokens are taken and, by
+    `semantic`, what is near to them; then, where there is a `graph`, the tokens that most often follow each of these.
+    What the core does not hold goes into the cache. All of this runs in a thread beside the session, and its results
+    are taken up at the next round's boundary: a slow answer never delays a round.
+
+    Args:
+        core: the ranking of the core, as for `FrequencyShortlist`.
+        size: tokens of the core; 0 for the EOS ids alone.
+        graph: co-occurrence graph, or the artifact that `hf-dynspec build graph` wrote (None: no successors).
+        dynamic: places of the cache.
+        semantic: `"logits"`: the target's own likeliest tokens, which verification has computed anyway; `"index"`:
+            and the nearest rows of the target's head to its hidden state, by an HNSW index (the paper); `"token"`: and
+            the nearest rows to that of the verified token, exactly.
+        trigger: `"every"` verified position, or only those whose token was out of the shortlist, `"oov"` (the paper).
+        cache: `"lru"`, or `"arc"` (the paper).
+        likely: the target's most probable tokens that are taken at a position, at most 1,024.
+        neighbours: what the index or the table of neighbours gives for a position.
+        successors: tokens that are taken from the graph for each of the others.
+        prompt_positions: take the target's likeliest tokens at the last so many positions of the prompt, too.
+        synchronous: retrieve in the thread that generates, so that every run is the same.
+
+    Raises:
+        ConfigurationError: a setting is mistyped or out of range.
+        UnsupportedError: `semantic="index"` without hnswlib, at binding.
+        ArtifactError: an artifact is damaged, or holds no ranking or graph.
+    """
+
+    name = "retrieval"
+    setting_rules: ClassVar = {
+        "size": WholeNumber(0),
+        "dynamic": WholeNumber(1, 2**16),
+        "semantic": OneOf(SEMANTICS),
+        "trigger": OneOf(TRIGGERS),
+        "cache": OneOf(tuple(CACHES)),
+        "likely": WholeNumber(0, LARGEST_TOP_K),
+        "neighbours": WholeNumber(1, LARGEST_TOP_K),
+        "successors": WholeNumber(1, 64),
+        "prompt_positions": WholeNumber(0),
+        "synchronous": Switch(),
+    }
+    tensor_rules: ClassVar = {**FrequencyShortlist.tensor_rules, **CooccurrenceGraph.tensor_rules}
+    card_summary = (
+        "A static core of frequent tokens beside a cache of retrieved ones (EvoSpec): what the target finds likely, "
+        "what is near to it, and what most often follows in text."
+    )
+    card_tags = ("evospec",)
+
+    def __init__(
+        self,
+        core: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
+        size: int = 32768,
+        graph: CooccurrenceGraph | str | os.PathLike | None = None,
+        dynamic: int = 256,
+        semantic: str = "logits",
+        trigger: str = "every",
+        cache: str = "lru",
+        likely: int = 50,
+        neighbours: int = 10,
+        successors: int = 8,
+        prompt_positions: int = 64,
+        synchronous: bool = False,
+    ):
+        self.size = size
+        self.dynamic = dynamic
+        self.semantic = semantic
+        self.trigger = trigger
+        self.cache = cache
+        self.likely = likely
+        self.neighbours = neighbours
+        self.successors = successors
+        self.prompt_positions = prompt_positions
+        self.synchronous = synchronous
+        self.require_settings(self.settings())
+        self._core = FrequencyShortlist(core, size=max(size, 1)) if size else None
+        self._of_graph: TokenizerFingerprint | None = None
+        if isinstance(graph, (str, os.PathLike)):
+            stored = read_stored_policy(graph, tensor="graph_offsets")
+            graph, self._of_graph = CooccurrenceGraph.from_settings({}, stored.tensors), stored.tokenizer
+        self.graph = graph
+        self._lock = threading.Lock()
+        # What is made of a target's head, for as long as it has these weights.
+        self._made_of: tuple[torch.Tensor, int] | None = None
+        self._semantic: SemanticIndex | TokenNeighbours | None = None
+
+    @classmethod
+    def paper(
+        cls,
+        core: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
+        graph: CooccurrenceGraph | str | os.PathLike | None = None,
+        **settings: Any,
+    ) -> "RetrievalShortlist":
+        """The paper's setting, whole (EvoSpec, section 3.3, table 5 and appendix A.3): 32,000 tokens and 256 retrieved
+        ones; on a token out of the shortlist the target's 10 most probable tokens, 10 of the index, and 8 successors
+        of each, into an adaptive replacement cache.
+
+        Args:
+            core: as for the class.
+            graph: as for the class.
+            settings: in the place of the paper's.
+        """
+        return cls(core, graph=graph, **{**_PAPER, **settings})
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
+        of_core = () if self._core is None else self._core.tokenizer_fingerprints
+        return of_core if self._of_graph is None else (*of_core, self._of_graph)
+
+    @property
+    def needs(self) -> Needs:
+        """The target's likeliest tokens, and what semantic and trigger look at."""
+        return Needs(
+            verify_top_k=self.likely,
+            prompt_top_k=self.likely if self.prompt_positions else 0,
+            prompt_positions=self.prompt_positions or None,
+            out_of_vocabulary=self.trigger == "oov",
+            hidden_states=self.semantic == "index",
+            target_rows=self.semantic != "logits",
+        )
+
+    def start(self, vocabulary: VocabularyInfo) -> "RetrievalState":
+        """Begin a session over `vocabulary`. Builds or opens the index where there is one.
+
+        Raises:
+            ConfigurationError: core or graph are those of another vocabulary.
+            UnsupportedError: there is no hnswlib.
+        """
+        return RetrievalState(self, vocabulary)
+
+    def core_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
+        """int64 `[n]`, `n >= 1`: the tokens that are always on the shortlist, the EOS ids among them."""
+        if self._core is not None:
+            return self._core.leading_ids(vocabulary)
+        eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
+        return eos if eos.numel() else FrequencyShortlist(size=1).leading_ids(vocabulary)
+
+    def semantic_of(self, rows: torch.Tensor, size: int) -> SemanticIndex | TokenNeighbours | None:
+        """What finds tokens that are near: made once for the rows of a head, and shared by sessions.
+
+        Args:
+            rows: `[V', d]`: the target's.
+            size: tokens are the first so many of them.
+        """
+        if self.semantic == "logits":
+            return None
+        with self._lock:
+            made_of = (rows, rows._version)
+            if self._made_of is None or self._made_of[0] is not rows or self._made_of[1] != rows._version:
+                make = SemanticIndex.of_head if self.semantic == "index" else TokenNeighbours
+                self._semantic = make(rows[:size]) if self.semantic == "index" else make(rows[:size], self.neighbours)
+                self._made_of = made_of
+            return self._semantic
+
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.setting_rules}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        core = {} if self._core is None else self._core.tensors()
+        return {**core, **({} if self.graph is None else self.graph.tensors())}
+
+    @classmethod
+    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        of_graph = {name: tensor for name, tensor in tensors.items() if name != "ranking"}
+        graph = CooccurrenceGraph.from_settings({}, of_graph) if of_graph else None
+        return {"core": tensors.get("ranking"), "graph": graph}
+
+
+class RetrievalState(ShortlistState):
+    """The core's slots, and after them those of the cache. The cache itself belongs to the worker."""
+
+    def __init__(self, policy: RetrievalShortlist, vocabulary: VocabularyInfo):
+        self._policy = policy
+        core = policy.core_ids(vocabulary)
+        self._core_size = core.shape[0]
+        # Slots that never held a retrieved token hold one of the core, and do not count.
+        self._slots = torch.cat([core, core[:1].expand(policy.dynamic)])
+        self._version = 0
+        self._clear()
+        self._takes_prompts = policy.prompt_positions > 0
+        self._cache = CACHES[policy.cache](policy.dynamic)
+        rows = vocabulary.target_rows
+        semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
+        self._retriever = Retriever(
+            self._cache, _wanted_ids(vocabulary, core), semantic, policy.neighbours, policy.graph, policy.successors
+        )
+        self._worker = Worker(policy.synchronous)
+
+    def _clear(self) -> None:
+        """Let no slot count but those of the core."""
+        self._occupied = torch.arange(self._slots.shape[0], device=self._slots.device) < self._core_size
+        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied)
+
+    def begin_round(self) -> None:
+        # What is not there yet is taken up at a later round.
+        changes: dict[int, int] = {}
+        for one in self._worker.take():
+            changes |= one
+        if changes:
+            self._take_up(changes)
+
+    def _take_up(self, changes: Mapping[int, int]) -> None:
+        device = self._slots.device
+        places = torch.tensor(list(changes)).add(self._core_size).to(device, non_blocking=True)
+        token_ids = torch.tensor(list(changes.values())).to(device, non_blocking=True)
+        self._slots = self._slots.index_copy(0, places, token_ids)
+        self._occupied = self._occupied.index_fill(0, places, True)
+        self._version += 1
+        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=places)
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        return self._shortlist
+
+    def restart(self) -> None:
+        self._worker.finish()
+        self._cache.clear()
+        self._clear()
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        if not self._takes_prompts:
+            return
+        if prompt.token_ids.numel():
+            self._give(RetrievalEvent(prompt.token_ids))
+        if prompt.top_ids is not None:
+            no_tokens = torch.full_like(prompt.top_ids[:, 0], NO_TOKEN)
+            self._give(RetrievalEvent(no_tokens, top_ids=prompt.top_ids[:, : self._policy.likely]))
+
+    def observe(self, verdict: Verdict) -> None:
+        # A part of a union may be shown more than it asked for.
+        is_trigger = verdict.out_of_vocabulary if self._policy.trigger == "oov" else None
+        top_ids = None if verdict.top_ids is None else verdict.top_ids[:, : self._policy.likely]
+        self._give(RetrievalEvent(verdict.verified, is_trigger, top_ids, verdict.hidden_states, is_verified=True))
+
+    def _give(self, event: RetrievalEvent) -> None:
+        retriever = self._retriever
+        self._worker.give(lambda: retriever.retrieve(event))
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
+        rows, size = vocabulary.target_rows, vocabulary.size
+        policy, retriever = self._policy, self._retriever
+        if rows is not None:
+            # By the worker, between its other jobs, so that nothing is asked while an index is built.
+            self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _wanted_ids(vocabulary: VocabularyInfo, core: torch.Tensor) -> np.ndarray:
+    """bool `[V + 1]`: see `Retriever`."""
+    token_ids = torch.arange(vocabulary.size + 1, device=vocabulary.device)
+    is_wanted = vocabulary.can_draft(token_ids).index_fill(0, core, False)
+    return is_wanted.cpu().numpy()

@@ -1,0 +1,282 @@
+"""EvoSpec's dynamic vocabulary: what is retrieved when, where it is kept, and the thread that does it."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from models import VOCABULARY, perturbed, prompt, tiny
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
+from hf_dynspec.protocol import HeadRows, Prompt, Verdict, VocabularyInfo
+from hf_dynspec.shortlists.retrieval import index as index_module
+from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
+from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
+from hf_dynspec.shortlists.retrieval.worker import Worker
+
+EOS = (2, 77)
+CORE = 40
+
+
+def rows_of_head(width: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(seed))
+
+
+def vocabulary(rows: torch.Tensor | None = None) -> VocabularyInfo:
+    rows = None if rows is None else HeadRows(rows)
+    return VocabularyInfo(VOCABULARY, EOS, torch.device("cpu"), target_rows=rows)
+
+
+def policy(**settings) -> RetrievalShortlist:
+    return RetrievalShortlist(**{"size": CORE, "dynamic": 16, "synchronous": True, **settings})
+
+
+def verdict(verified: list[int], missed: list[int] = (), top_ids: list[list[int]] | None = None, states=None):
+    return Verdict(
+        torch.empty(0, dtype=torch.int64),
+        torch.tensor(verified),
+        start=5,
+        out_of_vocabulary=torch.tensor([one in missed for one in verified]),
+        top_ids=None if top_ids is None else torch.tensor(top_ids),
+        hidden_states=states,
+    )
+
+
+def held(state) -> set[int]:
+    """What the cache has beside the core."""
+    state.begin_round()
+    shortlist = state.select(0, torch.tensor([0]), torch.zeros(1, 16))
+    ids = shortlist.ids().tolist()
+    assert len(set(ids)) == len(ids) and set(EOS) <= set(ids)
+    return set(ids) - core_of()
+
+
+def core_of() -> set[int]:
+    return set(policy().core_ids(vocabulary()).tolist())
+
+
+# What is retrieved -----------------------------------------------------------------------------------------------
+
+
+def test_every_position_brings_the_targets_likeliest_tokens_that_the_core_does_not_hold():
+    state = policy(likely=3).start(vocabulary())
+    assert held(state) == set()
+    state.observe(verdict([90, 91], top_ids=[[90, 100, 5], [91, 101, VOCABULARY + 7]]))
+    assert held(state) == {90, 91, 100, 101}
+
+
+def test_the_paper_retrieves_where_a_token_was_out_of_the_shortlist():
+    state = policy(likely=2, trigger="oov").start(vocabulary())
+    state.observe(verdict([90, 91], missed=[91], top_ids=[[90, 100], [91, 101]]))
+    assert held(state) == {91, 101}
+    state.observe(verdict([90], top_ids=[[90, 100]]))
+    assert held(state) == {91, 101}
+
+
+def test_the_index_is_asked_with_the_targets_hidden_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
+    rows = rows_of_head()
+    state = policy(semantic="index", trigger="oov", likely=0, neighbours=4).start(vocabulary(rows))
+    states = torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
+    state.observe(verdict([90, 91], missed=[91], states=states))
+    nearest = (states[1] @ rows.T).topk(4).indices.tolist()
+    assert held(state) == {91, *nearest} - core_of()
+
+
+def test_neighbours_of_the_token_itself():
+    rows = rows_of_head()
+    state = policy(semantic="token", trigger="oov", likely=0, neighbours=4).start(vocabulary(rows))
+    state.observe(verdict([90, 91], missed=[91]))
+    nearest = (rows[91] @ rows.T).index_fill(0, torch.tensor([91]), -torch.inf).topk(4).indices.tolist()
+    assert held(state) == {91, *nearest} - core_of()
+
+
+def test_a_prompt_fills_the_cache_unless_none_of_it_is_wanted():
+    state = policy(likely=2).start(vocabulary())
+    state.observe_prompt(Prompt(torch.tensor([90, 3, 91]), start=0))
+    state.observe_prompt(Prompt(torch.empty(0, dtype=torch.int64), 3, torch.tensor([[100, 4], [101, 102]])))
+    assert held(state) == {90, 91, 100, 101, 102}
+    state = policy(prompt_positions=0).start(vocabulary())
+    state.observe_prompt(Prompt(torch.tensor([90, 3, 91]), start=0))
+    assert held(state) == set()
+
+
+def test_slots_keep_their_place_and_say_what_was_replaced():
+    state = policy(likely=6, dynamic=8).start(vocabulary())
+    generator = torch.Generator().manual_seed(0)
+    before = None
+    for _ in range(60):
+        top_ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
+        state.observe(verdict(top_ids[:, 0].tolist(), top_ids=top_ids.tolist()))
+        state.begin_round()
+        after = state.select(0, torch.tensor([0]), torch.zeros(1, 16))
+        if before is not None and after.version != before.version:
+            assert after.version == before.version + 1
+            changed = (after.slots != before.slots).nonzero().squeeze(1)
+            assert set(changed.tolist()) <= set(after.replaced.tolist())
+        assert held(state) is not None
+        before = after
+
+
+def test_a_new_text_begins_with_the_core():
+    state = policy(likely=1).start(vocabulary())
+    state.observe(verdict([90], top_ids=[[100]]))
+    assert held(state) == {90, 100}
+    version = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version
+    state.restart()
+    assert held(state) == set() and state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version >= version
+    state.observe(verdict([110], top_ids=[[111]]))
+    assert held(state) == {110, 111}
+
+
+def test_without_a_core_there_are_the_eos_ids():
+    state = policy(size=0, likely=1).start(vocabulary())
+    state.begin_round()
+    assert set(state.select(0, torch.tensor([0]), torch.zeros(1, 16)).ids().tolist()) == set(EOS)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"semantic": "magic"}, {"trigger": "never"}, {"cache": "fifo"}, {"dynamic": 0}, {"likely": 2000}]
+)
+def test_bad_settings_are_refused(settings):
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        policy(**settings)
+
+
+def test_the_papers_setting():
+    settings = RetrievalShortlist.paper().settings()
+    assert settings == {
+        "size": 32000,
+        "dynamic": 256,
+        "semantic": "index",
+        "trigger": "oov",
+        "cache": "arc",
+        "likely": 10,
+        "neighbours": 10,
+        "successors": 8,
+        "prompt_positions": 0,
+        "synchronous": False,
+    }
+
+
+# The index -------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_is_built_once_and_found_again(tmp_path):
+    rows, reports = rows_of_head(), []
+    made = SemanticIndex.of_head(rows, report=lambda done, of: reports.append((done, of)), folder=tmp_path)
+    assert reports[-1] == (VOCABULARY, VOCABULARY) and made.recall > 0.9
+    again = SemanticIndex.of_head(rows.clone(), report=lambda *_: pytest.fail("it was built again"), folder=tmp_path)
+    assert again.recall == made.recall
+    queries = rows_of_head(seed=9)[:20]
+    assert torch.equal(again.search(queries, 5), made.search(queries, 5))
+    # Other weights and other settings are other indexes.
+    SemanticIndex.of_head(rows * 2, folder=tmp_path)
+    SemanticIndex.of_head(rows, IndexSettings(links=16), folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_norm_augmentation_finds_the_largest_products():
+    rows = rows_of_head() * torch.linspace(0.1, 3, VOCABULARY).unsqueeze(1)
+    queries = rows_of_head(seed=5)[:50]
+    found = SemanticIndex.build(rows).search(queries, 10)
+    exact = (queries @ rows.T).topk(10).indices
+    assert (found.unsqueeze(1) == exact.unsqueeze(2)).any(2).float().mean() > 0.9
+
+
+def test_a_damaged_index_is_built_again(tmp_path):
+    rows = rows_of_head()
+    SemanticIndex.of_head(rows, folder=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    data = (folder / "index.bin").read_bytes()
+    (folder / "index.bin").write_bytes(data[: len(data) // 2])
+    reports = []
+    made = SemanticIndex.of_head(rows, report=lambda *one: reports.append(one), folder=tmp_path)
+    assert reports and made.recall > 0.9
+    assert (folder / "index.bin").read_bytes() == data
+
+
+def test_without_hnswlib_the_exact_ways_work(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "hnswlib", None)
+    with pytest.raises(UnsupportedError, match=r"hf_dynspec\[retrieval\]"):
+        policy(semantic="index").start(vocabulary(rows_of_head()))
+    state = policy(semantic="token").start(vocabulary(rows_of_head()))
+    state.observe(verdict([90], top_ids=[[100] * 50]))
+    assert {90, 100} <= held(state)
+
+
+def test_neighbours_are_exact_and_computed_once():
+    rows = rows_of_head()
+    neighbours = TokenNeighbours(rows, 7)
+    asked = torch.tensor([3, 99, 3])
+    products = (rows @ rows.T).fill_diagonal_(-torch.inf)
+    assert torch.equal(neighbours.of(asked), products.topk(7).indices[asked])
+    rows.zero_()
+    assert torch.equal(neighbours.of(asked[:1]), products.topk(7).indices[asked[:1]])
+
+
+# The thread ------------------------------------------------------------------------------------------------------
+
+
+def threads() -> int:
+    return sum("hf_dynspec retrieval" in one.name for one in threading.enumerate())
+
+
+def test_a_slow_answer_delays_no_round():
+    worker, release = Worker(is_synchronous=False), threading.Event()
+    worker.give(lambda: release.wait(5) and "late")
+    worker.give(lambda: "next")
+    start = time.perf_counter()
+    assert worker.take() == [] and time.perf_counter() - start < 1
+    release.set()
+    deadline = time.perf_counter() + 5
+    taken = []
+    while len(taken) < 2 and time.perf_counter() < deadline:
+        taken += worker.take()
+    assert taken == ["late", "next"]
+    worker.close()
+    assert threads() == 0
+
+
+def test_what_a_job_raises_is_raised_when_it_is_taken():
+    worker = Worker(is_synchronous=False)
+    worker.give(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        while True:
+            worker.take()
+    worker.close()
+
+
+def test_sessions_leave_no_threads():
+    for _ in range(200):
+        state = policy(likely=1, synchronous=False).start(vocabulary())
+        state.observe(verdict([90], top_ids=[[100]]))
+        state.close()
+    assert threads() == 0
+    state = policy(likely=1, synchronous=False).start(vocabulary())
+    state.observe(verdict([90], top_ids=[[100]]))
+    assert threads() == 1
+    del state
+    gc.collect()
+    deadline = time.perf_counter() + 5
+    while threads() and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert threads() == 0
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_generation_is_the_targets_own_and_leaves_no_thread(synchronous):
+    target = tiny()
+    drafter = perturbed(target)
+    for semantic in ("logits", "token"):
+        for tree in (False, True):
+            own = policy(semantic=semantic, synchronous=synchronous, prompt_positions=4)
+            assistant = DynSpecAssistant(drafter, own, target=target, tree=tree, validate=True)
+            inputs = prompt()
+            expected = target.generate(inputs, max_new_tokens=24, do_sample=False)
+            for _ in range(2):
+                actual = target.generate(inputs, assistant_model=assistant, max_new_tokens=24, do_sample=False)
+                assert torch.equal(actual, expected)
+            assistant.unbind()
+            assert threads() == 0

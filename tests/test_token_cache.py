@@ -1,0 +1,150 @@
+"""The caches of retrieved tokens, held against plain models of them over random traces."""
+
+import random
+
+import pytest
+
+from hf_dynspec.shortlists.retrieval.cache import CACHES, AdaptiveReplacementCache, LeastRecentlyUsedCache
+
+UNGUARDED = {"most_insertions": None, "residency": 0}
+
+
+class PlainARC:
+    """ARC in lists, least recently used first, as its paper and EvoSpec's appendix describe it."""
+
+    def __init__(self, capacity, ghosts, warm_up, residency):
+        self.c, self.g, self.warm_up, self.residency = capacity, ghosts, warm_up, residency
+        self.t1, self.t2, self.b1, self.b2 = [], [], [], []
+        self.p, self.events, self.step, self.since = capacity / 2, 0, 0, {}
+
+    def request(self, x):
+        if x in self.t1 or x in self.t2:
+            (self.t1 if x in self.t1 else self.t2).remove(x)
+            self.t2.append(x)
+            return True
+        again = x in self.b1 or x in self.b2
+        if self.events >= self.warm_up:
+            if x in self.b1:
+                self.p = min(self.p + max(len(self.b2) / len(self.b1), 1), self.c)
+            elif x in self.b2:
+                self.p = max(self.p - max(len(self.b1) / len(self.b2), 1), 0)
+        if len(self.t1) + len(self.t2) == self.c:
+            order = [(self.t1, self.b1), (self.t2, self.b2)]
+            for tokens, ghosts in order if len(self.t1) > self.p else order[::-1]:
+                old = [one for one in tokens if self.step - self.since[one] >= self.residency]
+                if old:
+                    tokens.remove(old[0])
+                    ghosts.append(old[0])
+                    del ghosts[: -self.g]
+                    break
+            else:
+                return False
+        self.b1, self.b2 = [one for one in self.b1 if one != x], [one for one in self.b2 if one != x]
+        (self.t2 if again else self.t1).append(x)
+        self.since[x] = self.step
+        return True
+
+
+def zipf(rng, vocabulary, length):
+    """Tokens of which few are frequent, and whose frequent ones drift."""
+    return [int(vocabulary * rng.random() ** 3 + index // 200) % vocabulary for index in range(length)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_arc_is_the_plain_model(seed):
+    rng = random.Random(seed)
+    capacity = rng.choice([1, 2, 3, 7, 16, 40])
+    settings = {"ghosts": rng.choice([1, capacity]), "warm_up": rng.choice([0, 20]), "residency": rng.choice([0, 3])}
+    cache = AdaptiveReplacementCache(capacity, most_insertions=None, **settings)
+    plain = PlainARC(capacity, **settings)
+    for event in range(600):
+        tokens = dict.fromkeys(zipf(rng, 90, rng.randint(1, 6)))
+        cache.add(tokens)
+        for token in tokens:
+            plain.request(token)
+        plain.events += 1
+        assert list(cache._once) == plain.t1 and list(cache._again) == plain.t2
+        assert list(cache._ghosts_of_once) == plain.b1 and list(cache._ghosts_of_again) == plain.b2
+        assert cache.target_size == pytest.approx(plain.p)
+        if event % 2:
+            cache.advance()
+            plain.step += 1
+    assert len(cache) <= capacity and 0 <= cache.target_size <= capacity
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lru_holds_the_tokens_last_asked_for(seed):
+    rng = random.Random(seed)
+    cache, seen = LeastRecentlyUsedCache(9, **UNGUARDED), []
+    for _ in range(400):
+        tokens = zipf(rng, 50, rng.randint(1, 12))
+        cache.add(tokens)
+        for token in dict.fromkeys(tokens):
+            seen = [one for one in seen if one != token] + [token]
+        assert set(cache.slots().values()) == set(seen[-9:])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_keep_their_place_and_changes_tell_the_rest(kind, seed):
+    rng = random.Random(seed)
+    cache, shown = CACHES[kind](16), {}
+    for _ in range(500):
+        cache.add(zipf(rng, 200, rng.randint(0, 60)))
+        cache.refresh(zipf(rng, 200, 3))
+        cache.advance(rng.randint(0, 3))
+        if rng.random() < 0.5:
+            shown.update(cache.take_changes())
+            assert shown == cache.slots()
+            assert len(set(shown.values())) == len(shown) <= 16
+            assert all(0 <= slot < 16 for slot in shown)
+    assert all(one in cache for one in cache.slots().values())
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_an_event_counts_a_token_once_and_brings_in_so_many(kind):
+    cache = CACHES[kind](64, most_insertions=32)
+    assert cache.add([5, 5, 5]) == 1
+    assert cache.add(range(100, 200)) == 32
+    assert set(cache.slots().values()) == {5, *range(100, 132)}
+    # A token that is here already is no insertion.
+    assert cache.add([*range(100, 132), 7]) == 1
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_nothing_is_evicted_before_its_time(kind):
+    cache = CACHES[kind](4, residency=8)
+    cache.add(range(4))
+    for step in range(8):
+        assert cache.add([100 + step]) == 0
+        cache.advance()
+    assert cache.add([200]) == 1 and 200 in cache and 0 not in cache
+
+
+def test_the_target_size_stays_while_warming_up():
+    cache = AdaptiveReplacementCache(2, warm_up=50, **UNGUARDED)
+    for _ in range(25):
+        cache.add([1, 2, 3])
+        cache.add([3, 2, 1])
+        assert cache.target_size == 1
+    for _ in range(5):
+        cache.add([1, 2, 3])
+    assert cache.target_size != 1
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cleared_cache_is_a_new_one(kind):
+    rng = random.Random(0)
+    used, new = CACHES[kind](8), CACHES[kind](8)
+    for _ in range(100):
+        used.add(zipf(rng, 40, 4))
+        used.advance()
+    used.clear()
+    assert used.slots() == {} and used.take_changes() == {}
+    for _ in range(100):
+        tokens = zipf(rng, 40, 4)
+        used.add(tokens)
+        new.add(tokens)
+        used.advance()
+        new.advance()
+        assert used.slots() == new.slots()
