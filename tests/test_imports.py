@@ -54,7 +54,8 @@ THIRD_PARTIES = {
     "files": set(),
     "vocabulary": set(),
     "modeling": {"torch"},
-    "shortlists": {"torch"},
+    # The index of one policy is hnswlib's, and lies in the Hub's home folder.
+    "shortlists": {"torch", "hnswlib", "huggingface_hub"},
     "stats": {"torch"},
 }
 # A Triton kernel cannot be written without triton. The file that holds it is imported where it is of use, and lazily.

@@ -10,11 +10,12 @@ when it is complete, and tells by its name what it holds: the folder itself is t
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
+
+from ..files import replacing
 
 # Runs that are merged at once, which are open files.
 FAN_IN = 16
@@ -24,7 +25,6 @@ _HEAD = struct.Struct("<8s7q")
 _RECORD = np.dtype([("bigram", "<i8"), ("count", "<i8")])
 BYTES_PER_BIGRAM = _RECORD.itemsize
 _SUFFIX = ".bigrams"
-_SCRATCH_SUFFIX = ".writing"
 # What a bigram takes at most while it is merged (as a record, as two numbers, and what sorting and adding up make of
 # them) and while a buffer is sorted, in bytes.
 _BYTES_PER_MERGED, _BYTES_PER_SORTED = 96, 64
@@ -140,24 +140,15 @@ def write_run(
         watch: called before each block; what it raises ends the writing.
     """
     path = folder / (name or head.name)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}{_SCRATCH_SUFFIX}")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(_HEAD.pack(_MAGIC, *astuple(head)))
-            for bigrams, counts in blocks:
-                watch()
-                for start in range(0, len(bigrams), _LARGEST_BLOCK):
-                    part = slice(start, start + _LARGEST_BLOCK)
-                    records = np.empty(len(bigrams[part]), _RECORD)
-                    records["bigram"], records["count"] = bigrams[part], counts[part]
-                    records.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        with suppress(OSError):
-            scratch.unlink()
-        raise
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        file.write(_HEAD.pack(_MAGIC, *astuple(head)))
+        for bigrams, counts in blocks:
+            watch()
+            for start in range(0, len(bigrams), _LARGEST_BLOCK):
+                part = slice(start, start + _LARGEST_BLOCK)
+                records = np.empty(len(bigrams[part]), _RECORD)
+                records["bigram"], records["count"] = bigrams[part], counts[part]
+                records.tofile(file)
     return Run(path, head)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigurationError
+from ..files import write_json
 from .bigram_runs import (
     BREAK,
     BYTES_PER_BIGRAM,
@@ -82,10 +83,7 @@ class BigramCounts:
     def _require_own_job(self, is_main: bool) -> None:
         file = self.folder / self.JOB
         if is_main and not file.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            scratch = file.with_suffix(".writing")
-            scratch.write_text(json.dumps(self._job))
-            os.replace(scratch, file)
+            write_json(file, self._job)
         try:
             saved = json.loads(file.read_bytes())
             changed = [key for key in self._job if saved.get(key) != self._job[key]]

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
@@ -277,8 +276,8 @@ class RetrievalState(ShortlistState):
         self._worker.close()
 
 
-def _wanted_ids(vocabulary: VocabularyInfo, core: torch.Tensor) -> np.ndarray:
+def _wanted_ids(vocabulary: VocabularyInfo, core: torch.Tensor) -> torch.Tensor:
     """bool `[V + 1]`: see `Retriever`."""
     token_ids = torch.arange(vocabulary.size + 1, device=vocabulary.device)
     is_wanted = vocabulary.can_draft(token_ids).index_fill(0, core, False)
-    return is_wanted.cpu().numpy()
+    return is_wanted.cpu()

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .cache import TokenCache
@@ -53,8 +52,8 @@ class Retriever:
 
     Args:
         cache: what holds them.
-        is_wanted: bool `[V + 1]`: which ids may come in, that is those that the drafter can score and the core does
-            not hold; the last entry, False, stands for all ids past the vocabulary.
+        is_wanted: bool `[V + 1]`, on the CPU: which ids may come in, that is those that the drafter can score and the
+            core does not hold; the last entry, False, stands for all ids past the vocabulary.
         semantic: what finds tokens that are near: an index asked with hidden states, a table asked with tokens, or
             None where the target's own likeliest tokens are all.
         neighbours: how many tokens of an index.
@@ -65,7 +64,7 @@ class Retriever:
     def __init__(
         self,
         cache: TokenCache,
-        is_wanted: np.ndarray,
+        is_wanted: torch.Tensor,
         semantic: SemanticIndex | TokenNeighbours | None,
         neighbours: int,
         graph: CooccurrenceGraph | None,
@@ -127,7 +126,6 @@ class Retriever:
 
     def _wanted(self, token_ids: list[int]) -> list[int]:
         """Those that may come in, in their order."""
-        ids = np.asarray(token_ids, dtype=np.int64)
         # The last entry stands for what is no token: past the vocabulary, or below 0, which finds it by itself.
-        ids = np.minimum(ids, self._is_wanted.shape[0] - 1)
+        ids = torch.tensor(token_ids).clamp_max(self._is_wanted.shape[0] - 1)
         return ids[self._is_wanted[ids]].tolist()
