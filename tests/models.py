@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from hf_dynspec.protocol import Shortlist, VocabularyInfo
-from hf_dynspec.shortlists import POLICIES, ShortlistPolicy, ShortlistState
+from hf_dynspec.shortlists import POLICIES, CooccurrenceGraph, ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import Router, RouterShortlist
@@ -300,6 +300,16 @@ def centroid_router(clusters: int = 12, width: int = 32, seed: int = 8) -> Route
     return Router(random_router(clusters, width).clusters, centroids)
 
 
+def successor_graph() -> CooccurrenceGraph:
+    """A graph in which two tokens follow each."""
+    ids = torch.arange(VOCABULARY)
+    successors = torch.stack([(ids * 7 + 3) % VOCABULARY, (ids * 5 + 11) % VOCABULARY], dim=1)
+    successors[:, 1] += (successors[:, 0] == successors[:, 1]) * 1
+    successors %= VOCABULARY
+    probabilities = torch.tensor([0.5, 0.25]).repeat(VOCABULARY)
+    return CooccurrenceGraph(torch.arange(VOCABULARY + 1) * 2, successors.flatten(), probabilities)
+
+
 # Settings that make a policy of the table small enough for tiny vocabularies, or that it cannot be made without.
 _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency": lambda: POLICIES["frequency"](torch.arange(VOCABULARY).flip(0), size=90),
@@ -307,6 +317,7 @@ _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "union": lambda: POLICIES["union"](FrequencyShortlist(size=25), InContextShortlist(30, 2, 2)),
     "hybrid": lambda: POLICIES["hybrid"](core_size=40, window=30),
     "router": lambda: POLICIES["router"](random_router(), max_clusters=3),
+    "retrieval": lambda: POLICIES["retrieval"](size=40, dynamic=20, likely=8, prompt_positions=4, synchronous=True),
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
@@ -318,6 +329,9 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     ),
     "router, fitted, not packed": lambda: RouterShortlist(
         random_router(), max_clusters=4, packed=False, budgets=fitted_budgets()
+    ),
+    "retrieval, by the token, with a graph": lambda: POLICIES["retrieval"](
+        size=30, graph=successor_graph(), dynamic=12, semantic="token", trigger="oov", cache="arc", synchronous=True
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
     "union with a router": lambda: POLICIES["union"](

@@ -25,15 +25,18 @@ class TokenNeighbours:
         self._lock = threading.Lock()
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[n, count]` on the CPU: the neighbours of token ids `[n]`, nearest first."""
+        """int64 `[n, count]` on the CPU: the neighbours of token ids `[n]`, nearest first; −1 for ids past the rows,
+        which a padded head may name."""
         token_ids = token_ids.cpu()
+        is_row = token_ids < self._known.shape[0]
+        asked = token_ids.where(is_row, 0)
         with self._lock:
-            unknown = token_ids[~self._known[token_ids]].unique()
+            unknown = asked[is_row & ~self._known[asked]].unique()
             for part in unknown.split(_ROWS):
                 if part.numel():
                     self._table[part] = self._nearest(part.to(self._rows.device)).to("cpu", torch.int32)
                     self._known[part] = True
-            return self._table[token_ids].to(torch.int64)
+            return self._table[asked].to(torch.int64).masked_fill(~is_row.unsqueeze(1), -1)
 
     def _nearest(self, token_ids: torch.Tensor) -> torch.Tensor:
         products = (self._rows.index_select(0, token_ids) @ self._rows.T).float()
