@@ -227,6 +227,7 @@ _SMALLER = {
     ("build", "frequency"): ("--processes", "1", "--max-new-tokens", "4", "--overwrite"),
     ("build", "frequency-export"): (),
     ("build", "frequency-import"): ("--overwrite",),
+    ("build", "graph"): ("--processes", "1", "--minimum-count", "2", "--overwrite"),
     ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
     ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--hidden", "16", "--window", "48", "--threads", "1"),
     ("convert", "eagle"): ("--overwrite",),

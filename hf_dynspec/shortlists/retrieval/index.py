@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class SemanticIndex:
         Args:
             rows: floating point `[V, d]`: row `i` is that of token id `i`.
             settings: how.
-            report: is told of the progress.
+            report: is told of the progress (None: a bar shows it, unless the Hub's bars are switched off).
 
         Raises:
             UnsupportedError: hnswlib is not installed.
@@ -103,13 +104,13 @@ class SemanticIndex:
             ef_construction=settings.build_breadth,
             random_seed=settings.seed,
         )
-        for first in range(0, count, _BATCH_ROWS):
-            part = rows[first : first + _BATCH_ROWS].detach().float().cpu()
-            last = first + part.shape[0]
-            longer = torch.cat([part, missing[first:last].unsqueeze(1)], dim=1)
-            index.add_items(longer.numpy(), torch.arange(first, last).numpy(), num_threads=settings.threads)
-            if report is not None:
-                report(last, count)
+        with _progress(report) as report_progress:
+            for first in range(0, count, _BATCH_ROWS):
+                part = rows[first : first + _BATCH_ROWS].float().cpu()
+                last = first + part.shape[0]
+                longer = torch.cat([part, missing[first:last].unsqueeze(1)], dim=1)
+                index.add_items(longer.numpy(), torch.arange(first, last).numpy(), num_threads=settings.threads)
+                report_progress(last, count)
         made = cls(index, settings, recall=0.0)
         made.recall = made.measure_recall(rows)
         return made
@@ -222,6 +223,23 @@ def require_hnswlib() -> Any:
             'semantic="logits" and semantic="token" need neither, and are exact.'
         ) from error
     return hnswlib
+
+
+@contextmanager
+def _progress(report: Report | None) -> Iterator[Report]:
+    """What to tell of the progress."""
+    if report is not None:
+        yield report
+        return
+    from huggingface_hub.utils import tqdm
+
+    with tqdm(desc="Building the semantic index", unit=" rows") as bar:
+
+        def show(done: int, count: int) -> None:
+            bar.total = count
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def _exact_search(rows: torch.Tensor, queries: torch.Tensor, count: int) -> torch.Tensor:
