@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -110,9 +111,9 @@ class RetrievalShortlist(ShortlistPolicy):
             graph, self._of_graph = CooccurrenceGraph.from_settings({}, stored.tensors), stored.tokenizer
         self.graph = graph
         self._lock = threading.Lock()
-        # What is made of a target's head, for as long as it has these weights.
-        self._made_of: tuple[torch.Tensor, int] | None = None
-        self._semantic: SemanticIndex | TokenNeighbours | None = None
+        # What was made of a target's head, for as long as a session uses it, as it may hold that head's rows.
+        self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
+        self._made_of: tuple[int, int, torch.Size] | None = None
 
     @classmethod
     def paper(
@@ -175,12 +176,14 @@ class RetrievalShortlist(ShortlistPolicy):
         if self.semantic == "logits":
             return None
         with self._lock:
-            made_of = (rows, rows._version)
-            if self._made_of is None or self._made_of[0] is not rows or self._made_of[1] != rows._version:
-                make = SemanticIndex.of_head if self.semantic == "index" else TokenNeighbours
-                self._semantic = make(rows[:size]) if self.semantic == "index" else make(rows[:size], self.neighbours)
-                self._made_of = made_of
-            return self._semantic
+            semantic, made_of = self._made and self._made(), (rows.data_ptr(), rows._version, rows.shape)
+            if semantic is None or self._made_of != made_of:
+                if self.semantic == "index":
+                    semantic = SemanticIndex.of_head(rows[:size])
+                else:
+                    semantic = TokenNeighbours(rows[:size], self.neighbours)
+                self._made, self._made_of = weakref.ref(semantic), made_of
+            return semantic
 
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.setting_rules}
