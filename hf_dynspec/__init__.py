@@ -25,6 +25,7 @@ _HOMES = {
     "PolicyError": ".errors",
     "Prompt": ".protocol",
     "RouterShortlist": ".shortlists",
+    "ScreenShortlist": ".shortlists",
     "Shortlist": ".protocol",
     "ShortlistPolicy": ".shortlists",
     "ShortlistState": ".shortlists",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
     from .shortlists import RouterShortlist as RouterShortlist
+    from .shortlists import ScreenShortlist as ScreenShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import ShortlistState as ShortlistState
     from .shortlists import UnionShortlist as UnionShortlist

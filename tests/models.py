@@ -43,6 +43,7 @@ from hf_dynspec.shortlists import POLICIES, ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import Router, RouterShortlist
+from hf_dynspec.shortlists.screen import ScreenShortlist
 
 VOCABULARY = 301
 PAD, BOS, EOS = 0, 1, 2
@@ -307,6 +308,7 @@ _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "union": lambda: POLICIES["union"](FrequencyShortlist(size=25), InContextShortlist(30, 2, 2)),
     "hybrid": lambda: POLICIES["hybrid"](core_size=40, window=30),
     "router": lambda: POLICIES["router"](random_router(), max_clusters=3),
+    "screen": lambda: POLICIES["screen"](rank=4, candidates=30),
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
@@ -320,6 +322,12 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
         random_router(), max_clusters=4, packed=False, budgets=fitted_budgets()
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
+    "screen, with a factor of its own": lambda: ScreenShortlist.fitted(
+        *torch.randn(2, VOCABULARY, 32, generator=torch.Generator().manual_seed(9)), rank=5, candidates=90
+    ),
+    "union with a screen": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"), ScreenShortlist(candidates=10)
+    ),
     "union with a router": lambda: POLICIES["union"](
         InContextShortlist(15, eviction="lru"), RouterShortlist(random_router(), max_clusters=2)
     ),

@@ -12,6 +12,7 @@ from .in_context import InContextShortlist
 from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
 from .retrieval import CooccurrenceGraph
 from .router import Router, RouterShortlist
+from .screen import ScreenFactor, ScreenShortlist
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import HybridShortlist, UnionShortlist
 
@@ -21,6 +22,7 @@ register_policy(InContextShortlist)
 register_policy(RouterShortlist)
 register_policy(UnionShortlist)
 register_policy(HybridShortlist)
+register_policy(ScreenShortlist)
 
 __all__ = [
     "ID_DTYPES",
@@ -36,6 +38,8 @@ __all__ = [
     "OneOf",
     "Router",
     "RouterShortlist",
+    "ScreenFactor",
+    "ScreenShortlist",
     "SettingRule",
     "Share",
     "ShortlistPolicy",
