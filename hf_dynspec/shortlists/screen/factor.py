@@ -114,7 +114,6 @@ class ScreenFactor:
             _require_numbers("hidden_states", hidden_states, weight)
             root, length = _root_of_covariance(hidden_states), _mean_square_length(hidden_states)
         progress = _Progress()
-        progress = _Progress()
         directions = _leading_directions(weight, root, rank, progress)
         # States are root · z, and the rows of the head, which read z, are W · root.
         combined = directions if root is None else root @ directions

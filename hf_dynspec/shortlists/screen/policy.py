@@ -208,7 +208,9 @@ def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
     is_barred = ~vocabulary.can_draft(ids)
     for token_id in vocabulary.eos_token_ids:
         is_barred |= ids == token_id
-    bias = torch.zeros(count, device=ids.device) if head.bias is None else head.bias[:count].float()
+    bias = (
+        torch.zeros(count, dtype=torch.float32, device=ids.device) if head.bias is None else head.bias[:count].float()
+    )
     # A token whose own bias is −inf is a bad choice, and not barred.
     bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(is_barred, -torch.inf)
     return functional.pad(bias, (0, tiles * TILE_ROWS - count), value=-torch.inf).view(tiles, TILE_ROWS)
