@@ -26,6 +26,7 @@ _HOMES = {
     "Prompt": ".protocol",
     "RetrievalShortlist": ".shortlists",
     "RouterShortlist": ".shortlists",
+    "ScreenShortlist": ".shortlists",
     "Shortlist": ".protocol",
     "ShortlistPolicy": ".shortlists",
     "ShortlistState": ".shortlists",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from .shortlists import InContextShortlist as InContextShortlist
     from .shortlists import RetrievalShortlist as RetrievalShortlist
     from .shortlists import RouterShortlist as RouterShortlist
+    from .shortlists import ScreenShortlist as ScreenShortlist
     from .shortlists import ShortlistPolicy as ShortlistPolicy
     from .shortlists import ShortlistState as ShortlistState
     from .shortlists import UnionShortlist as UnionShortlist

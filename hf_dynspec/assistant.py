@@ -59,8 +59,8 @@ class DynSpecAssistant(Assistant):
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
             wrappers (peft, `torch.compile`), or an `EagleDrafter`.
-        policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`), or None for
-            `HybridShortlist()`, which needs nothing built or trained.
+        policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`),
+            or None for `HybridShortlist()`, which needs nothing built or trained.
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.

@@ -43,6 +43,7 @@ from hf_dynspec.shortlists import POLICIES, CooccurrenceGraph, ShortlistPolicy, 
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import Router, RouterShortlist
+from hf_dynspec.shortlists.screen import ScreenShortlist
 
 VOCABULARY = 301
 PAD, BOS, EOS = 0, 1, 2
@@ -318,6 +319,7 @@ _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "hybrid": lambda: POLICIES["hybrid"](core_size=40, window=30),
     "router": lambda: POLICIES["router"](random_router(), max_clusters=3),
     "retrieval": lambda: POLICIES["retrieval"](size=40, dynamic=20, likely=8, prompt_positions=4, synchronous=True),
+    "screen": lambda: POLICIES["screen"](rank=4, candidates=30),
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
@@ -334,6 +336,12 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
         size=30, graph=successor_graph(), dynamic=12, semantic="token", trigger="oov", cache="arc", synchronous=True
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
+    "screen, with a factor of its own": lambda: ScreenShortlist.fitted(
+        *torch.randn(2, VOCABULARY, 32, generator=torch.Generator().manual_seed(9)), rank=5, candidates=90
+    ),
+    "union with a screen": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"), ScreenShortlist(candidates=10)
+    ),
     "union with a router": lambda: POLICIES["union"](
         InContextShortlist(15, eviction="lru"), RouterShortlist(random_router(), max_clusters=2)
     ),

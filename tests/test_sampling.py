@@ -23,6 +23,7 @@ from hf_dynspec import (
     EagleDrafter,
     FrequencyShortlist,
     InContextShortlist,
+    ScreenShortlist,
     TreeConfig,
     UnionShortlist,
     devices,
@@ -54,6 +55,7 @@ POLICIES = {
     "frequency": lambda: FrequencyShortlist(size=5),
     "in_context": lambda: InContextShortlist(6, 1, 1),
     "union": lambda: UnionShortlist(FrequencyShortlist(size=3), InContextShortlist(3, 1, 1, eviction="lru")),
+    "screen": lambda: ScreenShortlist(rank=3, candidates=4),
     "random": lambda: RandomShortlist(size=4),
     "eos_only": TERRIBLE["eos_only"],
 }

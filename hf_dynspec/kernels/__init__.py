@@ -1,27 +1,32 @@
-"""The arithmetic of the dynamic head, and the choice of top tokens. The `…_for` functions say by device which
-implementation runs."""
+"""The arithmetic of the dynamic head and of what screens for it, and the choice of top tokens. The `…_for` functions
+say by device which implementation runs."""
 
 import importlib.util
 from collections.abc import Callable
 
 import torch
 
-from . import cpu, reference
+from . import cpu, cpu_best_rows, reference
 from .cpu import dense_scores, has_dense_kernel, prepare_kernels
-from .reference import block_scores, packed_scores, replace_rows, scattered_scores
+from .cpu_best_rows import prepare_best_rows
+from .reference import TILE_ROWS, block_scores, packed_scores, replace_rows, scattered_scores, tiled
 
 __all__ = [
+    "TILE_ROWS",
     "argmax_rows",
     "argmax_rows_for",
+    "best_rows_for",
     "block_scores",
     "block_scores_for",
     "dense_scores",
     "has_dense_kernel",
     "packed_scores",
+    "prepare_best_rows",
     "prepare_kernels",
     "replace_rows",
     "scattered_scores",
     "scattered_scores_for",
+    "tiled",
     "top_k_ids",
     "top_k_ids_for",
 ]
@@ -43,6 +48,17 @@ def block_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
 
         return triton_scores
     return reference.block_scores
+
+
+def best_rows_for(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the fastest implementation of `reference.best_rows` for a device."""
+    if device.type == "cpu":
+        return cpu_best_rows.best_rows
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from .triton_best_rows import best_rows as triton_best_rows
+
+        return triton_best_rows
+    return reference.best_rows
 
 
 def top_k_ids_for(device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:

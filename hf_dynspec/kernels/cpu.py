@@ -1,5 +1,6 @@
 """CPU kernels: those of the head, compiled from head_scores.cpp where there is a C++ compiler, once on a machine and
-for all sizes; and the selection of top tokens, which torch does more slowly there."""
+for all sizes; and the selection of top tokens, which torch does more slowly there. What cpu_best_rows.py needs for its
+own source file is here too."""
 
 import ctypes
 import functools
@@ -20,17 +21,22 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_CHARACTERS = 200
 
 
-# Of this file's two messages, each of which is shown by default, in one line, and at most once in a process.
+# Of this file's two messages, each of which is shown by default, in one line, and at most once for each source file in
+# a process.
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
-    """The functions of head_scores.cpp by the weight's dtype, compiled for this machine; torch keeps them on disk.
+def compiled_library(file_name: str, what: str) -> ctypes.CDLL | None:
+    """Compile a source file of this folder for this machine; torch keeps the library on disk.
 
-    Empty, which is said once, where they cannot be compiled.
+    Args:
+        file_name: the source's.
+        what: what is done by plain torch where it cannot be compiled, with a verb, for the one line that says so.
+
+    Returns:
+        The library, None where it cannot be compiled.
     """
-    source = Path(__file__).with_name("head_scores.cpp").read_text(encoding="utf-8")
+    source = Path(__file__).with_name(file_name).read_text(encoding="utf-8")
     try:
         # Takes over a second, which importing this file must not. Releases of torch may name it otherwise, as it is
         # not meant for others. Where there is no compiler that works, loading says so.
@@ -41,13 +47,24 @@ def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
         _log.warning(
-            "LM heads are scored by plain torch, several times slower, as the CPU kernels cannot be compiled: install "
+            "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: install "
             "g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch. (%s)",
+            what,
             _in_one_line(error),
         )
-        return {}
+        return None
     if _is_younger(library, began):
         _log.warning("compiled the CPU kernels, once on this computer: %.0f s", time.perf_counter() - start)
+    return library
+
+
+@functools.cache
+def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
+    """The functions of head_scores.cpp by the weight's dtype. Empty, which is said once, where they cannot be
+    compiled."""
+    library = compiled_library("head_scores.cpp", "LM heads are scored")
+    if library is None:
+        return {}
     kernels = {}
     for dtype in _KERNEL_DTYPES:
         kernel = library[f"head_scores_{str(dtype).removeprefix('torch.')}"]
@@ -177,26 +194,25 @@ def _run(
     # The kernel reads memory by these numbers, unchecked.
     are_blocks = blocks is None or (blocks.dtype == torch.int64 and blocks.is_cpu)
     if d != columns or not are_blocks or not (hidden.is_cpu and weight.is_cpu and weight.is_contiguous()):
-        chosen = "" if blocks is None else f" and blocks {_kind(blocks)}"
+        chosen = "" if blocks is None else f" and blocks {described(blocks)}"
         raise ValueError(
-            f"hidden states {_kind(hidden)}{chosen} do not fit a weight {_kind(weight)}: the last dimensions must be "
-            "equal, the blocks int64, the weight contiguous and everything on the CPU."
+            f"hidden states {described(hidden)}{chosen} do not fit a weight {described(weight)}: the last dimensions "
+            "must be equal, the blocks int64, the weight contiguous and everything on the CPU."
         )
     if bias is not None:
         is_alike = bias.shape == weight.shape[:2] and bias.dtype == weight.dtype
         if not (is_alike and bias.is_contiguous() and bias.is_cpu):
-            raise ValueError(f"the bias {_kind(bias)} must be contiguous and as {_kind(weight[..., 0])}.")
+            raise ValueError(f"the bias {described(bias)} must be contiguous and as {described(weight[..., 0])}.")
     if hidden.dtype is not torch.float32:
         hidden = hidden.float()
     if out is None:
         # Quicker than `torch.empty` with a dtype and a device.
         out = hidden.new_empty(m, n * block_rows)
     elif out.dtype != torch.float32 or out.shape != (m, n * block_rows) or not (out.is_cpu and out.is_contiguous()):
-        raise ValueError(f"out {_kind(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
+        raise ValueError(f"out {described(out)} must be contiguous and float32 {[m, n * block_rows]} on cpu.")
     hidden = hidden.contiguous()
     blocks = None if blocks is None else blocks.contiguous()
-    # All threads or one: the pool that torch shares dismisses those that a call leaves out.
-    threads = torch.get_num_threads() if m * n * block_rows * d >= _FEWEST_SHARED_PRODUCTS else 1
+    threads = thread_count(m * n * block_rows * d)
     call = _CALL.pack(
         hidden.data_ptr(),
         weight.data_ptr(),
@@ -216,7 +232,13 @@ def _run(
     return out
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def thread_count(products: int) -> int:
+    """How many threads to share so many products out to. All or one: the pool that torch shares dismisses those that a
+    call leaves out."""
+    return torch.get_num_threads() if products >= _FEWEST_SHARED_PRODUCTS else 1
+
+
+def described(tensor: torch.Tensor) -> str:
     """`float32 [3, 4] on cpu`, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 

@@ -3,6 +3,9 @@
 import torch
 from torch.nn import functional
 
+# Rows that lie side by side in a factor for `best_rows`.
+TILE_ROWS = 32
+
 
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Score rows that lie side by side.
@@ -86,3 +89,30 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
         int64 `[m, k]`.
     """
     return scores.topk(k, dim=-1).indices
+
+
+def tiled(rows: torch.Tensor) -> torch.Tensor:
+    """bf16 `[B, r, T]`: floating-point rows `[n, r]`, laid out as `best_rows` reads them: `T` side by side, and
+    zeros at the end where `n` is no multiple of `T`."""
+    n, rank = rows.shape
+    padded = functional.pad(rows, (0, 0, 0, -n % TILE_ROWS)).to(torch.bfloat16)
+    return padded.view(-1, TILE_ROWS, rank).transpose(1, 2).contiguous()
+
+
+def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> torch.Tensor:
+    """Choose the rows of a low-rank factor that score best: a row's score is its bias and the largest of its products
+    with the queries, each summed in fp32. What is no number, or −inf, counts as the lowest finite score.
+
+    Args:
+        queries: fp32 `[m, r]`, `m >= 1`.
+        factor: bf16 `[B, r, T]`, `T = TILE_ROWS`: row `i` is `factor[i // T, :, i % T]`, see `tiled`.
+        bias: fp32 `[B, T]`; −inf bars a row from being chosen.
+        count: how many rows, of which at least as many are not barred.
+
+    Returns:
+        int64 `[count]`: different rows, in any order. Of rows that score the same, any.
+    """
+    lowest = torch.finfo(torch.float32).min
+    products = torch.matmul(queries, factor.float()).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
+    scores = (products.amax(1) + bias).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
+    return scores.masked_fill(bias == -torch.inf, -torch.inf).flatten().topk(count, sorted=False).indices

@@ -12,6 +12,7 @@ from .in_context import InContextShortlist
 from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
+from .screen import ScreenFactor, ScreenShortlist
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import HybridShortlist, UnionShortlist
 
@@ -22,6 +23,7 @@ register_policy(RouterShortlist)
 register_policy(UnionShortlist)
 register_policy(HybridShortlist)
 register_policy(RetrievalShortlist)
+register_policy(ScreenShortlist)
 POLICY_DATA[CooccurrenceGraph.name] = CooccurrenceGraph
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
     "RetrievalShortlist",
     "Router",
     "RouterShortlist",
+    "ScreenFactor",
+    "ScreenShortlist",
     "SettingRule",
     "Share",
     "ShortlistPolicy",

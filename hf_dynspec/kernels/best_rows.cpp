@@ -1,0 +1,218 @@
+// `reference.best_rows` for CPUs: which rows of a low-rank factor score best, in one pass over it and without sorting.
+//
+// The scores of a few tiles, spread over the factor, tell about how high the best ones lie. What lies as high is
+// collected while the factor is read, each thread in the order of its rows, and the best of it are chosen exactly. Where
+// the few tiles misled, too few are collected, and a second pass collects all; that takes no more than twice as long.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Rows of a tile, side by side, so that a tile's scores need no sum across a register.
+constexpr int TILE = 32;
+// Queries that are multiplied while a tile's numbers are in a register.
+constexpr int MOST_QUERIES = 4;
+// Tiles that the height is estimated from.
+constexpr int64_t SAMPLED_TILES = 128;
+// Standard deviations of the estimate that are collected in addition, so that too few are one case in a thousand.
+constexpr double MARGIN = 3;
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int VECTORS = TILE / LANES;
+
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Mask __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t ShortBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+inline Floats load(const float* numbers) {
+    Floats loaded;
+    std::memcpy(&loaded, numbers, sizeof(loaded));
+    return loaded;
+}
+
+// From bf16, which is the upper half of fp32.
+inline Floats load(const uint16_t* numbers) {
+    ShortBits loaded;
+    std::memcpy(&loaded, numbers, sizeof(loaded));
+    return (Floats)(__builtin_convertvector(loaded, Bits) << 16);
+}
+
+inline Floats choose(const Mask& mask, const Floats& yes, const Floats& no) {
+    return (Floats)(((Bits)mask & (Bits)yes) | (~(Bits)mask & (Bits)no));
+}
+
+// The arguments of a call, laid out as `cpu_best_rows.py` packs them.
+struct Call {
+    const float* queries;    // [m, r]
+    const uint16_t* factor;  // bf16 [tiles, r, TILE]
+    const float* bias;       // [tiles, TILE]
+    int64_t* rows;           // [count]
+    int64_t m, r, tiles, count, threads;
+};
+
+// Raises `best` to the products of a tile with QUERIES queries from `query` on; beyond the last one it is taken again.
+template <int QUERIES>
+inline void raise_to_products(const Call& call, const uint16_t* tile, int64_t query, Floats* best) {
+    const float* queries[QUERIES];
+    for (int q = 0; q < QUERIES; q++) queries[q] = call.queries + std::min(query + q, call.m - 1) * call.r;
+    Floats sums[QUERIES][VECTORS] = {};
+    for (int64_t k = 0; k < call.r; k++) {
+        Floats numbers[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) numbers[v] = load(tile + k * TILE + v * LANES);
+#pragma GCC unroll 4
+        for (int q = 0; q < QUERIES; q++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[q][v] += queries[q][k] * numbers[v];
+        }
+    }
+    for (int q = 0; q < QUERIES; q++) {
+        for (int v = 0; v < VECTORS; v++) best[v] = choose(sums[q][v] > best[v], sums[q][v], best[v]);
+    }
+}
+
+// The scores of a tile's rows: the best product and the bias. What is no number is the lowest; what is barred, lower.
+inline void score_tile(const Call& call, int64_t index, Floats* scores) {
+    const uint16_t* tile = call.factor + index * call.r * TILE;
+    for (int v = 0; v < VECTORS; v++) scores[v] = Floats{} + LOWEST;
+    if (call.m == 1) {
+        raise_to_products<1>(call, tile, 0, scores);
+    } else {
+        for (int64_t q = 0; q < call.m; q += MOST_QUERIES) raise_to_products<MOST_QUERIES>(call, tile, q, scores);
+    }
+    for (int v = 0; v < VECTORS; v++) {
+        const Floats bias = load(call.bias + index * TILE + v * LANES), sum = scores[v] + bias;
+        scores[v] = choose(bias == NONE, Floats{} + NONE, choose(sum > LOWEST, sum, Floats{} + LOWEST));
+    }
+}
+
+// A bit for each row whose score is at least `least`.
+inline uint32_t rows_from(const Floats* scores, float least) {
+    uint32_t bits = 0;
+    for (int v = 0; v < VECTORS; v++) {
+#if defined(__AVX512F__)
+        bits |= uint32_t(_mm512_cmp_ps_mask((__m512)scores[v], _mm512_set1_ps(least), _CMP_GE_OQ)) << v * LANES;
+#elif defined(__AVX2__)
+        const __m256 mask = _mm256_cmp_ps((__m256)scores[v], _mm256_set1_ps(least), _CMP_GE_OQ);
+        bits |= uint32_t(_mm256_movemask_ps(mask)) << v * LANES;
+#else
+        for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(scores[v][lane] >= least) << (v * LANES + lane);
+#endif
+    }
+    return bits;
+}
+
+// A score that about as many rows reach as are wanted, and rather more.
+float estimated_least(const Call& call, std::vector<float>& sampled) {
+    if (call.tiles < 4 * SAMPLED_TILES) return LOWEST;
+    sampled.resize(SAMPLED_TILES * TILE);
+    for (int64_t i = 0; i < SAMPLED_TILES; i++) {
+        Floats scores[VECTORS];
+        score_tile(call, i * call.tiles / SAMPLED_TILES, scores);
+        std::memcpy(sampled.data() + i * TILE, scores, sizeof(scores));
+    }
+    const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
+    const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
+    if (wanted >= int64_t(sampled.size())) return LOWEST;
+    std::nth_element(sampled.begin(), sampled.begin() + wanted, sampled.end(), std::greater<float>());
+    return std::max(sampled[wanted], LOWEST);
+}
+
+// What one thread collected: a part of memory that has room for all of its rows.
+struct Part {
+    int64_t first, count;
+};
+
+// What a call needs; kept for the next one of the same thread, as the system hands out memory slowly.
+struct Memory {
+    std::vector<float> scores, copied;
+    std::vector<int32_t> rows;
+    std::vector<Part> parts;
+};
+
+// Collects the rows that reach `least`. Returns how many.
+int64_t collect(const Call& call, float least, Memory& memory) {
+    float* const scores = memory.scores.data();
+    int32_t* const rows = memory.rows.data();
+    Part* const parts = memory.parts.data();
+#pragma omp parallel for num_threads(call.threads) schedule(static, 1) if (call.threads > 1)
+    for (int64_t thread = 0; thread < call.threads; thread++) {
+        const int64_t first = thread * call.tiles / call.threads, end = (thread + 1) * call.tiles / call.threads;
+        int64_t next = first * TILE;
+        for (int64_t index = first; index < end; index++) {
+            Floats tile[VECTORS];
+            score_tile(call, index, tile);
+            uint32_t bits = rows_from(tile, least);
+            if (!bits) continue;
+            float values[TILE];
+            std::memcpy(values, tile, sizeof(values));
+            for (; bits; bits &= bits - 1, next++) {
+                const int lane = __builtin_ctz(bits);
+                scores[next] = values[lane];
+                rows[next] = int32_t(index * TILE + lane);
+            }
+        }
+        parts[thread] = {first * TILE, next - first * TILE};
+    }
+    int64_t total = 0;
+    for (const Part& part : memory.parts) total += part.count;
+    return total;
+}
+
+// Writes the `count` best of what was collected, in the order of their rows; of equals at the end the first ones.
+void choose_best(const Call& call, Memory& memory) {
+    memory.copied.clear();
+    for (const Part& part : memory.parts) {
+        const auto start = memory.scores.begin() + part.first;
+        memory.copied.insert(memory.copied.end(), start, start + part.count);
+    }
+    const auto last = memory.copied.begin() + (call.count - 1);
+    std::nth_element(memory.copied.begin(), last, memory.copied.end(), std::greater<float>());
+    const float least = *last;
+    // Before the last lie those that are as good or better.
+    int64_t equals = 1 + std::count(memory.copied.begin(), last, least);
+    int64_t* into = call.rows;
+    for (const Part& part : memory.parts) {
+        for (int64_t i = part.first; i < part.first + part.count; i++) {
+            const float score = memory.scores[i];
+            if (score > least || (score == least && equals-- > 0)) *into++ = memory.rows[i];
+        }
+    }
+}
+
+}  // namespace
+
+// All tensors are contiguous, and 0 < count. Returns whether there are as many rows that are not barred; nothing is
+// written where there are not.
+extern "C" bool best_rows(const void* packed) {
+    Call call;
+    std::memcpy(&call, packed, sizeof(call));
+    thread_local Memory memory;
+    memory.scores.resize(call.tiles * TILE);
+    memory.rows.resize(call.tiles * TILE);
+    memory.parts.resize(call.threads);
+    const float least = estimated_least(call, memory.copied);
+    if (collect(call, least, memory) < call.count) {
+        if (least == LOWEST || collect(call, LOWEST, memory) < call.count) return false;
+    }
+    choose_best(call, memory);
+    return true;
+}

@@ -1,0 +1,83 @@
+"""`reference.best_rows` for GPUs: rough scores in one Triton kernel, and torch's selection among them.
+
+Importing this file imports triton, which is optional: `kernels.best_rows_for` imports it where it is of use. With
+`TRITON_INTERPRET=1` set before that, the kernel runs on the CPU, line by line, which is for tests.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .reference import TILE_ROWS
+
+# The queries that are multiplied at once: the narrowest matrix that a product takes; likewise ranks.
+QUERY_ROWS = 16
+# Tiles that one program scores at once, and ranks of them that it reads at a time.
+PROGRAM_TILES = 4
+MOST_RANKS = 64
+
+
+@triton.jit(do_not_specialize=["m", "tiles"])
+def _rough_scores_kernel(
+    queries,
+    factor,
+    bias,
+    scores,
+    m,
+    tiles,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """The scores of the rows of a few tiles, whose numbers are read once for up to `QUERIES` queries."""
+    row = tl.program_id(0).to(tl.int64) * TILES * T + tl.arange(0, TILES * T)
+    is_row = row < tiles * T
+    rank = tl.arange(0, RANKS)
+    first = tl.arange(0, QUERIES)
+    row_pointers = factor + (row // T) * RANK * T + row % T
+    lowest = -3.4028234663852886e38
+    best = tl.full((TILES * T,), lowest, tl.float32)
+    for start in range(0, m, QUERIES):
+        # Beyond the last query it is taken again.
+        query = tl.minimum(start + first, m - 1)
+        products = tl.zeros((QUERIES, TILES * T), tl.float32)
+        for k in range(0, RANK, RANKS):
+            inside = rank < RANK - k
+            numbers = tl.load(
+                row_pointers[None, :] + (k + rank)[:, None] * T, mask=inside[:, None] & is_row[None, :], other=0.0
+            )
+            asked = tl.load(queries + query[:, None] * RANK + k + rank[None, :], mask=inside[None, :], other=0.0)
+            # "ieee": tensor cores would otherwise round fp32 to 10 bits (tf32).
+            products = tl.dot(asked, numbers.to(tl.float32), products, input_precision="ieee")
+        # What is no number loses every comparison.
+        best = tl.maximum(best, tl.max(tl.where(products > lowest, products, lowest), axis=0))
+    own = tl.load(bias + row, mask=is_row, other=float("-inf"))
+    total = best + own
+    total = tl.where(total > lowest, total, lowest)
+    tl.store(scores + row, tl.where(own == float("-inf"), own, total), mask=is_row)
+
+
+def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> torch.Tensor:
+    """`reference.best_rows` for tensors on one GPU. The kernel is compiled once for each rank."""
+    (m, rank), tiles = queries.shape, factor.shape[0]
+    scores = torch.empty_like(bias)
+    # Triton launches on torch's current device, which need not be the tensors'.
+    with torch.cuda.device_of(queries):
+        _rough_scores_kernel[(triton.cdiv(tiles, PROGRAM_TILES),)](
+            queries.contiguous(),
+            factor,
+            bias,
+            scores,
+            m,
+            tiles,
+            RANK=rank,
+            RANKS=min(MOST_RANKS, max(16, triton.next_power_of_2(rank))),
+            T=TILE_ROWS,
+            TILES=PROGRAM_TILES,
+            QUERIES=QUERY_ROWS,
+            num_warps=4,
+            num_stages=3,
+        )
+    return scores.flatten().topk(count, sorted=False).indices

@@ -1,0 +1,236 @@
+"""A low-rank factor of an LM head: rough scores of all tokens at a fraction of the cost.
+
+Source: SVD-softmax (Shim et al., 2017), section 3. Weighted by what the hidden states look like, it is the best factor
+for them and not for any; SpecVocab (arXiv 2602.13836) trains such a factor.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from ...errors import ConfigurationError
+from ...fields import LARGEST_COUNT
+from ..storage import WEIGHT_DTYPES, TensorRule
+
+# The most of a stored factor's dimensions.
+MOST_RANKS = 2**12
+MOST_COLUMNS = 2**16
+SCREEN_TENSOR_RULES = {
+    "rows": TensorRule(WEIGHT_DTYPES, (LARGEST_COUNT, MOST_RANKS)),
+    "projection": TensorRule(WEIGHT_DTYPES, (MOST_RANKS, MOST_COLUMNS)),
+    "residuals": TensorRule(WEIGHT_DTYPES, (LARGEST_COUNT,)),
+}
+# A factor has this share of the head's columns, unless its rank is given.
+COLUMNS_PER_RANK = 16
+# Up to this width, all directions of the head are computed, and beyond it the leading ones alone: time grows with the
+# cube of the width for all, and with its square for these.
+_WIDEST_EXACT = 1024
+# More directions than are wanted, and passes over the head, so that the leading ones are found well.
+_MORE_DIRECTIONS = 32
+_PASSES = 3
+# Numbers of the head that are read at a time: 64 MiB as fp32.
+_CHUNK_NUMBERS = 2**24
+# Share of the mean variance of hidden states that each direction is held to have at least, as few states show few.
+_LEAST_VARIANCE = 0.1
+# How long it works in silence, and between two messages, in seconds.
+_SILENCE = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ScreenFactor:
+    """Scores the rows of a head roughly: `rows · (projection · h) + residuals · |h|²`. Immutable.
+
+    The product is what the head's leading directions say of the hidden state `h`. What they leave out of a token's row
+    is as good as random, and the probability of a token, by `exp`, grows with half of the variance of its logit: that
+    is added. Without it, tokens would be overlooked whose rows point where no leading direction does.
+
+    Args:
+        rows: floating-point `[n, r]`, row by row of the head.
+        projection: floating-point `[r, d]`: from hidden states to what the rows are multiplied with.
+        residuals: floating-point `[n]`, none below 0: half the variance of what the product leaves out of each row's
+            logit, for a hidden state of squared length 1.
+
+    Raises:
+        ConfigurationError: shapes that do not fit each other.
+    """
+
+    rows: torch.Tensor
+    projection: torch.Tensor
+    residuals: torch.Tensor
+
+    def __post_init__(self):
+        n, rank = (*self.rows.shape, 0, 0)[:2]
+        width = self.projection.shape[-1] if self.projection.dim() else 0
+        wanted = {"rows": (n, rank), "projection": (rank, width), "residuals": (n,)}
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not tensor.numel():
+                described = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+                raise ConfigurationError(f"{name} of a screen must be floating-point {list(shape)}, got {described}")
+
+    @property
+    def rank(self) -> int:
+        """Columns of the rows, `r`."""
+        return self.rows.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Numbers of the hidden states that it reads, `d`."""
+        return self.projection.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The three by their names, on the CPU."""
+        return {one.name: getattr(self, one.name).cpu().contiguous() for one in fields(self)}
+
+    @classmethod
+    @torch.no_grad()
+    def of_head(
+        cls, weight: torch.Tensor, rank: int | None = None, hidden_states: torch.Tensor | None = None
+    ) -> "ScreenFactor":
+        """The best factor of a head. After a few seconds, progress is logged.
+
+        Args:
+            weight: `[V, d]`, of any floating-point dtype and on any device. Read in chunks.
+            rank: of the factor, at most `d` (None: a sixteenth of `d`).
+            hidden_states: `[n, d]`: what the drafter computes logits from, some thousands from texts of all kinds;
+                the factor is then the best for their covariance (None: for states that point anywhere).
+
+        Returns:
+            A factor on the weight's device, its rows in bf16.
+
+        Raises:
+            ConfigurationError: shapes do not fit, or numbers are not finite.
+        """
+        _require_numbers("head_weight", weight, weight)
+        width = weight.shape[1]
+        rank = max(1, width // COLUMNS_PER_RANK) if rank is None else min(rank, width)
+        root, length = None, float(width)
+        if hidden_states is not None:
+            _require_numbers("hidden_states", hidden_states, weight)
+            root, length = _root_of_covariance(hidden_states), _mean_square_length(hidden_states)
+        progress = _Progress()
+        directions = _leading_directions(weight, root, rank, progress)
+        # States are root · z, and the rows of the head, which read z, are W · root.
+        combined = directions if root is None else root @ directions
+        projection = directions if root is None else torch.linalg.solve_triangular(root.T, directions, upper=True)
+        rows, residuals = [], []
+        there = [None if one is None else one.float().to(weight.device) for one in (combined, root)]
+        for chunk in progress.through(_chunks(weight)):
+            rows.append(chunk.float() @ there[0])
+            whole = chunk.float() if root is None else chunk.float() @ there[1]
+            left_out = whole.square().sum(1) - rows[-1].square().sum(1)
+            residuals.append(left_out.clamp_min(0) / (2 * length))
+        return cls(
+            torch.cat(rows).to(torch.bfloat16),
+            projection.T.float().contiguous().to(weight.device),
+            torch.cat(residuals),
+        )
+
+
+def _require_numbers(name: str, numbers: torch.Tensor, weight: torch.Tensor) -> None:
+    """Refuse what is not `[n, d]` for a weight `[V, d]`."""
+    if (
+        not isinstance(numbers, torch.Tensor)
+        or numbers.dim() != 2
+        or not numbers.numel()
+        or not numbers.is_floating_point()
+        or numbers.shape[1] != weight.shape[1]
+    ):
+        shown = f"{numbers.dtype} {list(numbers.shape)}" if isinstance(numbers, torch.Tensor) else repr(numbers)
+        wanted = (
+            "[V, d]" if numbers is weight else f"[n, {weight.shape[1]}], as the head has {weight.shape[1]} columns"
+        )
+        raise ConfigurationError(f"{name} must be floating-point {wanted}; got {shown.removeprefix('torch.')}")
+
+
+def _chunks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Some rows after the other, of a bounded number of columns and rows."""
+    return weight.split(max(1, _CHUNK_NUMBERS // weight.shape[1]))
+
+
+def _require_finite(name: str, numbers: torch.Tensor) -> None:
+    if not bool(numbers.isfinite().all()):
+        raise ConfigurationError(f"{name} holds numbers that are not finite, so that no factor can be made of it")
+
+
+def _mean_square_length(hidden_states: torch.Tensor) -> float:
+    return float(hidden_states.float().square().sum(1).mean())
+
+
+def _root_of_covariance(hidden_states: torch.Tensor) -> torch.Tensor:
+    """fp64 `[d, d]` on the CPU, lower triangular: `root · rootᵀ` is the mean of `h · hᵀ` over the states `[n, d]`, and
+    a little more in all directions."""
+    total = 0.0
+    for chunk in _chunks(hidden_states):
+        total = total + (chunk.float().T @ chunk.float()).cpu().double()
+    mean = total / hidden_states.shape[0]
+    _require_finite("hidden_states", mean)
+    mean_variance = mean.diagonal().mean()
+    if mean_variance == 0:
+        raise ConfigurationError("hidden_states are all zero, so that nothing can be learnt from them")
+    return torch.linalg.cholesky(mean + _LEAST_VARIANCE * mean_variance * torch.eye(mean.shape[0]).double())
+
+
+def _leading_directions(
+    weight: torch.Tensor, root: torch.Tensor | None, rank: int, progress: "_Progress"
+) -> torch.Tensor:
+    """fp64 `[d, rank]` on the CPU: the right singular vectors of `weight · root` with the largest singular values.
+
+    All that is read of the weight are sums over its rows, each in fp32 over a chunk and in fp64 over chunks. Where the
+    weight is wide, the leading directions are looked for by subspace iteration (Halko et al., 2011, algorithm 4.4).
+    """
+    width = weight.shape[1]
+    count = rank + _MORE_DIRECTIONS
+    if width <= _WIDEST_EXACT or count >= width:
+        squares = _squared(weight, None, progress, passes=2)
+        if root is not None:
+            squares = root.T @ squares @ root
+        return torch.linalg.eigh(squares).eigenvectors[:, -rank:]
+    basis = torch.randn(width, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for left in range(_PASSES, 0, -1):
+        basis = torch.linalg.qr(basis).Q
+        image = _squared(weight, basis if root is None else root @ basis, progress, passes=left + 1)
+        image = image if root is None else root.T @ image
+        before, basis = basis, image
+    # How the leading directions lie in the last basis.
+    within = torch.linalg.eigh(before.T @ image).eigenvectors[:, -rank:]
+    return before @ within
+
+
+def _squared(
+    weight: torch.Tensor, directions: torch.Tensor | None, progress: "_Progress", passes: int
+) -> torch.Tensor:
+    """fp64 `[d, c]` on the CPU: `Wᵀ · W · directions` `[d, c]`, or `Wᵀ · W`. This is the first of so many `passes`
+    that are left."""
+    there = None if directions is None else directions.float().to(weight.device)
+    total = 0.0
+    for chunk in progress.through(_chunks(weight), passes):
+        rows = chunk.float()
+        total = total + (rows.T @ (rows if there is None else rows @ there)).cpu().double()
+    _require_finite("the head", total)
+    return total
+
+
+class _Progress:
+    """Says how far a factor is, where that takes long."""
+
+    def __init__(self):
+        self._start = self._said = time.monotonic()
+        self._done = 0
+
+    def through(self, chunks: Sequence[torch.Tensor], passes: int = 1) -> Iterator[torch.Tensor]:
+        """The chunks, one by one. So many `passes` through them are left, this one included."""
+        total = self._done + passes * len(chunks)
+        for chunk in chunks:
+            yield chunk
+            self._done += 1
+            now = time.monotonic()
+            if now - self._said > _SILENCE:
+                self._said = now
+                left = (now - self._start) * (total / self._done - 1)
+                _log.warning("factoring the LM head: %.0f%%, about %.0f s left", 100 * self._done / total, left)

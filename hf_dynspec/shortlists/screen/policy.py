@@ -1,0 +1,250 @@
+"""The policy `screen`: rough scores of all tokens at each draft step, exact ones of the best. Nothing to train."""
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from ...errors import ConfigurationError
+from ...fields import WholeNumber
+from ...kernels import TILE_ROWS, best_rows_for, prepare_best_rows, tiled
+from ...protocol import HeadRows, Needs, Shortlist, VocabularyInfo
+from ...vocabulary import TokenizerFingerprint
+from ..base import ShortlistPolicy, ShortlistState
+from ..registry import read_stored_policy
+from .factor import MOST_RANKS, SCREEN_TENSOR_RULES, ScreenFactor
+
+
+class ScreenShortlist(ShortlistPolicy):
+    """The tokens that a low-rank factor of the drafter's head finds best for the hidden state of the draft step
+    (SVD-softmax, Shim et al., 2017), and EOS. It looks at nothing else, so that no topic is strange to it.
+
+    The factor is made of the drafter's head when an assistant is bound: in less than a second for heads of 256
+    columns, in some for 4,096. Sessions share it, and it is made anew when the head's weights change. `fitted` makes
+    one that knows what the drafter's hidden states look like. It is stored with the policy, and belongs to the weights
+    that it was made of.
+
+    Args:
+        rank: of the factor, at most as many as the head has columns (None: a sixteenth of them).
+        candidates: how many tokens are scored exactly at each draft step, besides EOS.
+        factor: a factor that was made before, or the artifact (folder or Hub repository) of a policy that has one
+            (None: one is made of the drafter's head).
+
+    Raises:
+        ConfigurationError: a setting is mistyped or out of range, or the factor has another rank.
+        ArtifactError: the artifact is damaged or holds no factor.
+    """
+
+    name = "screen"
+    setting_rules: ClassVar = {"rank": WholeNumber(1, MOST_RANKS, optional=True), "candidates": WholeNumber(1)}
+    tensor_rules: ClassVar = SCREEN_TENSOR_RULES
+    card_summary = (
+        "A low-rank factor of the drafter's head scores all tokens roughly at each draft step, and the best of them "
+        "are scored exactly (SVD-softmax)."
+    )
+    card_tags = ("svd-softmax",)
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        candidates: int = 2048,
+        factor: ScreenFactor | str | os.PathLike | None = None,
+    ):
+        self.rank, self.candidates = rank, candidates
+        self.require_settings(self.settings())
+        self.tokenizer: TokenizerFingerprint | None = None
+        if isinstance(factor, (str, os.PathLike)):
+            stored = read_stored_policy(factor, tensor="projection")
+            self.tokenizer = stored.tokenizer
+            factor = self._arguments_from(stored.tensors)["factor"]
+        self.factor = factor
+        if factor is not None:
+            if not isinstance(factor, ScreenFactor):
+                raise ConfigurationError(
+                    f"factor must be a ScreenFactor or the name of an artifact, got {type(factor).__name__}"
+                )
+            if rank not in (None, factor.rank):
+                raise ConfigurationError(f"rank is {rank}, and the factor's is {factor.rank}: leave it out")
+            self.rank = factor.rank
+        self._lock = threading.Lock()
+        self._last: _Made | None = None
+
+    @classmethod
+    def fitted(
+        cls,
+        head_weight: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+        rank: int | None = None,
+        candidates: int = 2048,
+    ) -> "ScreenShortlist":
+        """A policy with a factor of its own, to be stored with it.
+
+        Args:
+            head_weight: `[V, d]`: the drafter's head.
+            hidden_states: `[n, d]`: what the drafter computes logits from, some thousands from texts of all kinds that
+                will be drafted; the factor is then the best for them (None: for states that point anywhere).
+            rank: as for the policy.
+            candidates: as for the policy.
+
+        Raises:
+            ConfigurationError: a setting is mistyped or out of range, shapes do not fit, or numbers are not finite.
+        """
+        cls.require_settings({"rank": rank, "candidates": candidates})
+        return cls(None, candidates, ScreenFactor.of_head(head_weight, rank, hidden_states))
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
+        return () if self.tokenizer is None else (self.tokenizer,)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(drafter_rows=True)
+
+    def start(self, vocabulary: VocabularyInfo) -> "ScreenState":
+        """Begin a session over `vocabulary`, which must have the drafter's rows.
+
+        Raises:
+            ConfigurationError: the factor was made for another drafter.
+        """
+        return ScreenState(self, vocabulary)
+
+    def screen_for(self, vocabulary: VocabularyInfo) -> "Screen":
+        """What the hidden states of a vocabulary's head are held against. Sessions of one head share its factor.
+
+        Raises:
+            ConfigurationError: the factor was made for another drafter.
+        """
+        head = vocabulary.drafter_rows
+        # Rows past the vocabulary are padding, and may hold anything.
+        count = head.weight.shape[0] if head.token_ids is not None else min(head.weight.shape[0], vocabulary.size)
+        with self._lock:
+            if self._last is None or not self._last.is_of(head, count):
+                self._last = _Made(weakref.ref(head.weight), count, *self._tiles(head.weight, count))
+            made = self._last
+        bias = _bias(vocabulary, count, made.factor.shape[0])
+        chosen = min(self.candidates, int((bias > -torch.inf).sum()))
+        return Screen(made.projection, made.factor, bias, head.token_ids, chosen)
+
+    def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The projection and the tiled rows of a factor of the first `count` rows of a head, on its device."""
+        factor = self.factor
+        if factor is None:
+            factor = ScreenFactor.of_head(weight[:count], self.rank)
+        elif factor.width != weight.shape[1] or factor.rows.shape[0] < count:
+            raise ConfigurationError(
+                f"the screen was made of a head of {factor.rows.shape[0]} rows and {factor.width} columns, and the "
+                f"drafter's has {count} and {weight.shape[1]}. Make one of this drafter, or leave it out."
+            )
+        # One column more, for what is added to each row by the length of the state.
+        rows = torch.cat([factor.rows[:count].float(), factor.residuals[:count, None].float()], dim=1)
+        device = weight.device
+        return factor.projection.to(device=device, dtype=torch.float32), tiled(rows.to(device))
+
+    def settings(self) -> dict[str, Any]:
+        return {"rank": self.rank, "candidates": self.candidates}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.factor is None else self.factor.tensors()
+
+    @classmethod
+    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if not tensors:
+            return {}
+        if tensors.keys() != SCREEN_TENSOR_RULES.keys():
+            raise ConfigurationError(
+                f"a screen is stored as {', '.join(SCREEN_TENSOR_RULES)}, got {', '.join(tensors)}"
+            )
+        return {"factor": ScreenFactor(**tensors)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """What was made of a head's weight: a projection fp32 `[r, d]` and tiled rows, bf16 `[B, r + 1, T]`."""
+
+    weight: "weakref.ref[torch.Tensor]"
+    count: int
+    projection: torch.Tensor
+    factor: torch.Tensor
+
+    def is_of(self, head: HeadRows, count: int) -> bool:
+        """Whether it was made of the first `count` rows of this head. One whose weights changed is another."""
+        return self.weight() is head.weight and self.count == count
+
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """What hidden states are held against at each draft step.
+
+    Args:
+        projection: fp32 `[r, d]`.
+        factor: bf16 `[B, r + 1, T]`: see `kernels.reference.best_rows`.
+        bias: fp32 `[B, T]`, likewise.
+        token_ids: int64 `[n]`: the token id of each row, None where row `i` is id `i`.
+        count: how many rows to choose.
+    """
+
+    projection: torch.Tensor
+    factor: torch.Tensor
+    bias: torch.Tensor
+    token_ids: torch.Tensor | None
+    count: int
+
+    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 `[m, r + 1]` for hidden states `[m, d]`."""
+        hidden = hidden.float()
+        return torch.cat([functional.linear(hidden, self.projection), hidden.square().sum(1, keepdim=True)], dim=1)
+
+
+def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
+    """fp32 `[tiles, T]`: the head's bias, and −inf for rows that must not be chosen: padding, and the EOS ids, which
+    are on every shortlist."""
+    head = vocabulary.drafter_rows
+    ids = torch.arange(count, device=vocabulary.device) if head.token_ids is None else head.token_ids
+    is_barred = ~vocabulary.can_draft(ids)
+    for token_id in vocabulary.eos_token_ids:
+        is_barred |= ids == token_id
+    bias = (
+        torch.zeros(count, dtype=torch.float32, device=ids.device) if head.bias is None else head.bias[:count].float()
+    )
+    # A token whose own bias is −inf is a bad choice, and not barred.
+    bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(is_barred, -torch.inf)
+    return functional.pad(bias, (0, tiles * TILE_ROWS - count), value=-torch.inf).view(tiles, TILE_ROWS)
+
+
+class ScreenState(ShortlistState):
+    """Chooses tokens for each hidden state; several, as in a tree, share those that are best for any of them."""
+
+    def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo):
+        self._policy = policy
+        self._version = 0
+        self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
+        self._best_rows = best_rows_for(vocabulary.device)
+        if vocabulary.device.type == "cpu":
+            prepare_best_rows()
+        self.follow_weights(vocabulary)
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
+        self._screen = self._policy.screen_for(vocabulary)
+        self.restart()
+
+    def restart(self) -> None:
+        self._features: torch.Tensor | None = None
+        self._shortlist: Shortlist | None = None
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        if features is not self._features:
+            self._features = features
+            self._shortlist = self._shortlist_for(features)
+        return self._shortlist
+
+    def _shortlist_for(self, features: torch.Tensor) -> Shortlist:
+        screen = self._screen
+        rows = self._best_rows(screen.queries(features), screen.factor, screen.bias, screen.count)
+        ids = rows if screen.token_ids is None else screen.token_ids.index_select(0, rows)
+        self._version += 1
+        return Shortlist(torch.cat([self._eos, ids]), self._version, is_transient=True)

@@ -1,0 +1,294 @@
+"""The kernels that choose the best rows of a low-rank factor equal their plain twin, and are what runs.
+
+The Triton kernel runs on a GPU where there is one. Everywhere it runs in triton's interpreter, which must be chosen
+before triton is imported: a test runs this file once more, in a process of its own.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_dynspec.kernels import TILE_ROWS, best_rows_for, cpu, cpu_best_rows, prepare_best_rows, reference, tiled
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+runs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (INTERPRETED or DEVICE.type == "cuda"),
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
+on_the_cpu = pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
+plain = reference.best_rows
+LOWEST = torch.finfo(torch.float32).min
+# From here on the compiled kernel estimates from a sample how high the best rows score.
+SAMPLED_FROM = 512 * TILE_ROWS
+
+
+def problem(m: int, n: int, rank: int, seed: int = 0) -> list[torch.Tensor]:
+    """Queries, a factor whose last tile is padded, and a bias that bars the padding and every seventh row."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = tiled(torch.randn(n, rank, generator=generator))
+    bias = torch.full((factor.shape[0], TILE_ROWS), -torch.inf)
+    bias.view(-1)[:n] = torch.randn(n, generator=generator)
+    bias.view(-1)[::7] = -torch.inf
+    return [one.to(DEVICE) for one in (torch.randn(m, rank, generator=generator), factor, bias)]
+
+
+def scores_of(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """fp64 `[B · T]`, in an obvious way."""
+    rows = factor.double().transpose(1, 2).flatten(0, 1)
+    products = (queries.double() @ rows.T).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).amax(0)
+    scores = (products + bias.flatten()).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).clamp_min(LOWEST)
+    return scores.masked_fill(bias.flatten() == -torch.inf, -torch.inf)
+
+
+def check(chosen: torch.Tensor, queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> None:
+    """They are the best, up to what fp32 rounds."""
+    assert chosen.dtype == torch.int64 and chosen.shape == (count,)
+    assert chosen.unique().shape == (count,), "a row was chosen twice"
+    scores = scores_of(queries, factor, bias)
+    assert (bias.flatten()[chosen] > -torch.inf).all(), "a row was chosen that is barred"
+    best = scores.sort(descending=True).values[:count]
+    torch.testing.assert_close(scores[chosen].sort(descending=True).values, best, rtol=1e-6, atol=1e-5)
+
+
+def must_not_run(*args):
+    raise AssertionError("the plain twin ran in place of the fast kernel")
+
+
+# Fewer rows than a tile, tiles that are full and that are not; ranks that fill registers and that do not; one query,
+# fewer than are multiplied together, as many, and more.
+SIZES = [(1, 5, 1), (1, 64, 16), (3, 333, 17), (4, 1000, 3), (5, 700, 130), (20, 257, 33)]
+
+
+def allowed(bias: torch.Tensor) -> int:
+    return int((bias > -torch.inf).sum())
+
+
+@pytest.mark.parametrize(("m", "n", "rank"), SIZES)
+def test_the_plain_kernel(m, n, rank, poisoned_memory):
+    arguments = problem(m, n, rank)
+    for count in {0, 1, allowed(arguments[2]) // 2, allowed(arguments[2])}:
+        check(plain(*arguments, count), *arguments, count)
+
+
+def test_rows_in_tiles_lie_as_they_are_read():
+    rows = torch.randn(70, 3)
+    factor = tiled(rows)
+    assert factor.shape == (3, 3, TILE_ROWS) and factor.dtype == torch.bfloat16 and factor.is_contiguous()
+    for row in (0, 31, 32, 69):
+        assert torch.equal(factor[row // TILE_ROWS, :, row % TILE_ROWS], rows[row].bfloat16())
+    assert not factor[2, :, 6:].any()
+
+
+# On the CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def natively(request, monkeypatch):
+    """Only the compiled kernel may run."""
+    request.getfixturevalue("compiled_kernels")
+    monkeypatch.setattr(reference, "best_rows", must_not_run)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(cpu, "_FEWEST_SHARED_PRODUCTS", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("m", "n", "rank"), [*SIZES, (1, SAMPLED_FROM + 11, 5), (6, 2 * SAMPLED_FROM + 1, 4)])
+def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, threads, natively, poisoned_memory):
+    arguments = problem(m, n, rank)
+    most = allowed(arguments[2])
+    for count in {1, most // 100, most // 2, most - 1, most} - {0}:
+        chosen = best_rows_for(DEVICE)(*arguments, count)
+        check(chosen, *arguments, count)
+        assert (chosen.diff() > 0).all(), "the rows are not in order"
+        twin = plain(*arguments, count)
+        scores = scores_of(*arguments)
+        torch.testing.assert_close(scores[chosen].sort().values, scores[twin].sort().values, rtol=1e-6, atol=1e-5)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("n", [1000, 2 * SAMPLED_FROM])
+def test_of_equals_the_first_are_chosen(n, threads, natively):
+    queries, factor, bias = torch.ones(1, 4), tiled(torch.ones(n, 4)), torch.zeros(-(-n // TILE_ROWS), TILE_ROWS)
+    bias.view(-1)[n:] = -torch.inf
+    bias[0, :3] = -torch.inf
+    bias[1, 5] = 1.0
+    chosen = cpu_best_rows.best_rows(queries, factor, bias, 50)
+    assert chosen.tolist() == list(range(3, 53))
+    bias[10, 7] = 1.0
+    chosen = cpu_best_rows.best_rows(queries, factor, bias, 50)
+    assert chosen.tolist() == [*range(3, 52), 10 * TILE_ROWS + 7]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("misled", ["too few", "too many"])
+def test_a_sample_that_misleads_costs_time_and_nothing_else(misled, threads, natively):
+    """The tiles that are sampled score far better than all others, or far worse."""
+    tiles, count = 1024, 2000
+    queries, factor, bias = problem(1, tiles * TILE_ROWS, 6)
+    bias[torch.arange(128) * tiles // 128] += 50.0 if misled == "too few" else -50.0
+    chosen = cpu_best_rows.best_rows(queries, factor, bias, 6000)
+    check(chosen, queries, factor, bias, 6000)
+    check(cpu_best_rows.best_rows(queries, factor, bias, count), queries, factor, bias, count)
+
+
+@on_the_cpu
+def test_what_is_no_number_is_the_worst_choice_and_none_that_is_barred(natively):
+    queries, factor, bias = problem(3, 400, 8)
+    most = allowed(bias)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for which in ((0,), (0, 1, 2)):
+            spoilt = queries.clone()
+            spoilt[list(which), 2] = bad
+            for count in (20, most):
+                check(cpu_best_rows.best_rows(spoilt, factor, bias, count), spoilt, factor, bias, count)
+                check(plain(spoilt, factor, bias, count), spoilt, factor, bias, count)
+    bias[3, 4], bias[2, 1] = LOWEST, torch.inf
+    chosen = cpu_best_rows.best_rows(queries, factor, bias, 1)
+    assert chosen.tolist() == [2 * TILE_ROWS + 1] == plain(queries, factor, bias, 1).tolist()
+    check(cpu_best_rows.best_rows(queries, factor, bias, allowed(bias)), queries, factor, bias, allowed(bias))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"queries": torch.zeros(2, 7)},
+        {"queries": torch.zeros(0, 8)},
+        {"queries": torch.zeros(2, 8, dtype=torch.float64)},
+        {"queries": torch.zeros(2, 8, device="meta")},
+        {"factor": torch.zeros(3, 8, TILE_ROWS)},
+        {"factor": torch.zeros(3, 8, 16, dtype=torch.bfloat16)},
+        {"factor": torch.zeros(3, TILE_ROWS, 8, dtype=torch.bfloat16).transpose(1, 2)},
+        {"bias": torch.zeros(2, TILE_ROWS)},
+        {"bias": torch.zeros(3, TILE_ROWS, dtype=torch.bfloat16)},
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change, natively):
+    arguments = dict(zip(("queries", "factor", "bias"), problem(2, 80, 8), strict=True))
+    cpu_best_rows.best_rows(**arguments, count=3)
+    with pytest.raises(ValueError, match="do not fit each other"):
+        cpu_best_rows.best_rows(**arguments | change, count=3)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("n", [80, 2 * SAMPLED_FROM])
+def test_more_rows_than_there_are_cannot_be_chosen(n, natively):
+    arguments = problem(1, n, 4)
+    with pytest.raises(ValueError, match="fewer may be"):
+        cpu_best_rows.best_rows(*arguments, allowed(arguments[2]) + 1)
+
+
+@on_the_cpu
+def test_without_a_compiler_the_plain_twin_runs_and_one_line_says_so(monkeypatch, caplog):
+    from torch._inductor import codecache
+
+    def no_compiler(*args, **kwargs):
+        raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr(codecache.CppCodeCache, "load", no_compiler)
+    cpu_best_rows._kernel.cache_clear()
+    try:
+        arguments = problem(2, 80, 8)
+        prepare_best_rows()
+        for _ in range(2):
+            assert torch.equal(cpu_best_rows.best_rows(*arguments, 9), plain(*arguments, 9))
+        (message,) = caplog.messages
+        assert "Shortlists are screened by plain torch" in message and "install g++" in message
+    finally:
+        cpu_best_rows._kernel.cache_clear()
+
+
+@needs_triton
+def test_which_kernel_runs_where(monkeypatch):
+    from hf_dynspec.kernels import triton_best_rows
+
+    assert best_rows_for(torch.device("cpu")) is cpu_best_rows.best_rows
+    assert best_rows_for(torch.device("cuda")) is triton_best_rows.best_rows
+    assert best_rows_for(torch.device("meta")) is reference.best_rows
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert best_rows_for(torch.device("cuda")) is reference.best_rows
+
+
+# In Triton -----------------------------------------------------------------------------------------------------------
+
+
+@runs_triton
+@pytest.mark.parametrize(("m", "n", "rank"), SIZES)
+def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, poisoned_memory, monkeypatch):
+    from hf_dynspec.kernels import triton_best_rows
+
+    monkeypatch.setattr(reference, "best_rows", must_not_run)
+    arguments = problem(m, n, rank)
+    for count in {1, allowed(arguments[2]) // 2, allowed(arguments[2])}:
+        check(triton_best_rows.best_rows(*arguments, count), *arguments, count)
+
+
+@runs_triton
+def test_triton_kernel_makes_the_worst_of_what_is_no_number():
+    from hf_dynspec.kernels import triton_best_rows
+
+    queries, factor, bias = problem(3, 400, 8)
+    for which in ((0,), (0, 1, 2)):
+        spoilt = queries.clone()
+        spoilt[list(which), 2] = torch.nan
+        for count in (20, allowed(bias)):
+            check(triton_best_rows.best_rows(spoilt, factor, bias, count), spoilt, factor, bias, count)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
+def test_the_interpreter_runs_the_triton_kernel():
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\b7 passed\b", done.stdout) and "skipped" not in done.stdout, done.stdout[-2000:]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_dynspec.kernels.triton_best_rows import _rough_scores_kernel
+
+for capability in (80, 90):
+    for rank in (17, 129):
+        constants = dict(RANK=rank, RANKS=min(64, triton.next_power_of_2(rank)), T=32, TILES=4, QUERIES=16)
+        types = dict(queries="*fp32", factor="*bf16", bias="*fp32", scores="*fp32", m="i32", tiles="i32")
+        types.update(dict.fromkeys(constants, "constexpr"))
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+        source = ASTSource(_rough_scores_kernel, types, constants, aligned)
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=3))
+        # What a multiprocessor of either has.
+        print("tf32" in compiled.asm["ptx"], compiled.metadata.shared <= 160 * 1024)
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="triton's compiler is for Linux")
+def test_the_triton_kernel_compiles_for_gpus(tmp_path):
+    """Without one at hand: products are not rounded to tf32, and the shared memory suffices."""
+    # From a file, as Triton reads the source of what it compiles.
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE, encoding="utf-8")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["False True"] * 4
