@@ -61,7 +61,7 @@ class VocabularyInfo:
         """bool, of the shape of `token_ids` (on the device): which of these ids the head can score."""
         if self.draftable is None:
             return token_ids < self.size
-        return self._is_draftable.take(token_ids.clamp_max(self.size))
+        return self._is_draftable.take(token_ids.to(torch.int64).clamp_max(self.size))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class BlockLayout:
     def block_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: the block that holds each of them, −2 where none does."""
         # Unlike an index, which would read a single number back.
-        return self._block_of.take(token_ids.clamp_max(self.vocabulary_size))
+        return self._block_of.take(token_ids.to(torch.int64).clamp_max(self.vocabulary_size))
 
 
 @dataclass(frozen=True, eq=False)

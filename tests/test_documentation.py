@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec import artifacts as hub
-from hf_dynspec.artifacts import push_artifact, write_artifact
+from hf_dynspec.artifacts import assistants, push_artifact, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
@@ -103,12 +102,12 @@ def hub_on_disk(monkeypatch, tmp_path) -> Path:
             return loaded
 
         monkeypatch.setattr(loader, "from_pretrained", load)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
+    monkeypatch.setattr("hf_dynspec.artifacts.hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
 
     def push(directory: str, repo_id: str, **_: Any) -> None:
         shutil.copytree(directory, LOCAL[repo_id])
 
-    monkeypatch.setattr(hub, "push_artifact", create_autospec(push_artifact, side_effect=push))
+    monkeypatch.setattr(assistants, "push_artifact", create_autospec(push_artifact, side_effect=push))
     size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
     write_policy(tmp_path / "path/to/ranking", FrequencyShortlist(torch.arange(size)))
     shutil.copytree(tmp_path / "path/to/ranking", tmp_path / "ranking")
@@ -154,7 +153,7 @@ def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, ca
             share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", printed)
             assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
     assert ran > 0
-    assert hub.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
+    assert assistants.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
 
 
 @pytest.mark.parametrize("page", [page for page in CARDS if blocks(page, "python")], ids=name_of)

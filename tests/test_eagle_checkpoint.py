@@ -145,7 +145,7 @@ def test_a_repository_is_read_at_one_commit(monkeypatch, tmp_path):
         asked.update(options, repo_id=repo_id)
         return str(folder)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("hf_dynspec.artifacts.hub.snapshot_download", download)
     read_checkpoint("some/head", revision="v1", token="secret", cache_dir="there")
     assert (asked["repo_id"], asked["revision"], asked["token"], asked["cache_dir"]) == (
         "some/head",

@@ -487,7 +487,7 @@ def test_a_wrong_draft_length_is_refused(wrong, drafter):
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
 def test_a_wrong_threshold_is_refused(wrong, drafter):
-    with pytest.raises(ConfigurationError, match="between 0 and 1"):
+    with pytest.raises(ConfigurationError, match="from 0 to 1"):
         DynSpecAssistant(drafter, assistant_confidence_threshold=wrong)
 
 
