@@ -1,8 +1,8 @@
 // `reference.best_rows` for CPUs: which rows of a low-rank factor score best, in one pass over it and without sorting.
 //
 // The scores of a few tiles, spread over the factor, tell about how high the best ones lie. What lies as high is
-// collected while the factor is read, each thread in the order of its rows, and the best of it are chosen exactly. Where
-// the few tiles misled, too few are collected, and a second pass collects all; that takes no more than twice as long.
+// collected while the factor is read, each thread in the order of its rows, and the best of it are chosen exactly. If
+// the few tiles misled, too few are collected, and a second pass collects all: that takes no more than twice as long.
 
 #include <algorithm>
 #include <cmath>
