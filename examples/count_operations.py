@@ -23,6 +23,7 @@ from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.full import FullShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router.policy import Router, RouterShortlist
+from hf_dynspec.shortlists.screen.policy import ScreenShortlist
 from hf_dynspec.shortlists.union import HybridShortlist, UnionShortlist
 from hf_dynspec.stats import Stopwatch
 
@@ -40,6 +41,7 @@ POLICIES = {
     "router + in_context": lambda: UnionShortlist(
         RouterShortlist(_random_router(), max_clusters=8), InContextShortlist(window=128, eviction="lru")
     ),
+    "screen": lambda: ScreenShortlist(candidates=256),
 }
 
 

@@ -226,20 +226,15 @@ class RetrievalState(ShortlistState):
 
     def begin_round(self) -> None:
         # What is not there yet is taken up at a later round.
-        changes: dict[int, int] = {}
-        for one in self._worker.take():
-            changes |= one
-        if changes:
-            self._take_up(changes)
-
-    def _take_up(self, changes: Mapping[int, int]) -> None:
-        device = self._slots.device
-        places = torch.tensor(list(changes)).add(self._core_size).to(device, non_blocking=True)
-        token_ids = torch.tensor(list(changes.values())).to(device, non_blocking=True)
-        self._slots = self._slots.index_copy(0, places, token_ids)
-        self._occupied = self._occupied.index_fill(0, places, True)
+        changes = [one for one in self._worker.take() if one is not None]
+        if not changes:
+            return
+        for places, token_ids in changes:
+            self._slots = self._slots.index_copy(0, places, token_ids)
+            self._occupied = self._occupied.index_fill(0, places, True)
         self._version += 1
-        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=places)
+        replaced = torch.cat([places for places, _ in changes])
+        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=replaced)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         return self._shortlist
@@ -265,8 +260,18 @@ class RetrievalState(ShortlistState):
         self._give(RetrievalEvent(verdict.verified, is_trigger, top_ids, verdict.hidden_states, is_verified=True))
 
     def _give(self, event: RetrievalEvent) -> None:
-        retriever = self._retriever
-        self._worker.give(lambda: retriever.retrieve(event))
+        # The job must not hold this state, which would keep it from being given up.
+        retriever, core_size, device = self._retriever, self._core_size, self._slots.device
+
+        def retrieve() -> tuple[torch.Tensor, torch.Tensor] | None:
+            changes = retriever.retrieve(event)
+            if not changes:
+                return None
+            # Copied from here, so that the round does not wait for the copy.
+            places = torch.tensor(list(changes)).add(core_size).to(device)
+            return places, torch.tensor(list(changes.values())).to(device)
+
+        self._worker.give(retrieve)
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         rows, size = vocabulary.target_rows, vocabulary.size

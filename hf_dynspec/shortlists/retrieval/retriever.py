@@ -86,10 +86,9 @@ class Retriever:
             self._cache.add(self._wanted([one.trigger, *one.semantic, *one.following]))
         return self._cache.take_changes()
 
-    def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> dict[int, int]:
-        """Take up what is made of other weights. Returns no changes."""
+    def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
+        """Take up what is made of other weights."""
         self._semantic = semantic
-        return {}
 
     def _found(self, event: RetrievalEvent) -> list[Retrieved]:
         """What each position that counts brings, in their order."""
