@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hf_dynspec.shortlists.retrieval.worker import Worker
 
 EOS = (2, 77)
 CORE = 40
+needs_hnswlib = pytest.mark.skipif(not find_spec("hnswlib"), reason="hnswlib is not installed")
 
 
 def rows_of_head(width: int = 16, seed: int = 0) -> torch.Tensor:
@@ -74,6 +76,7 @@ def test_the_paper_retrieves_where_a_token_was_out_of_the_shortlist():
     assert held(state) == {91, 101}
 
 
+@needs_hnswlib
 def test_the_index_is_asked_with_the_targets_hidden_state(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
     rows = rows_of_head()
@@ -163,6 +166,7 @@ def test_the_papers_setting():
 # The index -------------------------------------------------------------------------------------------------------
 
 
+@needs_hnswlib
 def test_an_index_is_built_once_and_found_again(tmp_path):
     rows, reports = rows_of_head(), []
     made = SemanticIndex.of_head(rows, report=lambda done, of: reports.append((done, of)), folder=tmp_path)
@@ -177,6 +181,7 @@ def test_an_index_is_built_once_and_found_again(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@needs_hnswlib
 def test_norm_augmentation_finds_the_largest_products():
     rows = rows_of_head() * torch.linspace(0.1, 3, VOCABULARY).unsqueeze(1)
     queries = rows_of_head(seed=5)[:50]
@@ -185,6 +190,7 @@ def test_norm_augmentation_finds_the_largest_products():
     assert (found.unsqueeze(1) == exact.unsqueeze(2)).any(2).float().mean() > 0.9
 
 
+@needs_hnswlib
 def test_a_damaged_index_is_built_again(tmp_path):
     rows = rows_of_head()
     SemanticIndex.of_head(rows, folder=tmp_path)
