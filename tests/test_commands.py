@@ -20,7 +20,7 @@ import hf_dynspec
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.commands import app
 from hf_dynspec.commands.common import Pace, duration
-from hf_dynspec.commands.running import describe_os_error
+from hf_dynspec.commands.running import _noted_interrupts, describe_os_error, raise_lost_interrupt
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.tables import FittedTable
 from hf_dynspec.shortlists import POLICIES, as_policy
@@ -550,3 +550,16 @@ def test_training_says_how_long_it_takes_and_whose_figures_it_shows(folder, tmp_
         assert int(told[2]) == 10 * (1 + losses.index(min(losses)))
     best = 10 * (1 + losses.index(min(losses)))
     assert f"the router of batch {best} is kept, whose held-out loss was the lowest" in lines
+
+
+def test_an_interrupt_within_a_destructor_is_heard_and_shows_no_traceback(capfd):
+    class Interrupted:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    with _noted_interrupts():
+        Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            raise_lost_interrupt()
+    assert capfd.readouterr().err == ""

@@ -716,7 +716,7 @@ class RememberingShortlist(FrequencyShortlist):
     """Is shown verdicts, so that it could learn from them, and says what it would say without."""
 
     def start(self, vocabulary: VocabularyInfo) -> "RememberingState":
-        return RememberingState(self._leading_ids(vocabulary), vocabulary, self.position_aware)
+        return RememberingState(self.leading_ids(vocabulary), vocabulary, self.position_aware)
 
 
 class RememberingState(FrequencyState):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -97,11 +98,18 @@ def _noted_interrupts() -> Iterator[None]:
         _was_interrupted.set()
         raise KeyboardInterrupt
 
+    def show_unraisable(unraisable: Any) -> None:
+        # It is heard of all the same, and a traceback through somebody's destructor says nothing.
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            show_others(unraisable)
+
+    show_others, sys.unraisablehook = sys.unraisablehook, show_unraisable
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = show_others
 
 
 def raise_lost_interrupt() -> None:
