@@ -155,12 +155,9 @@ def test_no_files_import_each_other():
     imported = {module_of(file): {module for module, _ in own_modules(file)} for file in FILES}
     for module, others in imported.items():
         others -= {module, ""}
-    climbing = {file for file, _ in CLIMBS}
-    left = {
-        module: {one for one in others if not (module in climbing and room_of(one) == "artifacts")}
-        for module, others in imported.items()
-        if module
-    }
+    # But for one arrow: a policy that was given a path in place of a ranking has the artifact opened.
+    imported["shortlists.registry"].remove("artifacts")
+    left = {module: others for module, others in imported.items() if module}
     while leaves := {module for module, others in left.items() if not others & set(left)}:
         left = {module: others for module, others in left.items() if module not in leaves}
     assert left == {}

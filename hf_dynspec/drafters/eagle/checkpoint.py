@@ -167,7 +167,7 @@ def _local_folder(
 ) -> Path:
     """The folder itself, or a repository's files in the cache, all of one commit."""
     from ...artifacts.folder import is_folder
-    from ...artifacts.models import download_snapshot
+    from ...artifacts.hub import download_snapshot
 
     if is_folder(directory_or_repo):
         return Path(directory_or_repo)
