@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -282,6 +282,11 @@ def _require_space(corpus: "Corpus", counts: "BigramCounts") -> None:
 
 
 def _describe_kept(counts: "BigramCounts", fix: str) -> str:
+    from ..errors import DynSpecError
+
+    # A part that another process had just finished may not have been heard of.
+    with suppress(DynSpecError, OSError):
+        counts.refresh()
     done, total = int(counts.finished.sum()), len(counts.finished)
     if not done:
         return "nothing was counted yet; run the same command to begin anew"
