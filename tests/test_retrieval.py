@@ -254,6 +254,15 @@ def test_what_a_job_raises_is_raised_when_it_is_taken():
     worker.close()
 
 
+def test_a_worker_that_is_closed_by_its_own_thread_ends():
+    worker = Worker(is_synchronous=False)
+    worker.give(worker.close)
+    deadline = time.perf_counter() + 5
+    while threads() and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert threads() == 0
+
+
 def test_sessions_leave_no_threads():
     for _ in range(200):
         state = policy(likely=1, synchronous=False).start(vocabulary())

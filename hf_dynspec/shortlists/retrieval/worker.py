@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 
@@ -55,7 +56,10 @@ class Worker:
     def close(self) -> None:
         """End the thread. Jobs that were not begun are not done."""
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            # The garbage collector may give a session up within the session's own thread, which cannot wait for
+            # itself, and ends when its job is done.
+            with suppress(RuntimeError):
+                self._executor.shutdown(wait=True, cancel_futures=True)
         self._running.clear()
 
     def _timed(self, job: Callable[[], Any]) -> Any:
