@@ -34,7 +34,7 @@ class RetrievalEvent:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What one event brought: for `hf-dynspec trace` and for tests.
+    """What one position of an event brought.
 
     Args:
         trigger: the token at whose position it was.

@@ -1,6 +1,5 @@
 """One thread beside a session, which retrieves while the device decodes."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,18 +19,14 @@ class Worker:
     def __init__(self, is_synchronous: bool):
         self._executor = None if is_synchronous else ThreadPoolExecutor(1, thread_name_prefix="hf_dynspec retrieval")
         self._running: deque[Future[Any]] = deque()
-        # Seconds that jobs took, and those of them that somebody waited for.
-        self.seconds = 0.0
-        self.waited_seconds = 0.0
 
     def give(self, job: Callable[[], Any]) -> None:
         """Do a job."""
         if self._executor is not None:
-            self._running.append(self._executor.submit(self._timed, job))
+            self._running.append(self._executor.submit(job))
             return
         done: Future[Any] = Future()
-        done.set_result(self._timed(job))
-        self.waited_seconds = self.seconds
+        done.set_result(job())
         self._running.append(done)
 
     def take(self) -> list[Any]:
@@ -44,14 +39,11 @@ class Worker:
             results.append(self._running.popleft().result())
         return results
 
-    def finish(self) -> list[Any]:
-        """Wait for all jobs, and return the results that were not taken."""
-        start = time.perf_counter()
-        results = [job.result() for job in self._running]
+    def finish(self) -> None:
+        """Wait for all jobs, and forget the results that were not taken."""
+        for job in self._running:
+            job.result()
         self._running.clear()
-        if self._executor is not None:
-            self.waited_seconds += time.perf_counter() - start
-        return results
 
     def close(self) -> None:
         """End the thread. Jobs that were not begun are not done."""
@@ -61,10 +53,3 @@ class Worker:
             with suppress(RuntimeError):
                 self._executor.shutdown(wait=True, cancel_futures=True)
         self._running.clear()
-
-    def _timed(self, job: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        try:
-            return job()
-        finally:
-            self.seconds += time.perf_counter() - start
