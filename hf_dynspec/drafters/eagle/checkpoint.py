@@ -39,6 +39,9 @@ from .checkpoint_files import (
 from .checkpoint_tensors import check_contents, check_headers, layer_prefix, renamed
 from .settings import CheckpointFormat, EagleSettings, read_settings
 
+# What errors say of tensors that are not those of a head.
+NO_HEAD = "has neither `fc` and `layers.0` (EAGLE-2) nor `midlayer` (EAGLE-3)"
+
 
 @dataclass(frozen=True, eq=False)
 class EagleCheckpoint:
@@ -195,8 +198,7 @@ def _recognise(
     elif "fc.weight" in headers and any(name.startswith("layers.0.") for name in headers):
         generation = 2
     else:
-        problem = "has neither `fc` and `layers.0` (EAGLE-2) nor `midlayer` (EAGLE-3)"
-        raise ArtifactError(source, problem, "Give the folder or the repository of an EAGLE head.")
+        raise ArtifactError(source, NO_HEAD, "Give the folder or the repository of an EAGLE head.")
     prefix = layer_prefix(checkpoint_format, generation)
     found = {renamed(name, prefix, "layer."): header for name, header in headers.items()}
     settings = read_settings(config, checkpoint_format, generation, found)
