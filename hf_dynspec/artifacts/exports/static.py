@@ -34,8 +34,8 @@ class StaticShortlist:
     config: DynSpecConfig
 
     def token_ids(self, draftable: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-        """int64 `[n]`: the ids that the policy selects, which are the end-of-sequence ids and the most frequent others,
-        in the order of the ranking.
+        """int64 `[n]`: the ids that the policy selects, those that end a text and the most frequent others, in the
+        order of the ranking.
 
         Args:
             draftable: the ids that a head can score, row by row (None: all of them).
