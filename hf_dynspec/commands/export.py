@@ -49,8 +49,8 @@ def sglang(
     from ..artifacts.exports.sglang import write_token_map
 
     _require_free([out], overwrite)
-    shortlist = _read(artifact, "SGLang", size, static, target)
     claim_file(context, out, "--out", make_folder=True)
+    shortlist = _read(artifact, "SGLang", size, static, target)
     count = write_token_map(out, shortlist)
     typer.echo(f"{out}: {count:,} token ids, most frequent first, read back as SGLang does")
 
@@ -88,11 +88,11 @@ def vllm(
     from ..artifacts.exports.vllm import read_head, trimmed_for_vllm, write_head
 
     _require_free([out / "config.json", out / "model.safetensors"], overwrite)
+    claim_folder(context, out)
     texts = None if check is None else _read_texts(check, target)
     checkpoint = read_head(head, allow_pickle=allow_pickle)
     shortlist = _read(ranking, "vLLM", size, static, target)
     trimmed = trimmed_for_vllm(checkpoint, shortlist, target, verifier=verifier, speculative_tokens=speculative_tokens)
-    claim_folder(context, out)
     write_head(out, trimmed)
     count = trimmed.settings.draft_vocab_size
     typer.echo(f"{out}: an EAGLE-3 head of {count:,} tokens for vLLM, read back bit for bit")
@@ -114,15 +114,15 @@ def custom_generate(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a folder with which transformers alone drafts from a shortlist, by generate(custom_generate=…)."""
+    """Write a folder with which transformers alone drafts from a shortlist, by generate(custom_generate=DIR)."""
     from ..artifacts.exports.custom_generate import FILES, write_custom_generate
     from ..artifacts.hub import require_repository_name
 
     if repo_id is not None:
         require_repository_name(repo_id, "--repo-id")
     _require_free([out / name for name in FILES], overwrite)
-    shortlist = _read(artifact, "transformers", size, static, target)
     claim_folder(context, out)
+    shortlist = _read(artifact, "transformers", size, static, target)
     count = write_custom_generate(out, shortlist, repo_id)
     typer.echo(f"{out}: draft from {count:,} tokens by generate(custom_generate={str(repo_id or out)!r}, …)")
 

@@ -38,14 +38,15 @@ class StaticShortlist:
         order of the ranking.
 
         Args:
-            draftable: the ids that a head can score, row by row (None: all of them).
+            draftable: the ids that a head can score (None: all of them).
 
         Raises:
             ConfigurationError: the ranking holds fewer ids than were asked for, or none that the head can score.
         """
-        ids = None if draftable is None else torch.as_tensor(draftable, dtype=torch.int64)
-        eos = self.tokenizer.eos_token_ids
-        if ids is not None:
+        ids, eos = None, self.tokenizer.eos_token_ids
+        if draftable is not None:
+            ids = torch.as_tensor(draftable, dtype=torch.int64)
+            ids = ids[ids < self.tokenizer.size]  # the others are padding
             eos = tuple(one for one in eos if bool((ids == one).any()))
         vocabulary = VocabularyInfo(self.tokenizer.size, eos, torch.device("cpu"), draftable=ids)
         chosen = self.policy.leading_ids(vocabulary)

@@ -31,6 +31,7 @@ from .checkpoint_files import CONFIG_FILE
 from .module import EagleModule
 from .settings import EagleSettings
 from .state import EagleState
+from .trimming import are_copies
 from .weights import FusedWeights
 
 
@@ -337,13 +338,7 @@ def _choose_head(
     if own is None:
         return shared
     if not only_own_tokens and own.shape[1] == shared.weight.shape[1] and shared.bias is None:
-        # A few rows first: comparing all of them is for those that are likely to agree.
-        for rows in (slice(0, 8), slice(None)):
-            ids = torch.arange(own.shape[0])[rows] if token_ids is None else token_ids[rows]
-            theirs = shared.weight.index_select(0, ids.to(shared.weight.device))
-            if not torch.equal(theirs.to(device="cpu", dtype=own.dtype), own[rows].cpu()):
-                break
-        else:
+        if are_copies(own, token_ids, shared.weight):
             return shared
     weight = own.to(device=shared.weight.device, dtype=dtype)
     return DynamicLMHead(weight, token_ids=None if token_ids is None else token_ids.to(shared.weight.device))

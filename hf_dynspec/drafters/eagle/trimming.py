@@ -62,9 +62,24 @@ def has_target_rows(checkpoint: EagleCheckpoint, output_rows: torch.Tensor) -> b
         return True
     if own.shape[1] != output_rows.shape[1] or checkpoint.settings.vocab_size != output_rows.shape[0]:
         return False
-    ids = checkpoint.token_ids()
-    theirs = output_rows[: own.shape[0]] if ids is None else output_rows.index_select(0, ids)
-    return torch.equal(theirs.to(own.dtype), own)
+    return are_copies(own, checkpoint.token_ids(), output_rows)
+
+
+def are_copies(own: torch.Tensor, token_ids: torch.Tensor | None, output_rows: torch.Tensor) -> bool:
+    """Whether rows are copies of the target's, in their own dtype.
+
+    Args:
+        own: `[n, H]`, on any device.
+        token_ids: int64 `[n]`: the token of each row (None: row `i` is token `i`).
+        output_rows: `[V, H]`: the target's output projection.
+    """
+    # A few rows first: comparing all of them is for those that are likely to agree.
+    for rows in (slice(0, 8), slice(None)):
+        ids = torch.arange(own.shape[0])[rows] if token_ids is None else token_ids[rows]
+        theirs = output_rows.index_select(0, ids.to(output_rows.device))
+        if not torch.equal(theirs.to(device="cpu", dtype=own.dtype), own[rows].cpu()):
+            return False
+    return True
 
 
 def _own_rows(checkpoint: EagleCheckpoint, ids: torch.Tensor) -> torch.Tensor:
