@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,8 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
         assert torch.equal(rows, head.tensors["lm_head.weight"][[places[one] for one in ids.tolist()]])
     kept = {key.removeprefix(head.prefix): one for key, one in head.tensors.items() if key.startswith(head.prefix)}
     assert kept and all(torch.equal(tensors[f"layers.0.{key}"], one) for key, one in kept.items())
+    modes = {(out / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1, "a server that runs as somebody else can read one file and not the other"
     assert not any("midlayer" in key for key in tensors)
 
     texts = [json.loads(line) for line in (POCKET / "prompts.jsonl").read_text().splitlines()]
@@ -527,6 +530,9 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
     card = (out / "README.md").read_text()
     assert 'custom_generate="me/shortlist"' in card and "700 tokens in place of all 32,768" in card
     assert "- custom_generate\n" in card
+    needed = (out / "custom_generate/requirements.txt").read_text().split()
+    assert [re.split("[<>=]", one)[0] for one in needed] == ["torch", "transformers"]
+    assert f"    {needed[1]}," in (ROOT / "setup.cfg").read_text(), "not the transformers that this package asks for"
     code = (out / "custom_generate/generate.py").read_text()
     assert "hf_dynspec" not in code and max(map(len, code.splitlines())) <= 120
     imported = {line.split()[1].split(".")[0] for line in code.splitlines() if line.startswith(("import", "from"))}

@@ -12,6 +12,7 @@ Inside the package every tensor has one name: the layer is `layer.…`, all else
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -152,6 +153,8 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
         named = {name: tensor.contiguous().clone() for name, tensor in checkpoint.named_tensors().items()}
         save_file(named, weights, metadata={"format": "pt"})
         config.write_text(json.dumps(checkpoint.config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets nobody else read what it writes, and a server may run as somebody else.
+        shutil.copymode(config, weights)
         for path in (weights, config):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
