@@ -10,6 +10,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .export import export_app
 from .graph import graph
 from .plot import plot
 from .push import push
@@ -29,6 +30,7 @@ build_app.command()(clusters)
 build_app.command()(graph)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
+app.add_typer(export_app, name="export")
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)

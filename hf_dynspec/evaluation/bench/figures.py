@@ -6,7 +6,7 @@ from typing import Any
 
 from ...stats import DRAFT_SECTIONS, DraftingStatistics
 from .result import BenchmarkResult, Generation
-from .systems import BASELINES, HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from .systems import BASELINES, DRAFTING_BASELINES, HEAD_PRODUCT, PLAIN
 
 # Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
@@ -96,9 +96,11 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, l
     """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
     if label in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
-    if label == TRANSFORMERS:
+    if label in DRAFTING_BASELINES:
         counts = [
-            count for key, count in result.forwards.items() if key[0] == temperature and domain in (None, key[1])
+            count
+            for (at, system, of_domain), count in result.forwards.items()
+            if (at, system) == (temperature, label) and domain in (None, of_domain)
         ]
         tokens, forwards = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
         return {"acceptance_length": tokens / forwards} if forwards else {}

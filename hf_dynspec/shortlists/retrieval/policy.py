@@ -139,6 +139,10 @@ class RetrievalShortlist(ShortlistPolicy):
         return of_core if self._of_graph is None else (*of_core, self._of_graph)
 
     @property
+    def static_core(self) -> FrequencyShortlist | None:
+        return self._core
+
+    @property
     def needs(self) -> Needs:
         """The target's likeliest tokens, and what semantic and trigger look at."""
         return Needs(
