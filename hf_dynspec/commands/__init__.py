@@ -14,6 +14,7 @@ from .graph import graph
 from .plot import plot
 from .push import push
 from .running import Commands
+from .trace import trace
 from .train import train_app
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(bench)
 app.command()(coverage)
 app.command()(plot)
 app.command()(push)
+app.command()(trace)
 
 
 def _show_version(is_wanted: bool) -> None:
