@@ -191,6 +191,13 @@ def test_retrieval_in_a_union_is_told_too_and_other_parts_are_not_its(pairs):
     assert {entry.event is None for entry in trace.entries} == {True, False}
 
 
+def test_two_parts_of_a_union_may_retrieve(pairs):
+    policy = UnionShortlist(retrieval(trigger="oov", prompt_positions=0), retrieval(size=50, semantic="token"))
+    trace = traced(pairs["independent"], policy)
+    require_consistent(trace)
+    assert trace.summary.late == 0 < trace.summary.results and all(entry.event is not None for entry in trace.entries)
+
+
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
 def test_results_that_come_late_are_counted_and_change_no_token(tree, pairs, monkeypatch):
     at_once = traced(pairs["independent"], retrieval(), tree=tree)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -38,18 +39,17 @@ class Analysis:
 
     Args:
         recording: what was noted.
-        retrieves: whether a part of the policy tells what it retrieves. Otherwise what may have come in is what the
-            policy was shown: the text, and the target's likeliest tokens.
         pieces: what each token of the text, the prompt's too, adds to it.
     """
 
     recording: Recording
-    retrieves: bool
     pieces: list[str]
 
     def __post_init__(self):
         self._rounds = [one for one in self.recording.rounds if one.verdict is not None]
-        self._offers = list(self._retrieved() if self.retrieves else self._shown())
+        # Where no part tells what it retrieves, what came in is of what the policy was shown.
+        self._retrieves = bool(self.recording.heard)
+        self._offers = list(self._retrieved() if self._retrieves else self._shown())
         self._is_out = self._out_of_vocabulary()
         self._held = [self._from_context(one) for one in self._rounds]
         self.entries = self._entries()
@@ -62,20 +62,24 @@ class Analysis:
         """The first round that drafts, from the one before which something was given on."""
         return next((n for n in range(given, len(self._rounds)) if self._rounds[n].has_begun), None)
 
+    def _results(self) -> Iterator[tuple[Retrieval, int | None, int | None]]:
+        """What was retrieved, with the rounds in which it was due and taken up."""
+        for part in self.recording.heard:
+            for one, taken in zip_longest(part.retrievals, part.taken):
+                yield one, self._due(self._given(one)), taken
+
     def _retrieved(self) -> Iterator[_Offer]:
-        """What the worker found, job by job, with the rounds that took it up."""
-        taken = [number for number, count in self.recording.taken for _ in range(count)]
-        for index, one in enumerate(self.recording.retrievals):
-            due, took = self._due(self._given(one)), taken[index] if index < len(taken) else None
+        """What the workers found, position by position."""
+        for one, due, taken in self._results():
             came_in = set(one.changes.values())
             for found in one.found:
                 ways = {"likely": found.likely, "near": found.near, "following": found.following}
                 token_id = None if found.trigger == NO_TOKEN else found.trigger
                 named = self._named({"text": () if token_id is None else (token_id,), **ways})
                 # By the first position that named it.
-                wanted = [token_id for ids in named.values() for token_id in ids if token_id in came_in]
+                wanted = [new for ids in named.values() for new in ids if new in came_in]
                 came_in.difference_update(wanted)
-                yield _Offer(found.position, token_id, named, wanted, due, took, one.event.is_verified)
+                yield _Offer(found.position, token_id, named, wanted, due, taken, one.event.is_verified)
 
     def _given(self, one: Retrieval) -> int:
         """The round before which an event was given to the worker."""
@@ -189,7 +193,7 @@ class Analysis:
         told = [
             index
             for index, one in enumerate(self._offers)
-            if self.retrieves or one.entered or (one.is_verified and self._is_out.get(one.position))
+            if self._retrieves or one.entered or (one.is_verified and self._is_out.get(one.position))
         ]
         order = sorted(told, key=lambda index: self._offers[index].position)
         place_of = {index: place for place, index in enumerate(order)}
@@ -240,7 +244,7 @@ class Analysis:
             figures["entered_accepted"] = sum(bool(one.accepted) for one in entries)
             figures["accepted_by_context"] = sum(len(one.accepted) for one in entries)
         figures.update(dict.fromkeys(("results", "late", "retrieval_milliseconds")))
-        if self.retrieves:
+        if self._retrieves:
             figures.update(self._lateness())
         return TraceSummary(
             tokens=len(self.tokens),
@@ -254,11 +258,9 @@ class Analysis:
         )
 
     def _lateness(self) -> dict[str, Any]:
-        taken = [number for number, count in self.recording.taken for _ in range(count)]
-        heard = self.recording.retrievals
-        dues = [self._due(self._given(one)) for one in heard]
-        late = [index >= len(taken) or taken[index] > due for index, due in enumerate(dues) if due is not None]
-        seconds = median(one.end - one.start for one in heard) if heard else 0.0
+        results = list(self._results())
+        late = [taken is None or taken > due for _, due, taken in results if due is not None]
+        seconds = median(one.end - one.start for one, _, _ in results) if results else 0.0
         return {"results": len(late), "late": sum(late), "retrieval_milliseconds": 1e3 * seconds}
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...drafters import Drafter
 from ...errors import ConfigurationError
 from ...kernels import prepare_kernels
-from ...shortlists import RetrievalShortlist, ShortlistPolicy, UnionShortlist
+from ...shortlists import ShortlistPolicy
 from ..bench.systems import CONSTANT_DRAFT_LENGTH
 from ..pair import Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt, read_workload
@@ -112,7 +112,7 @@ def _trace(
     started: str,
 ) -> Trace:
     pieces = text_pieces(pair.tokenizer, token_ids)
-    analysis = Analysis(recording, _retrieves(policy), pieces)
+    analysis = Analysis(recording, pieces)
     if not analysis.tokens:
         raise ConfigurationError("the target ends this text at once; name another prompt")
     prompt_length = len(pair.encoded[0])
@@ -136,10 +136,3 @@ def _trace(
         summary=analysis.summary(assistant.stats),
         timeline=median_round(recording),
     )
-
-
-def _retrieves(policy: ShortlistPolicy) -> bool:
-    """Whether a part of the policy tells what it retrieves."""
-    if isinstance(policy, UnionShortlist):
-        return any(_retrieves(part) for part in policy.policies)
-    return isinstance(policy, RetrievalShortlist)

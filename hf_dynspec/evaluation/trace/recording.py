@@ -3,7 +3,6 @@ retrieval says, and the sections of the stopwatch. Nothing is read from the devi
 copies, so that the times stay those of a call that nobody traces, and everything else is worked out afterwards."""
 
 import copy
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,7 +62,28 @@ class SpanStopwatch(Stopwatch):
             self.spans.append(RecordedSpan(name, start, self.now()))
 
 
-class Recording(RetrievalListener):
+class HeardRetrievals(RetrievalListener):
+    """What one part of a policy told of its retrievals.
+
+    Attributes:
+        retrievals: what was retrieved, in order.
+        taken: for each of the first of them the round that began with it on the shortlist.
+    """
+
+    def __init__(self, recording: "Recording"):
+        self.retrievals: list[Retrieval] = []
+        self.taken: list[int] = []
+        self._recording = recording
+
+    def hear(self, retrieval: Retrieval) -> None:
+        # By the worker's thread, while nobody else looks.
+        self.retrievals.append(retrieval)
+
+    def take_up(self, count: int) -> None:
+        self.taken += [len(self._recording.rounds) - 1] * count
+
+
+class Recording:
     """What was noted of one call.
 
     Attributes:
@@ -71,8 +91,7 @@ class Recording(RetrievalListener):
         first_ids: int64 `[n]`, what the policy's shortlists hold before there is any context; None where they depend
             on the draft step, so that no token ever comes in.
         rounds: the rounds, in order. The last one may be empty.
-        retrievals: what was retrieved, in order.
-        taken: pairs of a round and how many retrievals it found done when it began.
+        heard: what each part of the policy told that retrieves.
         stopwatch: the sections of the generating thread.
     """
 
@@ -80,19 +99,8 @@ class Recording(RetrievalListener):
         self.vocabulary: VocabularyInfo | None = None
         self.first_ids: torch.Tensor | None = None
         self.rounds = [RecordedRound()]
-        self.retrievals: list[Retrieval] = []
-        self.taken: list[tuple[int, int]] = []
+        self.heard: list[HeardRetrievals] = []
         self.stopwatch = SpanStopwatch(devices)
-        # The worker's thread adds to what this one reads when all is over.
-        self._lock = threading.Lock()
-
-    def hear(self, retrieval: Retrieval) -> None:
-        with self._lock:
-            self.retrievals.append(retrieval)
-
-    def take_up(self, count: int) -> None:
-        if count:
-            self.taken.append((len(self.rounds) - 1, count))
 
     def end_round(self, verdict: Verdict) -> None:
         """Note what came of a round, and go on to the next."""
@@ -109,7 +117,8 @@ def recorded(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
 def _heard(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
     """The policy with those parts that retrieve telling what they do."""
     if isinstance(policy, RetrievalShortlist):
-        return policy.heard_by(recording)
+        recording.heard.append(HeardRetrievals(recording))
+        return policy.heard_by(recording.heard[-1])
     if not isinstance(policy, UnionShortlist):
         return policy
     twin = copy.copy(policy)

@@ -43,7 +43,7 @@ def median_round(recording: Recording) -> Timeline | None:
 
 def _beside(recording: Recording, start: float, end: float) -> list[RecordedSpan]:
     """What was retrieved meanwhile."""
-    heard = recording.retrievals
+    heard = [one for part in recording.heard for one in part.retrievals]
     return [RecordedSpan(RETRIEVAL, one.start, one.end) for one in heard if one.start < end and one.end > start]
 
 
@@ -85,8 +85,11 @@ def write_timeline(path: Path, trace: Trace) -> None:
         figure.set_facecolor(_PAPER)
         axes = figure.add_subplot()
         for place, thread in enumerate(threads):
+            # What is retrieved may take too little time to be seen without an edge.
+            edge = 1.0 if thread == RETRIEVAL else 0.0
             for one in (one for one in timeline.spans if one.thread == thread):
-                axes.barh(place, one.end - one.start, 0.6, left=one.start, color=COLORS[one.section])
+                color = COLORS[one.section]
+                axes.barh(place, one.end - one.start, 0.6, left=one.start, color=color, ec=color, lw=edge)
         _finish(axes, figure, trace, threads)
         metadata = {"Date": None} if path.suffix.lower() in (".svg", ".svgz") else None
         figure.savefig(path, dpi=150, metadata=metadata)
