@@ -67,7 +67,7 @@ class HeardRetrievals(RetrievalListener):
 
     Attributes:
         retrievals: what was retrieved, in order.
-        taken: for each of the first of them the round that began with it on the shortlist.
+        taken: for each of the first of them the round that took it up.
     """
 
     def __init__(self, recording: "Recording"):

@@ -83,7 +83,7 @@ class RetrievalListener(ABC):
 
     @abstractmethod
     def take_up(self, count: int) -> None:
-        """A round begins with the next `count` retrievals on the shortlist. Called by the thread that generates."""
+        """A round takes up the next `count` retrievals. Called by the thread that generates."""
 
 
 class Retriever:
