@@ -233,7 +233,7 @@ _SMALLER = {
     ("coverage",): _FEW_TOKENS,
     ("bench",): _BENCH,
     ("plot",): (),
-    ("trace",): ("--max-new-tokens", "6", "--threads", "1"),
+    ("trace",): ("--max-new-tokens", "24", "--threads", "1"),
     ("push",): ("--dry-run",),
 }
 

@@ -383,7 +383,7 @@ def test_a_terminal_of_80_columns_shows_everything_as_text(pairs):
     assert "[link=http://evil]" in shown.replace("\n", "")
     assert f"{trace.summary.out_of_vocabulary} of {trace.summary.checked}" in shown
     for event in trace.triggers[:5]:
-        assert f"{event.position} │" in shown
+        assert f"\n{event.position:>6}  " in shown
 
 
 def test_spaces_and_breaks_of_a_token_can_be_seen():

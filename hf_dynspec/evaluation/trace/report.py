@@ -5,17 +5,20 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from ...errors import shown_text
 from ..provenance import provenance
+from ..tables import FittedTable
 from .result import WAYS, Trace, TracedToken, TraceEntry, TraceEvent
 
 SCHEMA_VERSION = 1
 
-# How many are shown of the tokens of a way, of a token's context and of the rows of a table; files have all.
-_TOKENS, _CONTEXT, _ROWS = 6, 16, 24
+# How many are shown of the tokens of a way, of the characters of a context and of the rows of a list; files have all.
+_TOKENS, _CONTEXT, _ROWS = 8, 40, 24
+# Columns before what was found.
+_INDENT = 8
 # Marks and colours of tokens in the text.
 _OUT, _THANKS = ("⟦", "⟧", "bold red"), ("«", "»", "bold green")
 
@@ -106,18 +109,23 @@ def text_report(trace: Trace) -> Iterator[RenderableType]:
     )
     if trace.triggers:
         yield _heading("What was retrieved where a token was out of vocabulary")
-        yield _trigger_table(trace)
-        if len(trace.triggers) > _ROWS:
-            yield Text(f"… {len(trace.triggers) - _ROWS} more", style="dim")
+        for event in trace.triggers[:_ROWS]:
+            yield from _trigger(trace, event)
+        yield from _left_out(len(trace.triggers))
     if trace.useful:
         yield _heading("What came in from the context, and was drafted and accepted later")
         yield _entry_table(trace)
-        if len(trace.useful) > _ROWS:
-            yield Text(f"… {len(trace.useful) - _ROWS} more", style="dim")
+        yield from _left_out(len(trace.useful))
     yield _heading("In figures")
-    yield _summary_table(trace)
+    for name, value in summary_rows(trace):
+        yield Text.assemble((f"{name}: ", "dim"), value)
     if note(trace):
         yield Text(note(trace), style="italic")
+
+
+def _left_out(count: int) -> Iterator[Text]:
+    if count > _ROWS:
+        yield Text(f"… {count - _ROWS} more", style="dim")
 
 
 def _heading(text: str) -> Text:
@@ -144,16 +152,12 @@ def _mark_of(token: TracedToken) -> tuple[str, str, str] | None:
     return _THANKS if token.by_context else None
 
 
-def _trigger_table(trace: Trace) -> Table:
-    table = Table(expand=True)
-    table.add_column("position", justify="right", width=8)
-    table.add_column("token in its context", ratio=2, overflow="fold")
-    table.add_column("what was found", ratio=3, overflow="fold")
-    for event in trace.triggers[:_ROWS]:
-        context = Text(f"…{shown_text(event.context[-_CONTEXT:])}", style="dim")
-        token = shown_token(trace.texts[event.token_id])
-        table.add_row(str(event.position), context + _mark(_OUT, token), _found(trace, event))
-    return table
+def _trigger(trace: Trace, event: TraceEvent) -> Iterator[RenderableType]:
+    """A token in its context, and below it what was found there."""
+    context = Text(f"…{shown_text(event.context[-_CONTEXT:])}", style="dim")
+    token = _mark(_OUT, shown_token(trace.texts[event.token_id]))
+    yield Text.assemble((f"{event.position:>6}  ", "bold"), context, token)
+    yield Padding(_found(trace, event), (0, 0, 0, _INDENT))
 
 
 def _found(trace: Trace, event: TraceEvent) -> Text:
@@ -170,29 +174,20 @@ def _listed(trace: Trace, ids: Sequence[int]) -> str:
     return f"{shown} · … {more} more" if more > 0 else shown
 
 
-def _entry_table(trace: Trace) -> Table:
-    table = Table(expand=True)
-    for heading, justify, ratio in (
-        ("token", "left", 2),
-        ("retrieved at", "left", 3),
-        ("by way of", "left", 3),
-        ("drafted", "right", None),
-        ("accepted", "right", None),
-        ("first after", "right", 2),
-    ):
-        table.add_column(heading, justify=justify, ratio=ratio, overflow="fold")
+def _entry_table(trace: Trace) -> FittedTable:
+    table = FittedTable(
+        "in the order in which they came in",
+        ["token", "retrieved at", "by way of", "drafted", "accepted", "first after"],
+        labels=3,
+    )
     for entry in trace.useful[:_ROWS]:
-        cells = [shown_token(trace.texts[entry.token_id]), origin(trace, entry)]
-        cells += [", ".join(WAYS[name] for name in entry.ways), str(entry.drafted), str(len(entry.accepted))]
-        table.add_row(*map(Text, [*cells, later(trace, entry)]))
+        labels = (shown_token(trace.texts[entry.token_id]), origin(trace, entry), _way_names(entry))
+        table.add_row(*labels, str(entry.drafted), str(len(entry.accepted)), later(trace, entry))
     return table
 
 
-def _summary_table(trace: Trace) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in summary_rows(trace):
-        table.add_row(Text(name, style="dim"), Text(value))
-    return table
+def _way_names(entry: TraceEntry) -> str:
+    return ", ".join(WAYS[name] for name in entry.ways)
 
 
 # The file ------------------------------------------------------------------------------------------------------------
