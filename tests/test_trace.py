@@ -451,6 +451,15 @@ def test_the_command_takes_a_text_and_sampling():
     assert "hybrid on prompt/1" in result.output
 
 
+def test_a_picture_that_nothing_can_be_drawn_in_is_left_out_and_that_is_said(tmp_path):
+    result = invoke(
+        *WITH_DRAFTER, "--max-new-tokens", 3, "--html", tmp_path / "a.html", "--timeline", tmp_path / "a.svg"
+    )
+    assert result.exit_code == 0, result.exception
+    assert "a.svg was not drawn" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

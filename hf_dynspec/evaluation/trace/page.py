@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...files import replacing
-from .report import later, note, origin, shown_lines, shown_token, summary_rows, ways_of
+from .report import later, note, origin, shown_lines, shown_token, summary_rows, way_names, ways_of
 from .result import WAYS, Trace, TracedToken, TraceEntry, TraceEvent
 from .timeline import COLORS, THREADS, sections_of, timeline_title
 
@@ -199,7 +199,7 @@ def _entry_cells(trace: Trace, number: int, entry: TraceEntry) -> Iterable[str]:
     return (
         f'<span id="entry{number}">{_token(trace, entry.token_id)}</span>',
         where,
-        _text(", ".join(WAYS[name] for name in entry.ways)),
+        _text(way_names(entry)),
         str(entry.round + 1),
         "" if entry.left is None else str(entry.left),
         str(entry.drafted),

@@ -93,6 +93,11 @@ def ways_of(event: TraceEvent) -> dict[str, list[int]]:
     return {name: ids for name, ids in event.found.items() if name != "text"}
 
 
+def way_names(entry: TraceEntry) -> str:
+    """By which ways it was found, in words."""
+    return ", ".join(WAYS[name] for name in entry.ways)
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "none"
 
@@ -181,13 +186,9 @@ def _entry_table(trace: Trace) -> FittedTable:
         labels=3,
     )
     for entry in trace.useful[:_ROWS]:
-        labels = (shown_token(trace.texts[entry.token_id]), origin(trace, entry), _way_names(entry))
+        labels = (shown_token(trace.texts[entry.token_id]), origin(trace, entry), way_names(entry))
         table.add_row(*labels, str(entry.drafted), str(len(entry.accepted)), later(trace, entry))
     return table
-
-
-def _way_names(entry: TraceEntry) -> str:
-    return ", ".join(WAYS[name] for name in entry.ways)
 
 
 # The file ------------------------------------------------------------------------------------------------------------
