@@ -239,6 +239,7 @@ _SMALLER = {
     ("coverage",): _FEW_TOKENS,
     ("bench",): _BENCH,
     ("plot",): (),
+    ("trace",): ("--max-new-tokens", "24", "--threads", "1"),
     ("push",): ("--dry-run",),
 }
 
@@ -295,7 +296,16 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         if "--results" in words:
             assert "\n| this artifact | " in result.output
     assert len(ran) >= 15
-    for name in ("results.json", "results.svg", "coverage.json", "coverage.png", "bench.json", "docs/speed.svg"):
+    for name in (
+        "results.json",
+        "results.svg",
+        "coverage.json",
+        "coverage.png",
+        "bench.json",
+        "docs/speed.svg",
+        "trace.html",
+        "round.svg",
+    ):
         assert Path(name).stat().st_size > 0
     policy = RouterShortlist("router/")
     assert policy.router.num_clusters == 48

@@ -15,6 +15,7 @@ from .graph import graph
 from .plot import plot
 from .push import push
 from .running import Commands
+from .trace import trace
 from .train import train_app
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command()(bench)
 app.command()(coverage)
 app.command()(plot)
 app.command()(push)
+app.command()(trace)
 
 
 def _show_version(is_wanted: bool) -> None:
