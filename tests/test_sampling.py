@@ -43,7 +43,7 @@ from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
 from hf_dynspec.drafting.processors import FewScores, ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
-from hf_dynspec.generation import decoding, verification
+from hf_dynspec.generation import acceptance, decoding
 from hf_dynspec.protocol import Candidates, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.
@@ -455,8 +455,8 @@ def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) 
 
 
 MISTAKES = {
-    "what is left is not scaled": (verification, "_without_elders", unscaled),
-    "elders are not left out": (verification, "_without_elders", with_elders),
+    "what is left is not scaled": (acceptance, "_without_elders", unscaled),
+    "elders are not left out": (acceptance, "_without_elders", with_elders),
     "the order is lost": (draft_trees, "draw_several", lambda *args: draw_several(*args).sort().values),
     # As EAGLE-2 chooses its nodes.
     "a token has a say": (tree_module, "chances_of_draws", lambda probabilities: (probabilities.log(),) * 2),

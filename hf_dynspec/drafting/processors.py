@@ -123,7 +123,7 @@ class ProcessorsByValue:
         return scores
 
     def few(self, scores: torch.Tensor) -> FewScores | None:
-        """What is left of a row of scores, fp32 `[1, V]`, where that can be told without processing all of it: the same
+        """What is left of a row of scores, fp32 `[1, V]`, where that can be told without processing it all: the same
         tokens, with the same scores but for the rounding of sums over more or fewer zeros.
 
         None where no top-k comes first, where tokens tie for its last place, all of which are kept, or for any where
@@ -143,7 +143,7 @@ class ProcessorsByValue:
         may_tie = k - 1 if all(type(one) in _WITHOUT_ORDER for one in self._processors) else 0
         if not (values[0] < torch.inf and all(map(operator.gt, values[may_tie:], values[may_tie + 1 :]))):
             return None
-        token_ids, order = token_ids[:-1].sort()
+        token_ids = token_ids[:-1].sort().values
         kept = scores[0].index_select(0, token_ids).unsqueeze(0)
         return FewScores(token_ids, self(None, kept)[0])
 
