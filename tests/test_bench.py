@@ -230,12 +230,15 @@ def test_speeds_and_ratios_follow_from_the_generations(reported):
 
 
 def test_profiles_say_where_a_round_goes(reported):
-    _, written = reported
+    printed, written = reported
     for system in POLICIES:
         row = figures(written, system, 0.0)
         sections = {"backbone", "head", "policy", "choice", "verification", "other"}
         assert set(row["ms_per_round"]) == set(row["share_of_round"]) == sections
         assert sum(row["share_of_round"].values()) == pytest.approx(1.0)
+        layers = row["ms_per_round"]["backbone"] + row["ms_per_round"]["verification"]
+        assert row["share_of_oracle"] == pytest.approx(layers / sum(row["ms_per_round"].values()))
+        assert 0 < row["share_of_oracle"] < 1 and f"{row['share_of_oracle']:.1%}" in printed
         drafting = sum(row["ms_per_round"][name] for name in ("backbone", "head", "policy", "choice"))
         assert row["draft_ms_per_round"] == pytest.approx(drafting)
         assert row["profile"]["calls"] == 2  # one prompt of each domain
@@ -453,7 +456,7 @@ def test_the_file_names_heads_and_trees_and_no_folders(compared, folder):
 
 def test_the_tables_keep_drafters_and_shapes_apart(compared):
     printed, written = compared
-    for heading in ("vs plain", "vs transformers", "vs full", "vs frequency", "drafted", "verification", "other"):
+    for heading in ("vs plain", "vs transformers", "vs full", "vs frequency", "drafted", "verification", "oracle"):
         assert heading in printed
     assert "of the same drafter and shape" in printed
     for system in written["systems"]:

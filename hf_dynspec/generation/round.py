@@ -95,6 +95,11 @@ class Drafting:
         return self._tree is not None
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether outcomes have to have their scores."""
+        return self._measure_coverage
+
+    @property
     def vocabulary_rows(self) -> int:
         """Width of the target's logits, `V`."""
         return output_rows(self._target.model)
@@ -286,7 +291,13 @@ class Drafting:
         """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
         shown: dict[str, torch.Tensor] = {}
         if self._needs.verify_top_k:
-            shown = self._most_probable(outputs.logits[0][outcome.rows], self._needs.verify_top_k)
+            logits = outputs.logits[0]
+            if self._candidates is None or self._candidates.is_chain:
+                # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
+                logits = logits[: outcome.accepted + 1]
+            else:
+                logits = logits.index_select(0, outcome.rows.to(logits.device))
+            shown = self._most_probable(logits, self._needs.verify_top_k)
         if self._needs.hidden_states:
             states = self._target.state(outputs, self._target.num_layers)[-outputs.logits.shape[1] :]
             shown["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)

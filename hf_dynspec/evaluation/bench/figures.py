@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from ...stats import DRAFT_SECTIONS, DraftingStatistics
+from ...stats import DRAFT_SECTIONS, LAYER_SECTIONS, DraftingStatistics
 from .result import BenchmarkResult, Generation
 from .systems import BASELINES, DRAFTING_BASELINES, HEAD_PRODUCT, PLAIN
 
@@ -129,6 +129,7 @@ def _studied(result: BenchmarkResult, temperature: float, label: str) -> dict[st
         figures["ms_per_round"] = per_round
         figures["draft_ms_per_round"] = sum(per_round[name] for name in DRAFT_SECTIONS)
         figures["share_of_round"] = {name: seconds / total for name, seconds in profile.seconds.items()}
+        figures["share_of_oracle"] = sum(figures["share_of_round"][name] for name in LAYER_SECTIONS)
     if coverage is not None:
         figures["coverage"] = coverage.coverage
     return figures

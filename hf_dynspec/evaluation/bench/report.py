@@ -53,8 +53,8 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
     table = FittedTable(
         f"One round, {_temperature_name(result, temperature)}",
-        [*headings, "verification\nms", "other"],
-        caption="times are of profiled calls; other is what is neither drafting nor the target's forward",
+        [*headings, "verification\nms", "of the\noracle"],
+        caption="times are of profiled calls; the oracle's rounds take no time but that of both models' layers",
     )
     for row in _rows_of_all_domains(result, temperature):
         if row["system"] not in result.combinations:
@@ -66,7 +66,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
             _cell(row.get("coverage"), ".4f"),
             _cell(row.get("draft_ms_per_round"), ".2f"),
             _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
-            _cell(row.get("share_of_round", {}).get("other"), ".1%"),
+            _cell(row.get("share_of_oracle"), ".1%"),
         ]
         table.add_row(row["system"], *cells, ends_section=_ends_group(result, row["system"]))
     return table
