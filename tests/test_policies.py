@@ -96,7 +96,7 @@ def test_every_policy_of_the_table_is_covered():
 @contract
 def test_the_contract_of_policies(make: Make):
     report = check_policy(make())
-    assert len(report.checks) == 9 and 0 < report.active_vocabulary <= VOCABULARY
+    assert len(report.checks) == 10 and 0 < report.active_vocabulary <= VOCABULARY
 
 
 @contract

@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigurationError, shown_value
 from ..fields import FieldError
 from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import ShortlistPolicy, ShortlistState, start_state
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
 from .registry import UNKNOWN_POLICY_FIX, policy_class
@@ -62,11 +62,15 @@ class UnionShortlist(ShortlistPolicy):
         cores = [core for core in (policy.static_core for policy in self.policies) if core is not None]
         return max(cores, key=lambda core: core.size, default=None)
 
-    def start(self, vocabulary: VocabularyInfo) -> "UnionState":
+    def new_memory(self) -> tuple[Any, ...] | None:
+        memories = tuple(policy.new_memory() for policy in self.policies)
+        return None if all(memory is None for memory in memories) else memories
+
+    def start(self, vocabulary: VocabularyInfo, memory: tuple[Any, ...] | None = None) -> "UnionState":
         with ExitStack() as stack:
             parts = []
-            for policy in self.policies:
-                parts.append(policy.start(vocabulary))
+            for policy, own in zip(self.policies, memory or (None,) * len(self.policies), strict=True):
+                parts.append(start_state(policy, vocabulary, own))
                 # Where a later one cannot be started, nobody else would know of this one.
                 stack.callback(parts[-1].close)
             stack.pop_all()
@@ -173,6 +177,14 @@ class UnionState(ShortlistState):
     def restart(self) -> None:
         for part in self._parts:
             part.restart()
+
+    def resume(self, token_ids: torch.Tensor) -> None:
+        for part in self._parts:
+            part.resume(token_ids)
+
+    def end_call(self) -> None:
+        for part in self._parts:
+            part.end_call()
 
     def close(self) -> None:
         with ExitStack() as stack:
