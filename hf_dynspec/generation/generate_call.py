@@ -102,5 +102,7 @@ class GenerateCall(Call):
         config = self._assistant.generation_config
         if config.num_assistant_tokens_schedule == "heuristic":
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
+        if not self._session.is_closed:
+            self._session.end_call()
         self.leave_session(self._session)
         self._assistant.publish(self._stats)
