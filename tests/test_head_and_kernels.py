@@ -14,6 +14,7 @@ from hf_dynspec.generation.target import TargetForward
 from hf_dynspec.kernels import (
     argmax_rows_for,
     cpu,
+    cpu_top_k,
     packed_scores,
     reference,
     replace_rows,
@@ -369,17 +370,63 @@ def test_replace_rows(poisoned_memory):
 
 @pytest.mark.parametrize("columns", [1, 5, 127, 128, 129, 1000, 1024, 3001])
 @pytest.mark.parametrize("m", [1, 3])
-def test_top_k_ids(columns, m):
+def test_argmax_rows(columns, m):
     scores = torch.randperm(m * columns, generator=torch.Generator().manual_seed(columns)).view(m, columns).float()
-    for k in {1, 3, 7, 8, 9, 24, columns} - {k for k in (3, 7, 8, 9, 24) if k > columns}:
-        for block in (4, 128):
-            assert torch.equal(cpu.top_k_ids(scores, k, block), reference.top_k_ids(scores, k))
-            assert torch.equal(cpu.argmax_rows(scores, block), reference.argmax_rows(scores))
+    for block in (4, 128):
+        assert torch.equal(cpu.argmax_rows(scores, block), reference.argmax_rows(scores))
+
+
+@pytest.fixture
+def compiled_top_k(compiled_kernels, monkeypatch):
+    """torch's own choice, which must not run."""
+
+    def must_not_run(*args):
+        raise AssertionError("the plain choice of top tokens ran")
+
+    monkeypatch.setattr(reference, "top_k_ids", must_not_run)
+
+
+def leading(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The columns of the largest, of equal ones the leftmost first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+# From 16,384 columns on the kernel estimates from a sample how high the largest lie.
+@pytest.mark.parametrize("columns", [2048, 2049, 5000, 16383, 16384, 16449, 40_001])
+@pytest.mark.parametrize("m", [1, 3])
+def test_top_k_ids(columns, m, compiled_top_k, poisoned_memory):
+    generator = torch.Generator().manual_seed(columns)
+    for k in (1, 2, 17, 50, 600, 2048):
+        scores = torch.randn(m, columns, generator=generator)
+        rising = torch.arange(m * columns).view(m, columns).float()
+        two = torch.full_like(scores, -torch.inf)
+        two[:, 3], two[:, columns // 2] = 2.0, 1.0
+        for kind in (scores, (2 * scores).round(), torch.zeros_like(scores), rising, -rising, two):
+            assert torch.equal(top_k_ids(kind, k), leading(kind, k))
+
+
+def test_top_k_ids_of_rows_that_lie_apart_and_of_16_bits(compiled_top_k):
+    wide = torch.randn(6, 20_000, generator=torch.Generator().manual_seed(1))
+    for scores in (wide[::2, 11:19_013], wide[:, 1::2], wide.bfloat16(), wide.half()):
+        assert torch.equal(top_k_ids(scores, 50), leading(scores, 50))
+
+
+def test_what_is_no_number_is_the_largest_as_it_is_to_torch(compiled_top_k):
+    scores = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(1))
+    scores[0, [7, 9]] = torch.nan
+    scores[0, 3], scores[1, 5], scores[1, 6] = torch.inf, -torch.inf, torch.inf
+    assert top_k_ids(scores, 3)[0].tolist() == [7, 9, 3] and top_k_ids(scores, 20_000)[1, [0, -1]].tolist() == [6, 5]
+
+
+@pytest.mark.parametrize("scores", [torch.randn(2, 2047), torch.randn(2, 3000).double(), torch.randn(0, 3000)])
+def test_other_scores_are_chosen_from_by_torch(scores):
+    assert torch.equal(top_k_ids(scores, 9), reference.top_k_ids(scores, 9))
 
 
 def test_top_tokens_are_chosen_by_device():
+    assert top_k_ids_for(torch.device("cpu")) is cpu_top_k.top_k_ids
+    assert top_k_ids_for(torch.device("meta")) is reference.top_k_ids
     for kind, kernels in (("cpu", cpu), ("meta", reference)):
-        assert top_k_ids_for(torch.device(kind)) is kernels.top_k_ids
         assert argmax_rows_for(torch.device(kind)) is kernels.argmax_rows
 
 

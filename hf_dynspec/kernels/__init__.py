@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import cpu, cpu_best_rows, reference
+from . import cpu, cpu_best_rows, cpu_top_k, reference
 from .cpu import dense_scores, has_dense_kernel, prepare_kernels
 from .cpu_best_rows import prepare_best_rows
 from .reference import TILE_ROWS, block_scores, packed_scores, replace_rows, scattered_scores, tiled
@@ -63,7 +63,7 @@ def best_rows_for(device: torch.device) -> Callable[..., torch.Tensor]:
 
 def top_k_ids_for(device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """Return the fastest implementation of `reference.top_k_ids` for a device."""
-    return cpu.top_k_ids if device.type == "cpu" else reference.top_k_ids
+    return cpu_top_k.top_k_ids if device.type == "cpu" else reference.top_k_ids
 
 
 def argmax_rows_for(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -243,9 +243,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
-# Top tokens. Blocks of columns are compared by their maxima first, which torch finds many at a time.
-
-
 def argmax_rows(scores: torch.Tensor, block: int = 128) -> torch.Tensor:
     """`reference.argmax_rows`. torch's argmax compares one by one, its maximum many at a time; so the maxima
     of blocks are compared."""
@@ -257,20 +254,3 @@ def argmax_rows(scores: torch.Tensor, block: int = 128) -> torch.Tensor:
     leftover = torch.arange(blocks * block, columns, device=scores.device)
     candidates = torch.cat([best + torch.arange(block, device=scores.device), leftover.expand(m, -1)], dim=1)
     return candidates.gather(1, scores.gather(1, candidates).argmax(-1, keepdim=True)).squeeze(1)
-
-
-def top_k_ids(scores: torch.Tensor, k: int, block: int = 128) -> torch.Tensor:
-    """`reference.top_k_ids`. Reads many scores once: the `k` largest values lie in the `k` blocks whose maxima are
-    largest, so that only those are looked at closely."""
-    m, columns = scores.shape
-    blocks = columns // block
-    # Where more than a quarter would be looked at closely, the steps take longer than what they save.
-    if 4 * k > blocks:
-        return scores.topk(k, dim=-1).indices
-    blocked = scores[:, : blocks * block].view(m, blocks, block)
-    best_blocks = blocked.amax(-1).topk(k, dim=-1).indices
-    block_columns = torch.arange(block, device=scores.device)
-    candidates = (best_blocks.unsqueeze(-1) * block + block_columns).view(m, k * block)
-    leftover = torch.arange(blocks * block, columns, device=scores.device)
-    candidates = torch.cat([candidates, leftover.expand(m, -1)], dim=1)
-    return candidates.gather(1, scores.gather(1, candidates).topk(k, dim=-1).indices)

@@ -1,0 +1,52 @@
+"""The choice of top tokens on CPUs, where torch is slow at it: compiled from top_k.cpp where there is a compiler."""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+
+import torch
+
+from . import reference
+from .cpu import compiled_library, thread_count
+
+
+@functools.cache
+def _kernel() -> Callable[..., None] | None:
+    """The function of top_k.cpp, compiled for this machine; None where it cannot be, which is said once."""
+    library = compiled_library("top_k.cpp", "Top tokens are chosen")
+    if library is None:
+        return None
+    kernel = library["top_k"]
+    kernel.argtypes = [ctypes.c_char_p]
+    kernel.restype = None
+    return kernel
+
+
+# What fp32 holds without rounding.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# `Call` of top_k.cpp.
+_CALL = struct.Struct("2P5q")
+# Fewer are chosen from as fast by torch, and columns are packed into 32 bits.
+FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 2**32 - 1
+
+
+def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """`reference.top_k_ids`, compiled where a compiler is at hand and there are many columns; in the first such call.
+
+    Of equal scores the leftmost are then chosen, and come first. What is no number counts as the largest, as it does
+    to torch.
+    """
+    m, columns = scores.shape
+    # The kernel reads memory by these numbers, unchecked.
+    fits = m > 0 and 0 < k <= columns and FEWEST_COLUMNS <= columns <= _MOST_COLUMNS and scores.is_cpu
+    kernel = _kernel() if fits and scores.dtype in _DTYPES else None
+    if kernel is None:
+        return reference.top_k_ids(scores, k)
+    scores = scores.float()
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    ids = torch.empty(m, k, dtype=torch.int64)
+    threads = min(m, thread_count(m * columns))
+    kernel(_CALL.pack(scores.data_ptr(), ids.data_ptr(), m, columns, scores.stride(0), k, threads))
+    return ids
