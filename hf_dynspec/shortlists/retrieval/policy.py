@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
-from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
 from ..base import ShortlistPolicy, ShortlistState
 from ..frequency import FrequencyShortlist
@@ -236,6 +236,9 @@ class RetrievalState(ShortlistState):
             policy.listener,
         )
         self._worker = Worker(policy.synchronous)
+        # At the first draft step, before which the drafter's layers run. As a round begins, the last one's verdict is
+        # microseconds old.
+        self._is_taken_up = False
 
     def _clear(self) -> None:
         """Let no slot count but those of the core."""
@@ -243,7 +246,16 @@ class RetrievalState(ShortlistState):
         self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied)
 
     def begin_round(self) -> None:
-        # What is not there yet is taken up at a later round.
+        self._is_taken_up = False
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        if not self._is_taken_up:
+            self._is_taken_up = True
+            self._take_up()
+        return self._shortlist
+
+    def _take_up(self) -> None:
+        """Take up what was retrieved. What is not there yet is taken up in a later round."""
         taken = self._worker.take()
         if self._policy.listener is not None:
             # What has no result at all was no retrieval, see `follow_weights`.
@@ -257,9 +269,6 @@ class RetrievalState(ShortlistState):
         self._version += 1
         replaced = torch.cat([places for places, _ in changes])
         self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=replaced)
-
-    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        return self._shortlist
 
     def restart(self) -> None:
         self._worker.finish()
@@ -304,6 +313,9 @@ class RetrievalState(ShortlistState):
         if rows is not None:
             # By the worker, between its other jobs, so that nothing is asked while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
+
+    def take_background_work(self) -> BackgroundWork:
+        return self._worker.take_work()
 
     def close(self) -> None:
         self._worker.close()
