@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -132,8 +133,8 @@ class SemanticIndex:
         report: Report | None = None,
         folder: str | os.PathLike | None = None,
     ) -> "SemanticIndex":
-        """Return the index of these rows: the one that was built of them on this computer before, or a new one, which
-        is kept.
+        """Return the index of these rows: the one that is open, or that was built of them on this computer before, or
+        a new one, which is kept.
 
         Args:
             rows: as for `build`.
@@ -145,10 +146,12 @@ class SemanticIndex:
         digest = _digest(rows, settings)
         place = Path(folder or _default_folder()) / digest
         with _locks.setdefault(digest, threading.Lock()):
-            found = cls._read(place, rows.shape, settings)
+            opened = (place, settings.search_breadth)
+            found = _open.get(opened) or cls._read(place, rows.shape, settings)
             if found is None:
                 found = cls.build(rows, settings, report)
                 found._write(place)
+            _open[opened] = found
             return found
 
     def search(self, queries: torch.Tensor, count: int) -> torch.Tensor:
@@ -214,6 +217,8 @@ class SemanticIndex:
 
 # One thread builds an index, and the others wait for it.
 _locks: dict[str, threading.Lock] = {}
+# By folder and breadth of a search: the indexes that somebody uses, so that all policies and sessions share one.
+_open: "WeakValueDictionary[tuple[Path, int], SemanticIndex]" = WeakValueDictionary()
 
 
 def require_hnswlib() -> Any:

@@ -112,8 +112,10 @@ class RetrievalShortlist(ShortlistPolicy):
             graph, self._of_graph = CooccurrenceGraph.from_settings({}, stored.tensors), stored.tokenizer
         self.graph = graph
         self._lock = threading.Lock()
-        # What was made of a target's head, for as long as a session uses it, as it may hold that head's rows.
+        # What was made of a target's head. A table of neighbours only for as long as a session uses it, as it holds
+        # that head's rows; an index takes seconds to open.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
+        self._index: SemanticIndex | None = None
         self._made_of: tuple[int, int, torch.Size] | None = None
         self.listener: RetrievalListener | None = None
 
@@ -191,7 +193,7 @@ class RetrievalShortlist(ShortlistPolicy):
             semantic, made_of = self._made and self._made(), (rows.data_ptr(), rows._version, rows.shape)
             if semantic is None or self._made_of != made_of:
                 if self.semantic == "index":
-                    semantic = SemanticIndex.of_head(rows[:size])
+                    semantic = self._index = SemanticIndex.of_head(rows[:size])
                 else:
                     semantic = TokenNeighbours(rows[:size], self.neighbours)
                 self._made, self._made_of = weakref.ref(semantic), made_of
