@@ -293,19 +293,23 @@ def multiply_for(seconds: float) -> None:
 
 
 def test_time_that_the_generating_thread_does_not_spend_is_hidden():
-    hidden, exposed = Worker(is_synchronous=False), Worker(is_synchronous=True)
-    for worker in (hidden, exposed):
-        assert worker.take() == []
-        worker.give(lambda: multiply_for(0.2))
+    hidden, exposed, release = Worker(is_synchronous=False), Worker(is_synchronous=True), threading.Event()
+    hidden.give(lambda: release.wait(20) and multiply_for(0.2))
+    assert hidden.take() == []
+    release.set()
     deadline = time.perf_counter() + 20
-    while not hidden.take() and time.perf_counter() < deadline:
+    taken = []
+    while not taken and time.perf_counter() < deadline:
         time.sleep(0.05)
+        taken = hidden.take()
     work = hidden.take_work()
     assert work.jobs == 1 and work.seconds >= 0.2 and work.exposed_seconds < 0.1 and work.hidden_share > 0.5
     assert work.late_rounds >= 1
+    exposed.give(lambda: multiply_for(0.2))
     assert exposed.take() == [None]
     work = exposed.take_work()
-    assert work.jobs == 1 and work.exposed_seconds >= work.seconds >= 0.2 and work.hidden_share == 0
+    assert work.jobs == 1 and work.exposed_seconds >= work.seconds >= 0.2
+    assert work.hidden_share == 0 and work.late_rounds == 0
     # What was told is not told again.
     assert hidden.take_work() == exposed.take_work() == BackgroundWork()
     hidden.close()
