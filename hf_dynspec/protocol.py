@@ -420,3 +420,34 @@ class Prompt:
     top_ids: torch.Tensor | None = None
     top_logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BackgroundWork:
+    """What a policy did in a thread of its own, and what of that the thread that generates had to spend time on.
+
+    Args:
+        jobs: how many jobs are done.
+        seconds: processor time of these jobs.
+        exposed_seconds: time that the thread that generates spent on handing jobs over, on taking their results and on
+            waiting; where there is no other thread, on the jobs themselves.
+        late_rounds: rounds that were drafted without some of the results, as these were not there yet.
+    """
+
+    jobs: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    late_rounds: int = 0
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the jobs' time that the thread that generates did not spend. None where they took none."""
+        return max(0.0, 1.0 - self.exposed_seconds / self.seconds) if self.seconds else None
+
+    def __add__(self, other: "BackgroundWork") -> "BackgroundWork":
+        return BackgroundWork(
+            self.jobs + other.jobs,
+            self.seconds + other.seconds,
+            self.exposed_seconds + other.exposed_seconds,
+            self.late_rounds + other.late_rounds,
+        )

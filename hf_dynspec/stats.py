@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from .devices import is_free_to_look
-from .protocol import Candidates, Shortlist
+from .protocol import BackgroundWork, Candidates, Shortlist
 
 # What a profiled call is divided into. "other" is the rest: the generation loop and the acceptance of tokens.
 DRAFT_SECTIONS = ("backbone", "head", "policy", "choice")
@@ -53,6 +54,9 @@ class DraftingStatistics:
     """Counts of one call, or the sum over calls.
 
     Counters that live on the device are read when a property asks for them, so that counting never waits for it.
+
+    Attributes:
+        background_work: what the policy did in a thread of its own.
     """
 
     def __init__(self):
@@ -64,6 +68,7 @@ class DraftingStatistics:
         self.tokens_per_round: list[int] = []
         self.accepted_at: list[int] = []
         self.seconds: dict[str, float] = {}
+        self.background_work = BackgroundWork()
         self._drafted_at: list[int | torch.Tensor] = []
         self._draft_steps = 0
         self._active_sum: int | torch.Tensor = 0
@@ -122,6 +127,7 @@ class DraftingStatistics:
         for name in ("tokens_per_round", "_drafted_at", "accepted_at"):
             for index, count in enumerate(getattr(other, name)):
                 _add_at(getattr(self, name), index, _number(count))
+        self.background_work += other.background_work
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._active_sum = _number(self._active_sum) + _number(other._active_sum)
@@ -209,7 +215,13 @@ class DraftingStatistics:
             "active_vocabulary_max": self.active_vocabulary_max,
             "coverage": self.coverage,
             "seconds": dict(self.seconds),
+            "background_work": self._background_figures(),
         }
+
+    def _background_figures(self) -> dict[str, Any] | None:
+        """The figures of the work in the background; None where there was none."""
+        work = self.background_work
+        return {**asdict(work), "hidden_share": work.hidden_share} if work.jobs else None
 
     def __str__(self) -> str:
         by_position = " ".join(f"{rate:.2f}" for rate in self.accepted_per_round)
@@ -232,6 +244,10 @@ class DraftingStatistics:
         for name, seconds in self.seconds.items():
             per_round_ms = 1e3 * _ratio(seconds, self.rounds)
             rows.append((f"time: {name}", f"{seconds:.3f} s ({per_round_ms:.2f} ms per round)"))
+        work = self.background_work
+        if work.hidden_share is not None:
+            told = f"{work.jobs} jobs, {work.seconds:.3f} s, {work.hidden_share:.1%} of it hidden"
+            rows.append(("in the background", f"{told}; {work.late_rounds} rounds without its last results"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -1,19 +1,24 @@
 """EvoSpec's dynamic vocabulary: what is retrieved when, where it is kept, and the thread that does it."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from models import VOCABULARY, perturbed, prompt, tiny
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
-from hf_dynspec.protocol import HeadRows, Prompt, Verdict, VocabularyInfo
+from hf_dynspec.protocol import BackgroundWork, HeadRows, Prompt, Verdict, VocabularyInfo
 from hf_dynspec.shortlists.retrieval import index as index_module
 from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
+from hf_dynspec.shortlists.retrieval.retriever import Retriever
 from hf_dynspec.shortlists.retrieval.worker import Worker
 
 EOS = (2, 77)
@@ -171,10 +176,13 @@ def test_an_index_is_built_once_and_found_again(tmp_path):
     rows, reports = rows_of_head(), []
     made = SemanticIndex.of_head(rows, report=lambda done, of: reports.append((done, of)), folder=tmp_path)
     assert reports[-1] == (VOCABULARY, VOCABULARY) and made.recall > 0.9
-    again = SemanticIndex.of_head(rows.clone(), report=lambda *_: pytest.fail("it was built again"), folder=tmp_path)
-    assert again.recall == made.recall
+    # Whoever asks for it while it is open gets the same one, and later what was kept of it.
+    assert SemanticIndex.of_head(rows.clone(), folder=tmp_path) is made
     queries = rows_of_head(seed=9)[:20]
-    assert torch.equal(again.search(queries, 5), made.search(queries, 5))
+    recall, found = made.recall, made.search(queries, 5)
+    del made
+    again = SemanticIndex.of_head(rows.clone(), report=lambda *_: pytest.fail("it was built again"), folder=tmp_path)
+    assert again.recall == recall and torch.equal(again.search(queries, 5), found)
     # Other weights and other settings are other indexes.
     SemanticIndex.of_head(rows * 2, folder=tmp_path)
     SemanticIndex.of_head(rows, IndexSettings(links=16), folder=tmp_path)
@@ -210,6 +218,20 @@ def test_without_hnswlib_the_exact_ways_work(monkeypatch):
     state = policy(semantic="token").start(vocabulary(rows_of_head()))
     state.observe(verdict([90], top_ids=[[100] * 50]))
     assert {90, 100} <= held(state)
+
+
+@needs_hnswlib
+def test_an_index_is_opened_once_for_all_sessions(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
+    rows = rows_of_head()
+    policy(semantic="index").start(vocabulary(rows)).close()
+    read = []
+    monkeypatch.setattr(SemanticIndex, "_read", lambda *one: read.append(one))
+    first, second = policy(semantic="index"), policy(semantic="index", dynamic=8)
+    for _ in range(2):
+        first.start(vocabulary(rows)).close()
+        second.start(vocabulary(rows)).close()
+    assert len(read) == 1
 
 
 def test_neighbours_are_exact_and_computed_once():
@@ -261,6 +283,113 @@ def test_a_worker_that_is_closed_by_its_own_thread_ends():
     while threads() and time.perf_counter() < deadline:
         time.sleep(0.01)
     assert threads() == 0
+
+
+def multiply_for(seconds: float) -> None:
+    """Be busy, with the interpreter free for others."""
+    matrix, end = torch.randn(300, 300), time.thread_time() + seconds
+    while time.thread_time() < end:
+        matrix @ matrix
+
+
+def test_time_that_the_generating_thread_does_not_spend_is_hidden():
+    hidden, exposed, release = Worker(is_synchronous=False), Worker(is_synchronous=True), threading.Event()
+    hidden.give(lambda: release.wait(20) and multiply_for(0.2))
+    assert hidden.take() == []
+    release.set()
+    deadline = time.perf_counter() + 20
+    taken = []
+    while not taken and time.perf_counter() < deadline:
+        time.sleep(0.05)
+        taken = hidden.take()
+    work = hidden.take_work()
+    assert work.jobs == 1 and work.seconds >= 0.2 and work.exposed_seconds < 0.1 and work.hidden_share > 0.5
+    assert work.late_rounds >= 1
+    exposed.give(lambda: multiply_for(0.2))
+    assert exposed.take() == [None]
+    work = exposed.take_work()
+    assert work.jobs == 1 and work.exposed_seconds >= work.seconds >= 0.2
+    assert work.hidden_share == 0 and work.late_rounds == 0
+    # What was told is not told again.
+    assert hidden.take_work() == exposed.take_work() == BackgroundWork()
+    hidden.close()
+
+
+def test_waiting_for_the_thread_is_not_hidden():
+    worker = Worker(is_synchronous=False)
+    worker.give(lambda: multiply_for(0.1))
+    worker.finish()
+    work = worker.take_work()
+    assert work.jobs == 1 and work.exposed_seconds > 0.05 and work.late_rounds == 0
+    worker.close()
+
+
+def test_what_is_retrieved_while_the_drafter_reads_is_used_in_the_same_round():
+    state = policy(likely=1, synchronous=False).start(vocabulary())
+    state.observe(verdict([90], top_ids=[[100]]))
+    state.begin_round()
+    deadline = time.perf_counter() + 5
+    while state._worker._done.empty() and time.perf_counter() < deadline:
+        time.sleep(0.001)
+    asked = (torch.tensor([0]), torch.zeros(1, 16))
+    assert {90, 100} <= set(state.select(0, *asked).ids().tolist())
+    # Within a round nothing changes any more.
+    state.observe(verdict([110], top_ids=[[111]]))
+    state._worker.finish()
+    assert not {110, 111} & set(state.select(1, *asked).ids().tolist())
+    state.close()
+
+
+def test_an_error_in_the_thread_ends_the_call_and_leaves_no_thread(monkeypatch):
+    target = tiny()
+    own = policy(synchronous=False, prompt_positions=4)
+    assistant = DynSpecAssistant(perturbed(target), own, target=target)
+    with monkeypatch.context() as patch:
+        patch.setattr(Retriever, "retrieve", lambda self, event: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
+    assert threads() == 0
+    expected = target.generate(prompt(), max_new_tokens=24, do_sample=False)
+    actual = target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    assert torch.equal(actual, expected)
+    assistant.unbind()
+    assert threads() == 0
+
+
+def test_a_process_with_a_live_session_exits():
+    script = """
+import torch
+from models import perturbed, prompt, tiny
+from hf_dynspec import DynSpecAssistant, Prompt, RetrievalShortlist
+target = tiny()
+policy = RetrievalShortlist(size=40, dynamic=16)
+assistant = DynSpecAssistant(perturbed(target), policy, target=target)
+conversation = assistant.conversation()
+for one in (assistant, conversation):
+    target.generate(prompt(), assistant_model=one, max_new_tokens=8)
+state = policy.start(assistant.take_session((2,)).vocabulary)
+state.observe_prompt(Prompt(torch.arange(9), 0))
+"""
+    paths = [Path(__file__).parent, Path(__file__).parents[1]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_synchronous_runs_are_the_same():
+    target = tiny()
+    drafter = perturbed(target)
+    runs = []
+    for _ in range(2):
+        assistant = DynSpecAssistant(drafter, policy(likely=5), target=target)
+        for _ in range(2):
+            torch.manual_seed(0)
+            output = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
+            counts = {**assistant.stats.to_dict(), "background_work": None}
+            runs.append((output.tolist(), counts))
+        assistant.unbind()
+    assert all(run == runs[0] for run in runs)
 
 
 def test_sessions_leave_no_threads():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from models import POLICY_CASES, RandomShortlist, perturbed, prompt, tiny
 
-from hf_dynspec import DynSpecAssistant, FrequencyShortlist
+from hf_dynspec import DynSpecAssistant, FrequencyShortlist, UnionShortlist
 from hf_dynspec.drafting.session import DraftSession
-from hf_dynspec.protocol import Candidates, Shortlist
+from hf_dynspec.protocol import BackgroundWork, Candidates, Shortlist
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
 
 
@@ -197,3 +197,31 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     stats.record_verification(1)
     stats.record_verified_tokens(1, candidates.has_missed(torch.tensor([4, 9])))
     assert stats.oov_rate == 1 / 4
+
+
+class DiligentShortlist(FrequencyShortlist):
+    """Its states say that they work beside the thread that generates."""
+
+    def start(self, vocabulary):
+        state = super().start(vocabulary)
+        state.take_background_work = lambda: BackgroundWork(jobs=2, seconds=0.5, exposed_seconds=0.125, late_rounds=1)
+        return state
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_work_in_the_background(validate, target, drafter):
+    policy = UnionShortlist(DiligentShortlist(size=20), FrequencyShortlist(size=30), DiligentShortlist(size=40))
+    assistant = DynSpecAssistant(drafter, policy, target=target, validate=validate)
+    for _ in range(2):
+        target.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant)
+        assert assistant.stats.background_work == BackgroundWork(4, 1.0, 0.25, 2)
+    assert assistant.stats.background_work.hidden_share == 0.75
+    assert "4 jobs, 1.000 s, 75.0% of it hidden; 2 rounds" in str(assistant.stats)
+    total = json.loads(json.dumps(assistant.stats_total.to_dict()))["background_work"]
+    assert total == {"jobs": 8, "seconds": 2.0, "exposed_seconds": 0.5, "late_rounds": 4, "hidden_share": 0.75}
+
+
+def test_no_work_in_the_background(target, drafter):
+    assistant = DynSpecAssistant(drafter, FrequencyShortlist(size=20), target=target)
+    target.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant)
+    assert assistant.stats.to_dict()["background_work"] is None and "background" not in str(assistant.stats)

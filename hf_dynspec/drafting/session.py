@@ -307,6 +307,10 @@ class DraftSession:
         if covered is not None:
             self.stats.record_coverage(covered)
 
+    def count_background_work(self) -> None:
+        """Count what the policy did in a thread of its own since the last call."""
+        self.stats.background_work += self._state.take_background_work()
+
     @_closes_on_error
     def learn(self, feedback: "Feedback") -> None:
         """Take in what the target said in a round, and roll the drafter back to the verified prefix."""

@@ -103,6 +103,7 @@ class GenerateCall(Call):
         if config.num_assistant_tokens_schedule == "heuristic":
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if not self._session.is_closed:
+            self._session.count_background_work()
             self._session.end_call()
         self.leave_session(self._session)
         self._assistant.publish(self._stats)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..protocol import BlockLayout, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import BackgroundWork, BlockLayout, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .storage import Storable
 
 
@@ -77,6 +77,11 @@ class ShortlistState(ABC):
         Args:
             vocabulary: as at the start, with the rows as they are now.
         """
+
+    def take_background_work(self) -> BackgroundWork:
+        """What a thread of the policy's own did since this was last asked, for the statistics of a call. Asked when
+        the call ends; must wait for nothing."""
+        return BackgroundWork()
 
     def close(self) -> None:  # noqa: B027
         """End whatever does not end by itself, such as a thread. Called once, when the session is given up: when the

@@ -9,7 +9,16 @@ import torch
 
 from ..errors import ConfigurationError, shown_value
 from ..fields import FieldError
-from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import (
+    BackgroundWork,
+    BlockShortlist,
+    JoinedShortlist,
+    Needs,
+    Prompt,
+    Shortlist,
+    Verdict,
+    VocabularyInfo,
+)
 from .base import ShortlistPolicy, ShortlistState, start_state
 from .frequency import FrequencyShortlist
 from .registry import UNKNOWN_POLICY_FIX, policy_class
@@ -192,6 +201,9 @@ class UnionState(ShortlistState):
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         for part in self._parts:
             part.follow_weights(vocabulary)
+
+    def take_background_work(self) -> BackgroundWork:
+        return sum((part.take_background_work() for part in self._parts), BackgroundWork())
 
     def begin_round(self) -> None:
         for part in self._parts:

@@ -6,7 +6,16 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import PolicyError
-from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import (
+    BackgroundWork,
+    BlockShortlist,
+    JoinedShortlist,
+    Needs,
+    Prompt,
+    Shortlist,
+    Verdict,
+    VocabularyInfo,
+)
 from .base import ShortlistPolicy, ShortlistState, start_state
 from .union import UnionShortlist
 
@@ -110,6 +119,9 @@ class ValidatedState(ShortlistState):
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self._vocabulary = vocabulary
         self.state.follow_weights(vocabulary)
+
+    def take_background_work(self) -> BackgroundWork:
+        return self.state.take_background_work()
 
     def close(self) -> None:
         self.state.close()

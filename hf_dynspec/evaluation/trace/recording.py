@@ -12,7 +12,7 @@ import torch
 
 from ...assistant import DynSpecAssistant
 from ...generation.generate_call import GenerateCall
-from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...shortlists import RetrievalShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
 from ...shortlists.base import start_state
 from ...shortlists.retrieval.retriever import Retrieval, RetrievalListener
@@ -208,6 +208,9 @@ class _RecordedState(ShortlistState):
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self._state.follow_weights(vocabulary)
+
+    def take_background_work(self) -> BackgroundWork:
+        return self._state.take_background_work()
 
     def close(self) -> None:
         self._state.close()

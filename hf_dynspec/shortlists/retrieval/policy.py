@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
-from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
 from ..base import ShortlistPolicy, ShortlistState
 from ..frequency import FrequencyShortlist
@@ -112,8 +112,10 @@ class RetrievalShortlist(ShortlistPolicy):
             graph, self._of_graph = CooccurrenceGraph.from_settings({}, stored.tensors), stored.tokenizer
         self.graph = graph
         self._lock = threading.Lock()
-        # What was made of a target's head, for as long as a session uses it, as it may hold that head's rows.
+        # What was made of a target's head. A table of neighbours only for as long as a session uses it, as it holds
+        # that head's rows; an index takes seconds to open.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
+        self._index: SemanticIndex | None = None
         self._made_of: tuple[int, int, torch.Size] | None = None
         self.listener: RetrievalListener | None = None
 
@@ -191,7 +193,7 @@ class RetrievalShortlist(ShortlistPolicy):
             semantic, made_of = self._made and self._made(), (rows.data_ptr(), rows._version, rows.shape)
             if semantic is None or self._made_of != made_of:
                 if self.semantic == "index":
-                    semantic = SemanticIndex.of_head(rows[:size])
+                    semantic = self._index = SemanticIndex.of_head(rows[:size])
                 else:
                     semantic = TokenNeighbours(rows[:size], self.neighbours)
                 self._made, self._made_of = weakref.ref(semantic), made_of
@@ -236,6 +238,9 @@ class RetrievalState(ShortlistState):
             policy.listener,
         )
         self._worker = Worker(policy.synchronous)
+        # At the first draft step, before which the drafter's layers run. As a round begins, the last one's verdict is
+        # microseconds old.
+        self._is_taken_up = False
 
     def _clear(self) -> None:
         """Let no slot count but those of the core."""
@@ -243,7 +248,16 @@ class RetrievalState(ShortlistState):
         self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied)
 
     def begin_round(self) -> None:
-        # What is not there yet is taken up at a later round.
+        self._is_taken_up = False
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        if not self._is_taken_up:
+            self._is_taken_up = True
+            self._take_up()
+        return self._shortlist
+
+    def _take_up(self) -> None:
+        """Take up what was retrieved. What is not there yet is taken up in a later round."""
         taken = self._worker.take()
         if self._policy.listener is not None:
             # What has no result at all was no retrieval, see `follow_weights`.
@@ -257,9 +271,6 @@ class RetrievalState(ShortlistState):
         self._version += 1
         replaced = torch.cat([places for places, _ in changes])
         self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=replaced)
-
-    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        return self._shortlist
 
     def restart(self) -> None:
         self._worker.finish()
@@ -304,6 +315,9 @@ class RetrievalState(ShortlistState):
         if rows is not None:
             # By the worker, between its other jobs, so that nothing is asked while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
+
+    def take_background_work(self) -> BackgroundWork:
+        return self._worker.take_work()
 
     def close(self) -> None:
         self._worker.close()

@@ -1,55 +1,133 @@
 """One thread beside a session, which retrieves while the device decodes."""
 
-from collections import deque
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from ...protocol import BackgroundWork
+
+# A job, or None as the last one.
+_Jobs = SimpleQueue[Callable[[], Any] | None]
 
 
 class Worker:
     """Does jobs one after the other, in the order in which they were given. A job's result waits until it is taken.
 
-    The thread starts with the first job and ends with `close`, or with the worker.
+    The thread starts with the first job and ends with `close`, with the worker, or at the interpreter's exit. Used by
+    one thread, which generates; a pair of queues is between the two, as they cost that thread microseconds, where a
+    `ThreadPoolExecutor` would cost it a tenth of the time that retrieval takes.
 
     Args:
         is_synchronous: do each job at once, in the thread that gives it.
     """
 
     def __init__(self, is_synchronous: bool):
-        self._executor = None if is_synchronous else ThreadPoolExecutor(1, thread_name_prefix="hf_dynspec retrieval")
-        self._running: deque[Future[Any]] = deque()
+        self._is_synchronous = is_synchronous
+        self._given: _Jobs = SimpleQueue()
+        self._done: SimpleQueue[_Done] = SimpleQueue()
+        self._running = 0
+        self._ending: weakref.finalize | None = None
+        self._jobs = self._late_rounds = 0
+        self._seconds = self._exposed_seconds = 0.0
 
     def give(self, job: Callable[[], Any]) -> None:
         """Do a job."""
-        if self._executor is not None:
-            self._running.append(self._executor.submit(job))
-            return
-        done: Future[Any] = Future()
-        done.set_result(job())
-        self._running.append(done)
+        start = time.perf_counter()
+        self._running += 1
+        if self._is_synchronous:
+            self._done.put(_do(job))
+        else:
+            if self._ending is None:
+                self._start()
+            self._given.put(job)
+        self._exposed_seconds += time.perf_counter() - start
 
     def take(self) -> list[Any]:
         """The results of the jobs that are done, in their order. Waits for none.
 
         Raises whatever a job raised.
         """
+        start = time.perf_counter()
         results = []
-        while self._running and self._running[0].done():
-            results.append(self._running.popleft().result())
+        while not self._done.empty():
+            results.append(self._take_one())
+        if self._running:
+            self._late_rounds += 1
+        self._exposed_seconds += time.perf_counter() - start
         return results
 
     def finish(self) -> None:
-        """Wait for all jobs, and forget the results that were not taken."""
-        for job in self._running:
-            job.result()
-        self._running.clear()
+        """Wait for all jobs, and forget the results that were not taken.
+
+        Raises whatever a job raised.
+        """
+        start = time.perf_counter()
+        while self._running:
+            self._take_one()
+        self._exposed_seconds += time.perf_counter() - start
+
+    def take_work(self) -> BackgroundWork:
+        """What was done since this was last asked: the jobs whose results were taken."""
+        work = BackgroundWork(self._jobs, self._seconds, self._exposed_seconds, self._late_rounds)
+        self._jobs = self._late_rounds = 0
+        self._seconds = self._exposed_seconds = 0.0
+        return work
 
     def close(self) -> None:
         """End the thread. Jobs that were not begun are not done."""
-        if self._executor is not None:
-            # The garbage collector may give a session up within the session's own thread, which cannot wait for
-            # itself, and ends when its job is done.
-            with suppress(RuntimeError):
-                self._executor.shutdown(wait=True, cancel_futures=True)
-        self._running.clear()
+        if self._ending is not None:
+            self._ending()
+
+    def _start(self) -> None:
+        # The thread must not hold the worker, which would keep it from being given up. The interpreter waits for
+        # threads that are no daemons before it ends anything, and so would never come to end this one.
+        is_ending = threading.Event()
+        thread = threading.Thread(
+            target=_work, args=(self._given, self._done, is_ending), name="hf_dynspec retrieval", daemon=True
+        )
+        thread.start()
+        self._ending = weakref.finalize(self, _end, thread, self._given, is_ending)
+
+    def _take_one(self) -> Any:
+        done = self._done.get()
+        self._running -= 1
+        if done.error is not None:
+            raise done.error
+        self._jobs += 1
+        self._seconds += done.seconds
+        return done.result
+
+
+class _Done(NamedTuple):
+    """What became of a job: its result, or what it raised, and its processor time. Waiting is no work of its own."""
+
+    result: Any
+    error: BaseException | None
+    seconds: float
+
+
+def _do(job: Callable[[], Any]) -> _Done:
+    start = time.thread_time()
+    try:
+        result, error = job(), None
+    except BaseException as raised:  # for the thread that generates, whatever it is
+        result, error = None, raised
+    return _Done(result, error, time.thread_time() - start)
+
+
+def _work(given: _Jobs, done: "SimpleQueue[_Done]", is_ending: threading.Event) -> None:
+    while (job := given.get()) is not None and not is_ending.is_set():
+        done.put(_do(job))
+        # Not held until the next one comes.
+        job = None
+
+
+def _end(thread: threading.Thread, given: _Jobs, is_ending: threading.Event) -> None:
+    is_ending.set()
+    given.put(None)
+    # The garbage collector may give a session up within this very thread, which ends when its job is done.
+    if thread is not threading.current_thread():
+        thread.join()
