@@ -113,6 +113,26 @@ def cluster_tokens(
     return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
 
 
+def consecutive_groups(tokens: int, count: int) -> torch.Tensor:
+    """int64 `[tokens]`: the group of each token id, where `count` groups of equal size (to one token) follow each
+    other in the order of ids. Tokenizers number frequent tokens first, so those of a group are about as frequent."""
+    return torch.arange(tokens) * count // tokens
+
+
+def require_balanced(clusters: torch.Tensor) -> None:
+    """Refuse clusters, int64 `[n]`, whose sizes differ by more than one.
+
+    Raises:
+        ConfigurationError: they do.
+    """
+    sizes = torch.bincount(clusters)
+    if int(sizes.max() - sizes.min()) > 1:
+        raise ConfigurationError(
+            f"the groups of coral are of equal size, and these clusters have {int(sizes.min()):,} to "
+            f"{int(sizes.max()):,} tokens. Build them with: hf-dynspec build clusters --balanced"
+        )
+
+
 def kept_clusters(
     file: Path, weight: torch.Tensor, num_clusters: int, vocabulary_size: int, seed: int, report: Report
 ) -> torch.Tensor:
