@@ -38,7 +38,6 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from hf_dynspec.build.clusters import consecutive_groups
 from hf_dynspec.protocol import Shortlist, VocabularyInfo
 from hf_dynspec.shortlists import POLICIES, CooccurrenceGraph, ShortlistPolicy, ShortlistState
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
@@ -306,7 +305,7 @@ def layer_router(groups: int = 12, width: int = 32, seed: int = 9, vocabulary: i
     """A router of one layer that nobody trained, over groups of equal size."""
     generator = torch.Generator().manual_seed(seed)
     return Router(
-        consecutive_groups(vocabulary, groups),
+        torch.arange(vocabulary) * groups // vocabulary,
         output_weight=torch.randn(groups, width, generator=generator),
         output_bias=torch.randn(groups, generator=generator),
     )

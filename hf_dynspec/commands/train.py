@@ -30,7 +30,7 @@ train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, 
 _WORK = "partial"
 _TRAINING = "training.safetensors"
 _METHODS = ("dynaspec", "coral")
-# What CORAL's router has nothing of.
+# Options of what CORAL's router does not have.
 _NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
 
 
@@ -67,11 +67,11 @@ def router(
     clusters: Annotated[
         str | None,
         typer.Option(
-            help="Artifact of `build clusters`, for coral --balanced. Default: clusters are built here, and coral's "
-            "groups follow each other in the order of token ids."
+            help="Artifact of `build clusters`; for coral, made with --balanced. Default: clusters are built here, "
+            "for coral of equal size."
         ),
     ] = None,
-    num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters or groups to make.")] = 1024,
+    num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters to build.")] = 1024,
     pinned: Annotated[
         int, typer.Option(min=0, help="How many of the data's most frequent tokens are on every shortlist.")
     ] = 2048,
@@ -129,7 +129,7 @@ def router(
     import torch
     from accelerate import Accelerator
 
-    from ..build.clusters import consecutive_groups, require_balanced, require_cluster_settings, require_faiss
+    from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
     from ..build.router_judging import held_out_figures
@@ -180,8 +180,7 @@ def router(
         )
     if not recording.count(recording.held_out):
         raise ConfigurationError("no draft step is held out to judge by: the texts end at once. Give more data.")
-    if parts is None:
-        parts = consecutive_groups(pair.vocabulary_size, num_clusters) if is_coral else job.clusters(num_clusters)
+    parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
     ranking = pair.rank(windows)
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
@@ -436,9 +435,10 @@ class _Job:
             pair.target, pair.drafter, pair.vocabulary_size, settings, self._work, pair.tokenizer, config
         )
 
-    def clusters(self, count: int) -> "torch.Tensor":
-        """int64 `[V]`: clusters of the rows that the drafter scores with. Kept, as training goes on only with the ones
-        that it began with, and k-means rounds differently with another number of threads."""
+    def clusters(self, count: int, balanced: bool) -> "torch.Tensor":
+        """int64 `[V]`: clusters of the rows that the drafter scores with, of equal size if `balanced`. Kept, as
+        training goes on only with the ones that it began with, and k-means rounds differently with another number of
+        threads."""
         import torch
         from accelerate.utils import broadcast
 
@@ -451,7 +451,9 @@ class _Job:
         if self._accelerator.is_main_process:
             with self._progress() as report:
                 file = self._work / "clusters.safetensors"
-                clusters = kept_clusters(file, weight, count, pair.vocabulary_size, self._seed, report)
+                clusters = kept_clusters(
+                    file, weight, count, pair.vocabulary_size, self._seed, report, balanced=balanced
+                )
         return broadcast(clusters.to(self._accelerator.device)).cpu()
 
     def train(

@@ -65,7 +65,9 @@ class Router:
     def _require_shapes(self, count: int) -> None:
         has = tuple(name for name in NETWORK_TENSORS if getattr(self, name) is not None)
         if self.centroids is None and has not in (NETWORK_TENSORS, LAYER_TENSORS):
-            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}")
+            raise ConfigurationError(
+                f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}, or the last two alone"
+            )
         if self.centroids is not None:
             if has:
                 raise ConfigurationError("a router has centroids or a network, not both")
