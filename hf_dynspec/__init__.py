@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ArtifactError": ".errors",
     "ConfigurationError": ".errors",
+    "CoralShortlist": ".shortlists",
     "DynSpecAssistant": ".assistant",
     "DynSpecCandidateGenerator": ".generation.candidate_generator",
     "DynSpecConfig": ".artifacts.config",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .protocol import Shortlist as Shortlist
     from .protocol import Verdict as Verdict
     from .protocol import VocabularyInfo as VocabularyInfo
+    from .shortlists import CoralShortlist as CoralShortlist
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist

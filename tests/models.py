@@ -301,6 +301,16 @@ def centroid_router(clusters: int = 12, width: int = 32, seed: int = 8) -> Route
     return Router(random_router(clusters, width).clusters, centroids)
 
 
+def layer_router(groups: int = 12, width: int = 32, seed: int = 9, vocabulary: int = VOCABULARY) -> Router:
+    """A router of one layer that nobody trained, over groups of equal size."""
+    generator = torch.Generator().manual_seed(seed)
+    return Router(
+        torch.arange(vocabulary) * groups // vocabulary,
+        output_weight=torch.randn(groups, width, generator=generator),
+        output_bias=torch.randn(groups, generator=generator),
+    )
+
+
 def successor_graph() -> CooccurrenceGraph:
     """A graph in which two tokens follow each."""
     ids = torch.arange(VOCABULARY)
@@ -320,6 +330,7 @@ _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "router": lambda: POLICIES["router"](random_router(), max_clusters=3),
     "retrieval": lambda: POLICIES["retrieval"](size=40, dynamic=20, likely=8, prompt_positions=4, synchronous=True),
     "screen": lambda: POLICIES["screen"](rank=4, candidates=30),
+    "coral": lambda: POLICIES["coral"](layer_router(), top_groups=3),
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
@@ -341,6 +352,10 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
         size=30, graph=successor_graph(), dynamic=12, semantic="token", trigger="oov", cache="arc", synchronous=True
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
+    "coral, not packed": lambda: POLICIES["coral"](layer_router(), top_groups=2, packed=False),
+    "union with coral": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"), POLICIES["coral"](layer_router(), top_groups=2)
+    ),
     "screen, with a factor of its own": lambda: ScreenShortlist.fitted(
         *torch.randn(2, VOCABULARY, 32, generator=torch.Generator().manual_seed(9)), rank=5, candidates=90
     ),

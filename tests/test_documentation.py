@@ -232,7 +232,7 @@ _SMALLER = {
     ("build", "frequency-import"): ("--overwrite",),
     ("build", "graph"): ("--processes", "1", "--minimum-count", "2", "--overwrite"),
     ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
-    ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--hidden", "16", "--window", "48", "--threads", "1"),
+    ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--window", "48", "--threads", "1"),
     ("convert", "eagle"): ("--overwrite",),
     ("export", "vllm"): ("--size", "2048"),
     ("export", "custom-generate"): (),

@@ -131,7 +131,9 @@ def test_what_the_target_says_is_recorded_where_it_matters(recorder, target):
     window = prompt(40)[0]
     rounds = recorder.rounds(window, 7)
     steps, held_out = recorder.steps(window, 7, False), recorder.steps(window, 7, True)
-    assert set(held_out) - set(steps) == {"target_ids", "target_probabilities", "drawn_ids", "drawn_ratios"}
+    of_target = {"target_ids", "target_probabilities", "drawn_ids", "drawn_ratios"}
+    assert set(held_out) - set(steps) == {"hidden", *of_target}
+    torch.testing.assert_close(held_out["hidden"], rounds.hidden.half())
     assert torch.equal(steps["token_ids"], rounds.token_ids.int()) and torch.equal(
         steps["depths"], rounds.depths.byte()
     )

@@ -32,6 +32,7 @@ from models import (
     VOCABULARY,
     centroid_router,
     fitted_budgets,
+    layer_router,
     perturbed,
     prompt,
     random_router,
@@ -58,6 +59,7 @@ from hf_dynspec.fields import LARGEST_COUNT
 from hf_dynspec.loading import load_tokenizer
 from hf_dynspec.protocol import Prompt, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import (
+    CoralShortlist,
     FrequencyShortlist,
     FullShortlist,
     HybridShortlist,
@@ -295,6 +297,7 @@ WRONG_SETTINGS = {
     "max_clusters": lambda: RouterShortlist(random_router(), max_clusters=2**31),
     "pinned": lambda: RouterShortlist(random_router(), pinned=2**31, ranking=RANKING),
     "mass": lambda: RouterShortlist(random_router(), mass=float("nan")),
+    "top_groups": lambda: CoralShortlist(layer_router(), top_groups=2**31),
     "schedule": lambda: RouterShortlist(random_router(), schedule=["fixed"]),
     "eviction": lambda: InContextShortlist(eviction=["lru"]),
     "num_assistant_tokens": lambda: DynSpecAssistant(tiny(), num_assistant_tokens=LONGEST_DRAFT + 1),
@@ -1124,6 +1127,7 @@ def test_mutated_artifacts_load_or_end_in_an_error_of_ours(tmp_path):
         RouterShortlist(random_router(), 3, ranking=RANKING, pinned=9, mass=0.9, budgets=fitted_budgets()),
         RouterShortlist(centroid_router(), 3),
         UnionShortlist(InContextShortlist(15), RouterShortlist(random_router(), 2)),
+        CoralShortlist(layer_router(), 3),
     ]
     results = [{"workload": "code", "measurement": "benchmark", "speedup": 1.5, "system": "this artifact"}]
     provenance = {"license": "mit", "datasets": ["a/b"], "command": "x", "metrics": {"a": 1, "b": [{"c": 2}]}}

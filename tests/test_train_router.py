@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from models import VOCABULARY, perturbed, prompt, random_router, tiny, word_toke
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import CorpusError, plan_corpus
 from hf_dynspec.build.draft_steps import (
@@ -39,6 +40,7 @@ from hf_dynspec.shortlists.router.policy import SCHEDULES, position_aware_cluste
 
 SETTINGS = RecordingSettings(steps=1500, held_out=300, window=24, depth=4, top_k=5, target_top_k=20, draws=40, seed=1)
 TRAINING = TrainingSettings(hidden=32, batch_size=64, max_steps=60, evaluate_every=10, patience=50, seed=3)
+CORAL = replace(TRAINING, hidden=None)
 CLUSTERS = torch.arange(VOCABULARY) % 15
 
 
@@ -85,6 +87,13 @@ def windows(folder: Path, settings: RecordingSettings = SETTINGS) -> Windows:
 @pytest.fixture(scope="module")
 def recording(folder, target, drafter, tmp_path_factory) -> Recording:
     recorder = StepRecorder(target, drafter, VOCABULARY, SETTINGS, tmp_path_factory.mktemp("steps"))
+    return recorder.record(windows(folder))
+
+
+@pytest.fixture(scope="module")
+def recording_of_hidden(folder, target, drafter, tmp_path_factory) -> Recording:
+    settings = replace(SETTINGS, of_hidden=True)
+    recorder = StepRecorder(target, drafter, VOCABULARY, settings, tmp_path_factory.mktemp("steps"))
     return recorder.record(windows(folder))
 
 
@@ -170,6 +179,23 @@ def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
     assert seen == set(range(SETTINGS.depth))
 
 
+def test_for_coral_the_hidden_states_of_the_same_steps_are_recorded(recording, recording_of_hidden, drafter):
+    for number in (recording.train[0], recording.held_out[0]):
+        shard, other = recording_of_hidden.shard(number), recording.shard(number)
+        is_held_out = number in recording.held_out
+        assert ("features" in shard) == ("hidden" in other) == is_held_out and "top_shares" not in other
+        for name in set(shard) & set(other):
+            assert torch.equal(shard[name], other[name]), name
+        logits = drafter.head.weight @ shard["hidden"].float().T
+        likeliest = logits.T.topk(SETTINGS.top_k)
+        # fp16 keeps three digits, so that tokens that are nearly as likely may change places.
+        of_recorded = logits.T.gather(1, shard["top_ids"].long())
+        torch.testing.assert_close(of_recorded, likeliest.values, rtol=5e-3, atol=5e-3)
+        shares = (of_recorded / SETTINGS.temperature).softmax(-1)
+        torch.testing.assert_close(shard["top_shares"].float(), shares, rtol=0.02, atol=2e-3)
+    assert recording_of_hidden.width == recording.width == drafter.head.weight.shape[1]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
 def test_a_target_that_drafts_for_itself_likes_all_of_its_drafts(family, tmp_path):
     """Its probabilities are what it does to its logits after its head, too, as the drafter's are."""
@@ -242,7 +268,48 @@ def test_a_router_learns_where_likely_tokens_are(recording, drafter, tmp_path):
     assert trained.cluster_recall > chance.cluster_recall + 0.02
 
 
-def test_training_goes_on_where_it_was_stopped(recording, drafter, tmp_path):
+def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafter, tmp_path):
+    states: list[TrainingState] = []
+    router = training(recording_of_hidden, drafter, tmp_path / "state.safetensors", CORAL).run(states.append)
+    losses = [loss for _, _, loss in states[-1].history]
+    assert min(losses) < losses[0] < math.log(15)
+    # The layer's probabilities, of the hidden states as they are, are those that it was trained to give.
+    total, count = 0.0, 0
+    for shard in recording_of_hidden.shards(recording_of_hidden.held_out):
+        logs = router.scores_of_hidden(shard["hidden"]).log_softmax(-1)
+        total -= float((logs.gather(1, CLUSTERS[shard["top_ids"].long()]) * shard["top_shares"]).sum())
+        count += len(logs)
+    assert total / count == pytest.approx(min(losses), rel=1e-3)
+    trained = held_out_figures(recording_of_hidden, CoralShortlist(router, 4), drafter.embed)
+    shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
+    chance = held_out_figures(recording_of_hidden, CoralShortlist(shuffled, 4), drafter.embed)
+    assert trained.likeliest_recall > chance.likeliest_recall + 0.05
+    assert trained.cluster_recall > chance.cluster_recall + 0.02
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_corals_layer_learns_as_well_from_hidden_states_of_any_length(recording_of_hidden, drafter, tmp_path, scale):
+    """fp16 holds them within these bounds."""
+    for number in (*recording_of_hidden.train, *recording_of_hidden.held_out):
+        shard = recording_of_hidden.shard(number)
+        hidden = (shard["hidden"].float() * scale).half()
+        assert hidden.isfinite().all()
+        save_file({**shard, "hidden": hidden}, tmp_path / recording_of_hidden.path(number).name)
+    scaled = replace(recording_of_hidden, folder=tmp_path)
+    losses = []
+    for steps in (recording_of_hidden, scaled):
+        one = training(steps, drafter, tmp_path / f"state-{len(losses)}.safetensors", CORAL)
+        one.run()
+        losses.append(one.state.best)
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["dynaspec", "coral"])
+def test_training_goes_on_where_it_was_stopped(recording, recording_of_hidden, drafter, tmp_path, method):
+    if method == "coral":
+        recording = recording_of_hidden
+    settings = CORAL if method == "coral" else TRAINING
+
     class Stopped(Exception):
         pass
 
@@ -250,14 +317,14 @@ def test_training_goes_on_where_it_was_stopped(recording, drafter, tmp_path):
         if state.step == 30:
             raise Stopped
 
-    whole = training(recording, drafter, tmp_path / "whole.safetensors").run()
+    whole = training(recording, drafter, tmp_path / "whole.safetensors", settings).run()
     with pytest.raises(Stopped):
-        training(recording, drafter, tmp_path / "cut.safetensors").run(stop)
-    resumed = training(recording, drafter, tmp_path / "cut.safetensors")
+        training(recording, drafter, tmp_path / "cut.safetensors", settings).run(stop)
+    resumed = training(recording, drafter, tmp_path / "cut.safetensors", settings)
     assert resumed.state.step == 30
     for name, tensor in resumed.run().tensors().items():
         assert torch.equal(tensor, whole.tensors()[name]), name
-    done = training(recording, drafter, tmp_path / "cut.safetensors")
+    done = training(recording, drafter, tmp_path / "cut.safetensors", settings)
     done.run(lambda state: pytest.fail("there is nothing left to do"))
 
 
@@ -564,9 +631,10 @@ main()
 """
 
 
-@pytest.mark.parametrize("mode", [[], ["--rounds"]])
+@pytest.mark.parametrize("mode", [[], ["--rounds"], ["--method", "coral"]], ids=" ".join)
 def test_several_processes_train_the_same_router(folder, tmp_path, mode):
-    alone = CliRunner().invoke(app, words(folder, tmp_path / "one", *mode))
+    words_for = coral_words if "coral" in mode else words
+    alone = CliRunner().invoke(app, words_for(folder, tmp_path / "one", *mode))
     assert alone.exit_code == 0, alone.output
     (tmp_path / "command.py").write_text(TWO_PROCESSES)
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -574,7 +642,7 @@ def test_several_processes_train_the_same_router(folder, tmp_path, mode):
     launch += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     run = subprocess.run(
-        [*launch, str(tmp_path / "command.py"), *words(folder, tmp_path / "two", *mode)],
+        [*launch, str(tmp_path / "command.py"), *words_for(folder, tmp_path / "two", *mode)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -604,6 +672,92 @@ def test_bad_input_is_refused(folder, tmp_path, changes, says):
     result = CliRunner().invoke(app, words(folder, tmp_path / "router", *changes))
     assert result.exit_code != 0 and says in str(result.exception), result.output
     assert not (tmp_path / "router").exists()
+
+
+def coral_words(folder: Path, out: Path, *more: str, drafter: str = "eagle3") -> list[str]:
+    """As `words`, without what coral has nothing of."""
+    found = words(folder, out, drafter=drafter)
+    for option in ("--hidden", "--pinned"):
+        place = found.index(option)
+        del found[place : place + 2]
+    return [*found, *({} if "coral" in more else ("--method", "coral")), *more]
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
+def test_the_command_trains_corals_layer(folder, target, drafter, tmp_path):
+    router = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
+    assert router.exit_code == 0, router.output
+    compared = ["--compare", str(tmp_path / "router")]
+    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", *compared, drafter=drafter))
+    assert result.exit_code == 0, result.output
+    assert "a router over 12 groups, 4 chosen at most" in result.output
+    config, tensors = read_artifact(tmp_path / "coral")
+    assert config.policy.name == "coral" and config.policy.settings == {"top_groups": 4, "packed": True}
+    assert set(tensors) == {"clusters", "output_weight", "output_bias"}
+    sizes = tensors["clusters"].bincount()
+    assert len(sizes) == 12 and sizes.max() - sizes.min() <= 1
+    metrics = config.provenance["metrics"]
+    assert metrics["size"] <= 0.4 * VOCABULARY and [one["router"] for one in metrics["compared"]] == ["router"]
+    # And the other way round, at the steps of another recording.
+    back = words(folder, tmp_path / "back", "--compare", str(tmp_path / "coral"), drafter=drafter)
+    result = CliRunner().invoke(app, back)
+    assert result.exit_code == 0, result.output
+    assert read_artifact(tmp_path / "back")[0].provenance["metrics"]["compared"][-1]["router"] == "coral"
+    head = folder / drafter
+    loaded = (
+        EagleDrafter.from_pretrained(head, target=target)
+        if drafter == "eagle3"
+        else type(target).from_pretrained(head)
+    )
+    assistant = DynSpecAssistant.from_pretrained(tmp_path / "coral", target=target, drafter=loaded)
+    inputs = prompt(8)
+    plain = target.generate(inputs, max_new_tokens=30, do_sample=False)
+    assert torch.equal(target.generate(inputs, max_new_tokens=30, do_sample=False, assistant_model=assistant), plain)
+    assert assistant.stats.active_vocabulary < VOCABULARY / 2
+    assistant.unbind()
+
+
+def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(folder, tmp_path):
+    kept = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--keep-steps"))
+    assert kept.exit_code == 0, kept.output
+    shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "again" / "partial")
+    (tmp_path / "again" / "partial" / "training.safetensors").unlink()
+    again = CliRunner().invoke(app, coral_words(folder, tmp_path / "again", "--keep-steps"))
+    assert again.exit_code == 0, again.output
+    (_, one), (_, two) = (read_artifact(tmp_path / name) for name in ("coral", "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "other" / "partial")
+    other = CliRunner().invoke(app, words(folder, tmp_path / "other"))
+    assert other.exit_code != 0 and "other models, texts or settings" in str(other.exception)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["--pinned", "10"], "--pinned is not for --method coral"),
+        (["--hidden", "512"], "--hidden is not for --method coral"),
+        (["--schedule", "fixed"], "--schedule is not for --method coral"),
+        (["--mass", "1"], "--mass is not for --method coral"),
+        (["--method", "medusa"], "--method must be one of dynaspec, coral"),
+    ],
+)
+def test_what_coral_has_nothing_of_is_refused(folder, tmp_path, changes, says):
+    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", *changes))
+    assert result.exit_code != 0 and says in str(result.exception), result.output
+    assert not (tmp_path / "coral").exists()
+
+
+def test_corals_groups_may_be_clusters_of_equal_size(folder, tmp_path):
+    for name, more in (("equal", ["--balanced"]), ("free", [])):
+        made = ["build", "clusters", "--target", str(folder / "target"), "--num-clusters", "9"]
+        built = CliRunner().invoke(app, [*made, "--out", str(tmp_path / name), *more])
+        assert built.exit_code == 0, built.output
+    refused = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--clusters", str(tmp_path / "free")))
+    assert refused.exit_code != 0 and "--balanced" in str(refused.exception)
+    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--clusters", str(tmp_path / "equal")))
+    assert result.exit_code == 0, result.output
+    equal = RouterShortlist(tmp_path / "equal").router.clusters
+    assert torch.equal(CoralShortlist(tmp_path / "coral").router.clusters.long(), equal.long())
 
 
 def test_too_many_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):

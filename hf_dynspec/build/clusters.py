@@ -113,17 +113,40 @@ def cluster_tokens(
     return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
 
 
+def require_balanced(clusters: torch.Tensor) -> None:
+    """Refuse clusters, int64 `[n]`, whose sizes differ by more than one.
+
+    Raises:
+        ConfigurationError: they do.
+    """
+    sizes = torch.bincount(clusters)
+    if int(sizes.max() - sizes.min()) > 1:
+        raise ConfigurationError(
+            f"the groups of coral are of equal size, and these clusters have {int(sizes.min()):,} to "
+            f"{int(sizes.max()):,} tokens. Build them with: hf-dynspec build clusters --balanced"
+        )
+
+
 def kept_clusters(
-    file: Path, weight: torch.Tensor, num_clusters: int, vocabulary_size: int, seed: int, report: Report
+    file: Path,
+    weight: torch.Tensor,
+    num_clusters: int,
+    vocabulary_size: int,
+    seed: int,
+    report: Report,
+    balanced: bool = False,
 ) -> torch.Tensor:
     """int64 `[V]`: the clusters of `cluster_tokens`, from a file that an earlier call wrote for as many of the same
     tokens with the same seed, or made now and written there."""
-    made_with = {"num_clusters": str(num_clusters), "tokens": str(vocabulary_size), "seed": str(seed)}
+    settings = {"num_clusters": num_clusters, "tokens": vocabulary_size, "seed": seed, "balanced": balanced}
+    made_with = {name: str(value) for name, value in settings.items()}
     if file.exists():
         with safe_open(file, "pt") as kept:
             if kept.metadata() == made_with:
                 return kept.get_tensor("clusters")
-    made = cluster_tokens(weight, num_clusters, vocabulary_size=vocabulary_size, seed=seed, report=report)
+    made = cluster_tokens(
+        weight, num_clusters, vocabulary_size=vocabulary_size, seed=seed, balanced=balanced, report=report
+    )
     clusters = made.clusters.long()
     with replacing(file) as scratch:
         save_file({"clusters": clusters}, scratch, metadata=made_with)

@@ -110,12 +110,7 @@ class RoundRecorder(StepRecorder):
     def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
         """Record the steps of rounds after the beginning of a window, see `StepRecorder.steps`."""
         rounds = self.rounds(token_ids, index)
-        steps = {
-            "token_ids": rounds.token_ids.to(torch.int32),
-            "features": rounds.features.cpu(),
-            "depths": rounds.depths.to(torch.uint8),
-            **self.drafter_says(rounds.hidden),
-        }
+        steps = self.described(rounds.token_ids, rounds.depths, rounds.features, rounds.hidden, is_held_out)
         return {**steps, **self._both_after(rounds, index)} if is_held_out else steps
 
     def rounds(self, token_ids: torch.Tensor, index: int) -> DraftedRounds:

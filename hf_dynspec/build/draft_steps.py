@@ -37,8 +37,8 @@ _SHORTEST_WINDOW = 16
 _BATCH_CHARACTERS = 1 << 20
 _WINDOWS_FILE = "windows.npz"
 # Of what is recorded: a job of another one is not continued. 2: the target's probabilities are those that it samples
-# by, after what follows its head.
-STEPS_FORMAT = 2
+# by, after what follows its head. 3: held-out steps have hidden states too.
+STEPS_FORMAT = 3
 # What exceeds the inverse of a shortlist's share of the drafter's probability changes nothing.
 _LARGEST_RATIO = 1e4
 
@@ -58,6 +58,8 @@ class RecordingSettings:
         temperature: at which the pair is going to sample, and so at which those tokens are drawn and accepted. At 0,
             where nothing is drawn, they are those of temperature 1.
         seed: of the windows, the depths and the draws.
+        of_hidden: record for training what CORAL's router learns from, the drafter's hidden states and how its
+            probability is shared, and not what a draft step starts from, which DynaSpec's reads.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -72,13 +74,14 @@ class RecordingSettings:
     draws: int = 64
     temperature: float = 0.8
     seed: int = 0
+    of_hidden: bool = False
 
     def __post_init__(self):
         least = {"window": _SHORTEST_WINDOW, "seed": 0}
         if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
             raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
         for name, value in asdict(self).items():
-            if name == "temperature":
+            if name in ("temperature", "of_hidden"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
                 raise ConfigurationError(
@@ -87,8 +90,9 @@ class RecordingSettings:
 
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""
-        step = 2 * width + 4 + 1 + 4 * self.top_k
-        return (self.steps + self.held_out) * step + self.held_out * 6 * (self.target_top_k + self.draws)
+        step = 2 * width + 4 + 1 + (6 if self.of_hidden else 4) * self.top_k
+        held_out = step + 2 * width + 6 * (self.target_top_k + self.draws)
+        return self.steps * step + self.held_out * held_out
 
 
 # Windows -----------------------------------------------------------------------------------------------------------
@@ -234,11 +238,14 @@ class Recording:
         held_out: numbers of those to judge by.
 
     A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
-    `ObserveDraftInputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; `depths` uint8 `[n]`; and, if
-    it is held out, `target_ids` int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable
-    tokens, and `drawn_ids` int32 and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution
-    and how many times as probable they are to the target. Probabilities and ratios are 0 where the target rejected the
-    draft before the step, so that nothing depends on it.
+    `ShortlistState.observe_draft_inputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; and `depths`
+    uint8 `[n]`. For CORAL (`RecordingSettings.of_hidden`) it has, in place of features, `hidden` fp16 `[n, d]`, which
+    the drafter's head reads, and besides `top_shares` fp16 `[n, L]`, the probabilities of `top_ids` at the
+    temperature, divided by their sum. If it is held out, it has both features and hidden states, and `target_ids`
+    int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable tokens, and `drawn_ids` int32
+    and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution and how many times as probable
+    they are to the target. Probabilities and ratios are 0 where the target rejected the draft before the step, so that
+    nothing depends on it.
     """
 
     folder: Path
@@ -249,7 +256,7 @@ class Recording:
     def width(self) -> int:
         """Numbers of a feature, `d`."""
         with safe_open(self.path(self.train[0]), "pt") as shard:
-            return shard.get_slice("features").get_shape()[1]
+            return shard.get_slice("hidden" if "hidden" in shard.keys() else "features").get_shape()[1]
 
     def count(self, shards: range) -> int:
         """How many draft steps some shards have."""
@@ -386,13 +393,8 @@ class StepRecorder:
             before.append(step.features[starts.to(device)])
             hidden.append(step.hidden[starts.to(device)])
         newest = torch.cat(read)
-        steps = {
-            "token_ids": token_ids[newest].to(torch.int32),
-            "features": torch.cat(before).to(device="cpu", dtype=torch.float16),
-            "depths": depths.sort(stable=True).values.to(torch.uint8),
-        }
-        hidden = torch.cat(hidden)
-        steps |= self.drafter_says(hidden)
+        depths, hidden = depths.sort(stable=True).values, torch.cat(hidden)
+        steps = self.described(token_ids[newest], depths, torch.cat(before), hidden, is_held_out)
         if is_held_out:
             steps |= self.both_say(hidden, target_states[-1][newest.to(target_states[-1].device)], index)
         return steps
@@ -407,14 +409,43 @@ class StepRecorder:
         )
         return tuple(states[0] for states in outputs.hidden_states)
 
+    def described(
+        self,
+        token_ids: torch.Tensor,
+        depths: torch.Tensor,
+        features: torch.Tensor,
+        hidden: torch.Tensor,
+        is_held_out: bool,
+    ) -> dict[str, torch.Tensor]:
+        """What a shard has of every draft step.
+
+        Args:
+            token_ids: int64 `[n]` on the CPU: the newest tokens.
+            depths: int64 `[n]` on the CPU.
+            features: `[n, d]`: what the drafter knew before those tokens.
+            hidden: `[n, d]`: what its logits are computed from.
+            is_held_out: whether any router is to be judged at these steps.
+        """
+        steps = {"token_ids": token_ids.to(torch.int32), "depths": depths.to(torch.uint8)}
+        if is_held_out or not self.settings.of_hidden:
+            steps["features"] = features.to(device="cpu", dtype=torch.float16)
+        if is_held_out or self.settings.of_hidden:
+            steps["hidden"] = hidden.to(device="cpu", dtype=torch.float16)
+        return steps | self.drafter_says(hidden)
+
     def drafter_says(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`top_ids` of a shard, after the drafter's hidden states `[n, d]`."""
+        """`top_ids` of a shard, and `top_shares` where they are wanted, after the drafter's hidden states `[n, d]`."""
         most = min(self.settings.top_k, self._everything.width)
-        ids = [torch.empty(0, most, dtype=torch.int32)]
+        ids, shares = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]
         for rows in hidden.split(_CHUNK):
-            best = top_k_ids(self._scores(rows), most)
+            scores = self._scores(rows)
+            best = top_k_ids(scores, most)
             ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
-        return {"top_ids": torch.cat(ids)}
+            if self.settings.of_hidden:
+                logits = scores.gather(1, best).float() / (self.settings.temperature or 1.0)
+                shares.append(logits.softmax(-1).to(device="cpu", dtype=torch.float16))
+        says = {"top_ids": torch.cat(ids)}
+        return {**says, "top_shares": torch.cat(shares)} if self.settings.of_hidden else says
 
     def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
         """What a held-out shard has besides; `target_probabilities` are those at temperature 1.

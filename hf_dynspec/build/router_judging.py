@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ..shortlists.router.clusters import ClusterShortlist
 from ..shortlists.router.policy import RouterShortlist
 from .draft_steps import Recording
-from .router_training import Embed
+from .router_networks import Embed
 
 # Held-out steps that are judged at a time, each with as many numbers as clusters, and as the square of the draws.
 _ROWS = 1024
@@ -38,7 +39,7 @@ class HeldOutFigures:
 
 @torch.no_grad()
 def held_out_figures(
-    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None = None
+    recording: Recording, policy: ClusterShortlist, embed: Embed, draftable: torch.Tensor | None = None
 ) -> HeldOutFigures:
     """Judge a policy at the held-out draft steps of chains.
 
@@ -88,12 +89,13 @@ def _is_reached(shard: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def largest_budget(
-    recording: Recording, policy: RouterShortlist, embed: Embed, size: float, draftable: torch.Tensor | None = None
+    recording: Recording, policy: ClusterShortlist, embed: Embed, size: float, draftable: torch.Tensor | None = None
 ) -> int:
-    """The largest `max_clusters` with which the policy's mean shortlist holds no more than so many tokens, or 1.
+    """The largest budget of the first draft step with which the policy's mean shortlist holds no more than so many
+    tokens, or 1.
 
     Args:
-        recording, policy, embed, draftable: as for `held_out_figures`; the policy's `max_clusters` does not matter.
+        recording, policy, embed, draftable: as for `held_out_figures`; the policy's own budget does not matter.
         size: tokens.
     """
     sizes = _clusters_and_sizes(policy, draftable)[1]
@@ -141,7 +143,7 @@ def fit_budgets(
     return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
 
 
-def _clusters_and_sizes(policy: RouterShortlist, draftable: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _clusters_and_sizes(policy: ClusterShortlist, draftable: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 `[V]`: the cluster of each id, `M` for pinned ones and `M + 1` for those that cannot be drafted; int64
     `[M + 1]`: how many tokens each of the others has."""
     count = policy.router.num_clusters
@@ -156,7 +158,7 @@ def _clusters_and_sizes(policy: RouterShortlist, draftable: torch.Tensor | None)
 
 @torch.no_grad()
 def _choices(
-    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
+    policy: ClusterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen; `sizes` is that of
     `_clusters_and_sizes`."""
@@ -166,7 +168,7 @@ def _choices(
     return ordered.indices, torch.minimum(budgets[depths], _most_by_mass(policy, ordered.values))
 
 
-def _most_by_mass(policy: RouterShortlist, scores: torch.Tensor) -> torch.Tensor:
+def _most_by_mass(policy: ClusterShortlist, scores: torch.Tensor) -> torch.Tensor:
     """int64 `[n]`: how many clusters reach the policy's `mass`, given their scores `[n, M]`, best first."""
     if policy.mass == 1:
         return torch.full(scores.shape[:1], scores.shape[1])
@@ -191,10 +193,14 @@ def _is_first(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _ranked(
-    policy: RouterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
+    policy: ClusterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
 ) -> torch.return_types.sort:
     """The scores of the clusters `[n, M]`, best first, and which clusters these are."""
-    scores = policy.router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
+    router = policy.router
+    if router.looks_ahead:
+        scores = router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
+    else:
+        scores = router.scores_of_hidden(shard["hidden"])
     return scores.masked_fill(sizes[:-1] == 0, -torch.inf).sort(-1, descending=True)
 
 
@@ -228,7 +234,7 @@ def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.n
 
 @torch.no_grad()
 def _curves(
-    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None
+    recording: Recording, policy: ClusterShortlist, embed: Embed, draftable: torch.Tensor | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """By depth, for shortlists of 1 to `M` clusters, as means over the held-out steps, both fp64 `[D, M]`: the tokens
     on a shortlist, and the probability that a draft from it is accepted."""

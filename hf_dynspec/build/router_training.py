@@ -1,4 +1,4 @@
-"""Training of routers (DynaSpec, section 4.2, "Training the router"): which clusters hold the drafter's likely tokens?
+"""Training of routers: which clusters does a draft step need? What is learned of that, `router_networks` says.
 
 Data-parallel over accelerate's processes: every batch is the same as with one process, each process computes its part
 of it, and gradients are averaged, so that the result is the same to rounding.
@@ -16,16 +16,12 @@ from accelerate import Accelerator
 from accelerate.utils import reduce
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
-from torch.nn import functional
 
 from ..errors import ConfigurationError
 from ..files import replacing
-from ..shortlists.router.network import NETWORK_TENSORS, Router, network_scores
+from ..shortlists.router.network import Router
 from .draft_steps import Recording
-
-# Gives the drafter's embeddings [m, d] of tokens, int64 [m].
-Embed = Callable[[torch.Tensor], torch.Tensor]
+from .router_networks import CoralNetwork, DynaSpecNetwork, Embed, RouterNetwork
 
 # Shards whose steps are shuffled together. What is held in memory is these and the batch.
 _POOL_SHARDS = 8
@@ -37,8 +33,6 @@ _BATCHES_TOLD = 5
 _LEAST_IMPROVEMENT = 1e-3
 _DECAY = 0.2
 _DECAYS = 2
-# What training reads of a shard.
-_READ = ("token_ids", "features", "top_ids")
 # What AdamW remembers of each parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,7 +42,7 @@ class TrainingSettings:
     """How a router is trained.
 
     Args:
-        hidden: width of the network's hidden layer.
+        hidden: width of the network's hidden layer (None: CORAL's router, which has none).
         batch_size: draft steps of a batch, over all processes together.
         learning_rate: of AdamW, at first.
         max_steps: batches to train on, at most.
@@ -60,7 +54,7 @@ class TrainingSettings:
         ConfigurationError: a number is out of range.
     """
 
-    hidden: int = 512
+    hidden: int | None = 512
     batch_size: int = 1024
     learning_rate: float = 2e-3
     max_steps: int = 20_000
@@ -71,32 +65,12 @@ class TrainingSettings:
     def __post_init__(self):
         for name in ("hidden", "batch_size", "max_steps", "evaluate_every", "patience"):
             value = getattr(self, name)
+            if name == "hidden" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not 0 < self.learning_rate < 1:
             raise ConfigurationError(f"learning_rate must be between 0 and 1, got {self.learning_rate!r}")
-
-
-class RouterNetwork(nn.Module):
-    """The network of a `Router`, to be trained. Its parameters have the names of the router's tensors."""
-
-    def __init__(self, width: int, hidden: int, clusters: int):
-        super().__init__()
-        first, second = nn.Linear(2 * width, hidden), nn.Linear(hidden, clusters)
-        self.input_weight, self.input_bias = first.weight, first.bias
-        self.output_weight, self.output_bias = second.weight, second.bias
-
-    @torch.no_grad()
-    def begin_at(self, rates: torch.Tensor) -> None:
-        """Let every context have these probabilities of the clusters, `[M]`, at first."""
-        rates = rates.clamp(1e-5, 1 - 1e-5)
-        self.output_bias.copy_((rates / (1 - rates)).log())
-
-    def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The logits `[m, M]`, see `Router.scores`."""
-        return network_scores(
-            embeddings, features, self.input_weight, self.input_bias, self.output_weight, self.output_bias
-        )
 
 
 @dataclass
@@ -164,8 +138,7 @@ class RouterTraining:
         self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(device)
         self._embed = embed
         torch.manual_seed(settings.seed)
-        network = RouterNetwork(recording.width, settings.hidden, self._num_clusters)
-        network.begin_at(self._base_rates())
+        network = self._method = self._first_network()
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         self.state = TrainingState()
         self._best = {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}
@@ -176,7 +149,7 @@ class RouterTraining:
     @property
     def best(self) -> Router:
         """The router whose held-out loss was the lowest so far, in fp32 on the CPU."""
-        return Router(self._clusters.to(device="cpu", dtype=torch.int32), **self._best)
+        return self._method.router(self._clusters.to(device="cpu", dtype=torch.int32), self._best)
 
     def run(
         self,
@@ -223,7 +196,7 @@ class RouterTraining:
             rest: dict[str, torch.Tensor] = {}  # too few for a batch
             for fresh in self._pools(epoch):
                 pool = {name: torch.cat([rest[name], fresh[name]]) if rest else fresh[name] for name in fresh}
-                count = pool["token_ids"].shape[0] // size
+                count = pool["top_ids"].shape[0] // size
                 for start in range(0, count * size, size):
                     if skip:
                         skip -= 1
@@ -240,27 +213,28 @@ class RouterTraining:
         shards = torch.tensor(list(self._recording.train))
         for numbers in shards[torch.randperm(len(shards), generator=random)].split(_POOL_SHARDS):
             loaded = [self._recording.shard(int(number)) for number in numbers]
-            pool = {name: torch.cat([one[name] for one in loaded]) for name in _READ}
-            order = torch.randperm(pool["token_ids"].shape[0], generator=random)
+            pool = {name: torch.cat([one[name] for one in loaded]) for name in self._method.reads}
+            order = torch.randperm(pool["top_ids"].shape[0], generator=random)
             yield {name: tensor[order] for name, tensor in pool.items()}
 
-    def _base_rates(self) -> torch.Tensor:
-        """`[M]`: how often each cluster is right in the first shard."""
-        top_ids = next(self._recording.shards(self._recording.train))["top_ids"]
-        return self._labels(top_ids[:_CHUNK].to(self._cluster_of.device)).mean(0).cpu()
+    def _first_network(self) -> RouterNetwork:
+        """What is to be trained, which begins at how often each cluster is right in the first shard."""
+        width, hidden = self._recording.width, self._settings.hidden
+        if hidden is None:
+            network: RouterNetwork = CoralNetwork(width, self._num_clusters)
+        else:
+            network = DynaSpecNetwork(width, self._num_clusters, hidden)
+        shard = next(self._recording.shards(self._recording.train))
+        first = {name: shard[name][:_CHUNK] for name in network.reads}
+        network.begin_at(first, network.labels(first, self._cluster_of.cpu(), self._num_clusters))
+        return network
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
-    def _labels(self, top_ids: torch.Tensor) -> torch.Tensor:
-        """fp32 `[m, M]`: 1 for clusters that hold one of the tokens, int32 `[m, L]`."""
-        labels = torch.zeros(top_ids.shape[0], self._num_clusters + 1, device=top_ids.device)
-        return labels.scatter_(1, self._cluster_of[top_ids.long()], 1.0)[:, :-1]
-
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Binary cross-entropy, summed over clusters, averaged over draft steps."""
-        scores = self._network(self._embed(batch["token_ids"].long()), batch["features"])
-        labels = self._labels(batch["top_ids"])
-        return functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / scores.shape[0]
+        """Averaged over the draft steps of a batch."""
+        scores = self._network(*self._method.inputs(batch, self._embed))
+        return self._method.loss(scores, self._method.labels(batch, self._cluster_of, self._num_clusters))
 
     def _step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for group in self._optimizer.param_groups:
@@ -276,13 +250,11 @@ class RouterTraining:
         total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
         for shard in self._recording.shards(self._recording.held_out):
             part = slice(self._accelerator.process_index, None, self._accelerator.num_processes)
-            rows = {
-                name: shard[name][part].to(self._accelerator.device) for name in ("token_ids", "features", "top_ids")
-            }
-            count = rows["token_ids"].shape[0]
+            rows = {name: shard[name][part].to(self._accelerator.device) for name in self._method.reads}
+            count = rows["top_ids"].shape[0]
             for start in range(0, count, _CHUNK):
                 chunk = {name: tensor[start : start + _CHUNK] for name, tensor in rows.items()}
-                size = chunk["token_ids"].shape[0]
+                size = chunk["top_ids"].shape[0]
                 total += torch.stack([self._loss(chunk).double() * size, total.new_tensor(float(size))])
         total = reduce(total, "sum")
         return float(total[0] / total[1])
@@ -329,8 +301,8 @@ class RouterTraining:
             raise ConfigurationError(f"{self._checkpoint}: is the state of another training. {fix}.")
         state = json.loads(metadata["state"])
         self.state = TrainingState(**{**state, "history": [tuple(one) for one in state["history"]]})
-        self._best = {name: tensors[f"best.{name}"] for name in NETWORK_TENSORS}
-        network.load_state_dict({name: tensors[f"now.{name}"] for name in NETWORK_TENSORS})
+        self._best = {name: tensors[f"best.{name}"] for name in self._best}
+        network.load_state_dict({name: tensors[f"now.{name}"] for name in self._best})
         for name, parameter in network.named_parameters():
             moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": torch.tensor(float(self.state.step)), **moments}

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from ..build.router_training import TrainingSettings, TrainingState
     from ..drafters import Drafter
     from ..shortlists.router import Router, RouterShortlist
+    from ..shortlists.router.clusters import ClusterShortlist
 
 train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, rich_markup_mode=None)
 
 # Where unfinished work is kept, in the folder of the artifact.
 _WORK = "partial"
 _TRAINING = "training.safetensors"
+_METHODS = ("dynaspec", "coral")
+# Options of what CORAL's router does not have.
+_NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
 
 
 @train_app.callback()
@@ -52,16 +56,28 @@ def router(
         str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in place of a drafter.")
     ] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read an EAGLE head from a .bin file.")] = False,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="dynaspec: a network that reads what a draft step starts from. coral: one layer that reads its "
+            "hidden state, over groups of equal size; --pinned, --schedule, --mass and --hidden are not for it."
+        ),
+    ] = "dynaspec",
     text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
     clusters: Annotated[
-        str | None, typer.Option(help="Artifact of `build clusters`. Default: clusters are built here.")
+        str | None,
+        typer.Option(
+            help="Artifact of `build clusters`; for coral, made with --balanced. Default: clusters are built here, "
+            "for coral of equal size."
+        ),
     ] = None,
     num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters to build.")] = 1024,
     pinned: Annotated[
         int, typer.Option(min=0, help="How many of the data's most frequent tokens are on every shortlist.")
     ] = 2048,
     share: Annotated[
-        float, typer.Option(help="Share of the vocabulary that the mean shortlist holds; decides max_clusters.")
+        float,
+        typer.Option(help="Share of the vocabulary that the mean shortlist holds; decides how many clusters it has."),
     ] = 0.03,
     schedule: Annotated[
         str, typer.Option(help="Clusters at later draft steps: fitted here, by dynaspec's formula, or fixed.")
@@ -102,7 +118,7 @@ def router(
         bool, typer.Option("--overwrite", help="Replace the artifact, and drop unfinished work in the folder.")
     ] = False,
 ) -> None:
-    """Train a router for a pair (DynaSpec): which token clusters does a draft step need?
+    """Train a router for a pair (DynaSpec, CORAL): which token clusters does a draft step need?
 
     The draft steps of the pair along the data are recorded with the drafter's whole vocabulary, and the router learns
     which clusters hold the likely tokens. With --rounds the target continues the beginnings of the data's texts, and
@@ -113,22 +129,30 @@ def router(
     import torch
     from accelerate import Accelerator
 
-    from ..build.clusters import require_cluster_settings, require_faiss
+    from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.draft_steps import RecordingSettings
     from ..build.router_judging import held_out_figures
     from ..build.router_training import TrainingSettings
     from ..errors import ConfigurationError
     from ..evaluation.pair import PairSettings, load_models
+    from ..shortlists.coral import CoralShortlist
     from ..shortlists.router.policy import RouterShortlist
 
-    _require_options(schedule, share, mass)
-    recording_settings = RecordingSettings(steps, held_out, window, depth, top_k, temperature=temperature, seed=seed)
-    training_settings = TrainingSettings(hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed)
+    _require_options(context, method, schedule, share, mass)
+    is_coral = method == "coral"
+    recording_settings = RecordingSettings(
+        steps, held_out, window, depth, top_k, temperature=temperature, seed=seed, of_hidden=is_coral
+    )
+    training_settings = TrainingSettings(
+        None if is_coral else hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed
+    )
     corpus = plan_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
-    others = {name: RouterShortlist(name) for name in compare or ()}
-    if stored is None:
+    if stored is not None and is_coral:
+        require_balanced(stored)
+    others = {name: _trained(name) for name in compare or ()}
+    if stored is None and not is_coral:
         require_faiss(torch.device("cpu"))
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
@@ -156,20 +180,24 @@ def router(
         )
     if not recording.count(recording.held_out):
         raise ConfigurationError("no draft step is held out to judge by: the texts end at once. Give more data.")
-    parts = job.clusters(num_clusters) if parts is None else parts
+    parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
     ranking = pair.rank(windows)
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
 
-    def judge(one: "Router") -> "HeldOutFigures":
-        policy = RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
-        return held_out_figures(recording, policy, pair.drafter.embed, pair.drafter.head.token_ids)
+    def policy_of(one: "Router") -> "ClusterShortlist":
+        if is_coral:
+            return CoralShortlist(one, first_budget)
+        return RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
 
-    trained = job.train(recording, parts, ranking[:pinned], training_settings, judge)
+    def judge(one: "Router") -> "HeldOutFigures":
+        return held_out_figures(recording, policy_of(one), pair.drafter.embed, pair.drafter.head.token_ids)
+
+    trained = job.train(recording, parts, ranking[: 0 if is_coral else pinned], training_settings, judge)
     if not accelerator.is_main_process:
         return
-    policy = RouterShortlist(trained, 1, "fixed", mass, ranking, pinned)
-    policy, metrics = _settle(recording, policy, schedule, share * pair.vocabulary_size, others, pair.drafter)
+    size = share * pair.vocabulary_size
+    policy, metrics = _settle(recording, policy_of(trained), schedule, size, others, pair.drafter)
     provenance = {
         "command": command_text(context),
         **describe_inputs(corpus.files),
@@ -180,7 +208,8 @@ def router(
     if not keep_steps:
         shutil.rmtree(out / _WORK)
     _print_figures(str(out), metrics, pair.vocabulary_size)
-    typer.echo(f"{out}: a router over {trained.num_clusters:,} clusters, {policy.max_clusters:,} chosen at most")
+    what = "groups" if is_coral else "clusters"
+    typer.echo(f"{out}: a router over {trained.num_clusters:,} {what}, {policy.budget(0):,} chosen at most")
 
 
 def _describe_kept(work: Path, fix: str) -> str:
@@ -194,11 +223,19 @@ def _describe_kept(work: Path, fix: str) -> str:
     return f"what was finished is kept in {work} ({', '.join(kept)}); {fix}"
 
 
-def _require_options(schedule: str, share: float, mass: float) -> None:
-    """Refuse options that are out of range."""
+def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
+    """Refuse options that are out of range, or not for the method."""
     from ..errors import ConfigurationError
     from ..shortlists.router.policy import SCHEDULES
 
+    if method not in _METHODS:
+        raise ConfigurationError(f"--method must be one of {', '.join(_METHODS)}, got {method!r}")
+    given = [name for name in _NOT_CORAL if context.get_parameter_source(name).name != "DEFAULT"]
+    if method == "coral" and given:
+        raise ConfigurationError(
+            f"--{given[0]} is not for --method coral: its router is one layer, which chooses as many groups at every "
+            "draft step, and pins no token. Leave it out"
+        )
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     for option, value in (("--share", share), ("--mass", mass)):
@@ -206,31 +243,40 @@ def _require_options(schedule: str, share: float, mass: float) -> None:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
 
 
+def _trained(name: str) -> "ClusterShortlist":
+    """The router of an artifact, whichever method trained it."""
+    from ..shortlists import CoralShortlist, RouterShortlist
+    from ..shortlists.registry import read_stored_policy
+
+    is_coral = read_stored_policy(name, tensor="clusters").name == CoralShortlist.name
+    return CoralShortlist(name) if is_coral else RouterShortlist(name)
+
+
 def _settle(
     recording: "Recording",
-    policy: "RouterShortlist",
+    policy: "ClusterShortlist",
     schedule: str,
     size: float,
-    others: "dict[str, RouterShortlist]",
+    others: "dict[str, ClusterShortlist]",
     drafter: "Drafter",
-) -> "tuple[RouterShortlist, dict[str, Any]]":
+) -> "tuple[ClusterShortlist, dict[str, Any]]":
     """The policy with budgets, and as many clusters as shortlists of a mean size allow; and what it then does at the
     held-out steps, beside its other schedules and other routers with as large shortlists."""
-    from ..build.router_judging import fit_budgets, held_out_figures, largest_budget
-    from ..shortlists.router.policy import SCHEDULES, RouterShortlist
+    from ..build.router_judging import held_out_figures, largest_budget
+    from ..shortlists.router.policy import RouterShortlist
 
     draftable = drafter.head.token_ids
 
-    def fill(one: RouterShortlist) -> RouterShortlist:
+    def fill(one: "ClusterShortlist") -> "ClusterShortlist":
         return one.with_budget(largest_budget(recording, one, drafter.embed, size, draftable))
 
-    budgets = fit_budgets(recording, policy, drafter.embed, draftable)
-    schedules = {}
-    for one in SCHEDULES:
-        settings = {**policy.settings(), "schedule": one}
-        schedules[one] = fill(RouterShortlist(policy.router, ranking=policy.ranking, budgets=budgets, **settings))
-    policy = schedules.pop(schedule)
-    compared = [(f"schedule {one}", other) for one, other in schedules.items()]
+    compared = []
+    if isinstance(policy, RouterShortlist):
+        schedules = {name: fill(one) for name, one in _with_schedules(recording, policy, drafter).items()}
+        policy = schedules.pop(schedule)
+        compared = [(f"schedule {name}", other) for name, other in schedules.items()]
+    else:
+        policy = fill(policy)
     compared += [(shorten_name(name), fill(other)) for name, other in others.items()]
     metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
     metrics |= vars(held_out_figures(recording, policy, drafter.embed, draftable))
@@ -239,6 +285,22 @@ def _settle(
         for name, other in compared
     ]
     return policy, metrics
+
+
+def _with_schedules(
+    recording: "Recording", policy: "RouterShortlist", drafter: "Drafter"
+) -> "dict[str, RouterShortlist]":
+    """The policy with fitted budgets, by each of the schedules."""
+    from ..build.router_judging import fit_budgets
+    from ..shortlists.router.policy import SCHEDULES, RouterShortlist
+
+    budgets = fit_budgets(recording, policy, drafter.embed, drafter.head.token_ids)
+    return {
+        one: RouterShortlist(
+            policy.router, ranking=policy.ranking, budgets=budgets, **{**policy.settings(), "schedule": one}
+        )
+        for one in SCHEDULES
+    }
 
 
 class _Pair:
@@ -270,7 +332,7 @@ class _Pair:
         # A cluster of tokens that only one of the models scores is left out.
         return clusters.unique(return_inverse=True)[1]
 
-    def require_trained_for(self, name: str, policy: "RouterShortlist") -> None:
+    def require_trained_for(self, name: str, policy: "ClusterShortlist") -> None:
         """Refuse a router that cannot be judged at this pair's draft steps."""
         from ..errors import ConfigurationError
         from ..vocabulary import fingerprint_tokenizer, require_same_tokenizer
@@ -297,7 +359,7 @@ class _Pair:
         ranking = torch.from_numpy(rank(windows.counts, self.tokenizer))
         return ranking[ranking < self.vocabulary_size]
 
-    def save(self, policy: "RouterShortlist", out: Path, provenance: dict[str, Any]) -> None:
+    def save(self, policy: "ClusterShortlist", out: Path, provenance: dict[str, Any]) -> None:
         """Write the artifact."""
         from ..assistant import DynSpecAssistant
 
@@ -373,9 +435,10 @@ class _Job:
             pair.target, pair.drafter, pair.vocabulary_size, settings, self._work, pair.tokenizer, config
         )
 
-    def clusters(self, count: int) -> "torch.Tensor":
-        """int64 `[V]`: clusters of the rows that the drafter scores with. Kept, as training goes on only with the ones
-        that it began with, and k-means rounds differently with another number of threads."""
+    def clusters(self, count: int, balanced: bool) -> "torch.Tensor":
+        """int64 `[V]`: clusters of the rows that the drafter scores with, of equal size if `balanced`. Kept, as
+        training goes on only with the ones that it began with, and k-means rounds differently with another number of
+        threads."""
         import torch
         from accelerate.utils import broadcast
 
@@ -388,7 +451,9 @@ class _Job:
         if self._accelerator.is_main_process:
             with self._progress() as report:
                 file = self._work / "clusters.safetensors"
-                clusters = kept_clusters(file, weight, count, pair.vocabulary_size, self._seed, report)
+                clusters = kept_clusters(
+                    file, weight, count, pair.vocabulary_size, self._seed, report, balanced=balanced
+                )
         return broadcast(clusters.to(self._accelerator.device)).cpu()
 
     def train(

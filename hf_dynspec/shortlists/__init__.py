@@ -6,6 +6,7 @@ within which bounds, and what a model card says of it its class declares (`Stora
 
 from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
 from .base import ShortlistPolicy, ShortlistState
+from .coral import CoralShortlist
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .hybrid import HybridShortlist
@@ -25,6 +26,7 @@ register_policy(UnionShortlist)
 register_policy(HybridShortlist)
 register_policy(RetrievalShortlist)
 register_policy(ScreenShortlist)
+register_policy(CoralShortlist)
 POLICY_DATA[CooccurrenceGraph.name] = CooccurrenceGraph
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "TOKENIZER_SIZE",
     "WEIGHT_DTYPES",
     "CooccurrenceGraph",
+    "CoralShortlist",
     "FrequencyShortlist",
     "FullShortlist",
     "HybridShortlist",

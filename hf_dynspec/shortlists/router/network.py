@@ -1,4 +1,4 @@
-"""The router of DynaSpec: clusters of tokens, and the network or the centroids that score them."""
+"""Routers: clusters of tokens, and what scores them: DynaSpec's network, CORAL's layer, or the clusters' centroids."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,33 +10,36 @@ from ...errors import ArtifactError, ConfigurationError
 from ...vocabulary import TokenizerFingerprint
 from ..storage import BUILD_AGAIN, ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, TensorRule
 
-NETWORK_TENSORS = ("input_weight", "input_bias", "output_weight", "output_bias")
+LAYER_TENSORS = ("output_weight", "output_bias")
+NETWORK_TENSORS = ("input_weight", "input_bias", *LAYER_TENSORS)
 
 # The most of each dimension that a stored router may have.
 MOST_CLUSTERS = 2**16
 _MOST_UNITS = 2**14
-_MOST_FEATURES = 2**16
+MOST_FEATURES = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Token clusters and what chooses among them: a small network, or the clusters' centroids. Immutable.
+    """Token clusters and what chooses among them: a small network, one layer, or the clusters' centroids. Immutable.
 
     The network (DynaSpec, section 4.2, "Low-cost router") sees what a draft step starts from, so that it can run
     beside the drafter's layers: `scores = W₂ · silu(W₁ · [e, f] + b₁) + b₂`, where `e` is the embedding of the newest
-    token and `f` the drafter's feature before it, both divided by their root mean square. Centroids need no training:
-    the scores are the products of the drafter's hidden state with them, as if each cluster were one token.
+    token and `f` the drafter's feature before it, both divided by their root mean square. One layer, without `W₁` and
+    `b₁`, sees the drafter's hidden state `h` after its layers, as the head does (CORAL, Weng et al., 2025, "LM head
+    router"): `scores = W₂ · h + b₂`, whose softmax is the probability of each cluster. Centroids need no training: the
+    scores are the products of `h` with them, as if each cluster were one token.
 
     Args:
         clusters: int32 or int64 `[V]`: the cluster of each token id. Every cluster below the largest has a token.
         centroids: `[M, d]`, one for each cluster, in the space of the drafter's hidden states.
         input_weight: `[h, 2 · d]`: `W₁`; likewise the next three.
         input_bias: `[h]`.
-        output_weight: `[M, h]`.
+        output_weight: `[M, h]`; of one layer `[M, d]`.
         output_bias: `[M]`.
 
     Raises:
-        ConfigurationError: shapes that do not fit each other, or neither a network nor centroids.
+        ConfigurationError: shapes that do not fit each other, or neither a network, nor a layer, nor centroids.
     """
 
     clusters: torch.Tensor
@@ -60,22 +63,28 @@ class Router:
         self._require_shapes(sizes.shape[0])
 
     def _require_shapes(self, count: int) -> None:
-        network = [getattr(self, name) for name in NETWORK_TENSORS]
-        if self.centroids is None and any(one is None for one in network):
-            raise ConfigurationError(f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}")
+        has = tuple(name for name in NETWORK_TENSORS if getattr(self, name) is not None)
+        if self.centroids is None and has not in (NETWORK_TENSORS, LAYER_TENSORS):
+            raise ConfigurationError(
+                f"a router needs centroids, or all of {', '.join(NETWORK_TENSORS)}, or the last two alone"
+            )
         if self.centroids is not None:
-            if any(one is not None for one in network):
+            if has:
                 raise ConfigurationError("a router has centroids or a network, not both")
             wanted = {"centroids": (count, _columns(self.centroids))}
         else:
-            hidden, inputs = _columns(self.output_weight), _columns(self.input_weight)
-            wanted = dict(zip(NETWORK_TENSORS, ((hidden, inputs), (hidden,), (count, hidden), (count,)), strict=True))
+            hidden = _columns(self.output_weight)
+            wanted = {"output_weight": (count, hidden), "output_bias": (count,)}
+            if self.looks_ahead:
+                wanted = {"input_weight": (hidden, _columns(self.input_weight)), "input_bias": (hidden,), **wanted}
         for name, shape in wanted.items():
             tensor = getattr(self, name)
             if tuple(tensor.shape) != shape or not tensor.is_floating_point():
                 raise ConfigurationError(f"{name} must be floating-point {list(shape)}, got {described(tensor)}")
-        if self.centroids is None and inputs % 2:
-            raise ConfigurationError(f"input_weight must have an even number of columns, got {inputs}")
+        if self.looks_ahead and self.input_weight.shape[1] % 2:
+            raise ConfigurationError(
+                f"input_weight must have an even number of columns, got {self.input_weight.shape[1]}"
+            )
 
     @property
     def num_clusters(self) -> int:
@@ -83,13 +92,32 @@ class Router:
         return (self.output_weight if self.centroids is None else self.centroids).shape[0]
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether it reads what a draft step starts from (`scores`), and not its hidden state (`scores_of_hidden`)."""
+        return self.input_weight is not None
+
+    @property
     def reads(self) -> int:
         """Width `d` of what the router reads."""
-        return self.input_weight.shape[1] // 2 if self.centroids is None else self.centroids.shape[1]
+        if self.looks_ahead:
+            return self.input_weight.shape[1] // 2
+        return (self.output_weight if self.centroids is None else self.centroids).shape[1]
 
     def scores(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """The network's logits `[m, M]` for embeddings `[m, d]` and features `[m, d]`."""
         return network_scores(embeddings, features, *(getattr(self, name) for name in NETWORK_TENSORS))
+
+    def scores_of_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's logits, fp32 `[m, M]`, for the drafter's hidden states `[m, d]`."""
+        return functional.linear(hidden.float(), self.output_weight.float(), self.output_bias.float())
+
+    def without(self, is_empty: torch.Tensor) -> "Router":
+        """A router with the same scores, but for some clusters, bool `[M]`, which it scores −inf. Centroids become one
+        layer."""
+        bar = torch.zeros(is_empty.shape, device=is_empty.device).masked_fill(is_empty, -torch.inf)
+        if self.centroids is not None:
+            return Router(self.clusters, output_weight=self.centroids, output_bias=bar)
+        return replace(self, output_bias=self.output_bias + bar)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of the router's tensors that it has."""
@@ -155,8 +183,8 @@ def check_token_clusters(
 # What an artifact may hold of a router. Whether the tensors fit one another, `Router` checks.
 ROUTER_TENSOR_RULES = {
     "clusters": TensorRule(ID_DTYPES, (TOKENIZER_SIZE,), check_token_clusters),
-    "centroids": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, _MOST_FEATURES)),
-    "input_weight": TensorRule(WEIGHT_DTYPES, (_MOST_UNITS, 2 * _MOST_FEATURES)),
+    "centroids": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, MOST_FEATURES)),
+    "input_weight": TensorRule(WEIGHT_DTYPES, (_MOST_UNITS, 2 * MOST_FEATURES)),
     "input_bias": TensorRule(WEIGHT_DTYPES, (_MOST_UNITS,)),
     "output_weight": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, _MOST_UNITS)),
     "output_bias": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS,)),

@@ -4,23 +4,17 @@ Paper: DynaSpec (Zhang et al., 2025), section 4.2.
 """
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ...errors import ArtifactError, ConfigurationError
+from ...errors import ConfigurationError
 from ...fields import OneOf, Share, Switch, WholeNumber
-from ...protocol import Needs, VocabularyInfo
-from ...vocabulary import TokenizerFingerprint
-from ..base import ShortlistPolicy
 from ..frequency import as_ranking
-from ..registry import StoredPolicy, read_stored_policy
 from ..storage import ID_DTYPES, TensorRule, token_ranking
-from .layout import ClusterLayout, is_same_vocabulary, lay_out
+from .clusters import ClusterShortlist, require_router
 from .network import MOST_CLUSTERS, ROUTER_TENSOR_RULES, Router, described
-from .state import RouterState
 
 # How many clusters are chosen at later draft steps, see `RouterShortlist`.
 SCHEDULES = ("fitted", "dynaspec", "fixed")
@@ -34,7 +28,7 @@ def position_aware_clusters(largest: int, depth: int) -> int:
     return largest if depth <= 1 else max(1, largest // (2 * (depth + 1)))
 
 
-class RouterShortlist(ShortlistPolicy):
+class RouterShortlist(ClusterShortlist):
     """The clusters that a router finds likely in the context, and tokens that are always there.
 
     Args:
@@ -91,17 +85,16 @@ class RouterShortlist(ShortlistPolicy):
         packed: bool | None = None,
         budgets: torch.Tensor | None = None,
     ):
-        self.tokenizer: TokenizerFingerprint | None = None
         settings = {**_DEFAULTS, "schedule": "dynaspec" if budgets is None else "fitted"}
+        stored = None
         if isinstance(router, (str, os.PathLike)):
-            stored = read_stored_policy(router, tensor="clusters")
-            router = _router_of(stored)
-            self.tokenizer = stored.tokenizer
+            stored, router = self._read(router)
             ranking = stored.tensors.get("ranking") if ranking is None else ranking
             budgets = stored.tensors.get("budgets") if budgets is None else budgets
             settings |= stored.settings
-        if not isinstance(router, Router):
-            raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
+        require_router(router)
+        if not router.looks_ahead and router.centroids is None:
+            raise ConfigurationError("a router of one layer is CORAL's: give it to CoralShortlist")
         given = {
             "max_clusters": max_clusters,
             "schedule": schedule,
@@ -113,29 +106,16 @@ class RouterShortlist(ShortlistPolicy):
         self.require_settings(settings)
         _require_fit(settings, router, ranking)
         _require_budgets(settings["schedule"], router, budgets)
-        self.router = router
+        super().__init__(router, settings["packed"], None if stored is None else stored.tokenizer)
         self.ranking = None if ranking is None else as_ranking(ranking)
         self.max_clusters: int = settings["max_clusters"]
         self.schedule: str = settings["schedule"]
         self.mass: float = settings["mass"]
         self.pinned: int = settings["pinned"]
-        self.packed: bool = settings["packed"]
         self.budgets = budgets
         self._budgets = self._budgets_by_depth(self.max_clusters)
-        self._lock = threading.Lock()
-        self._last_layout: tuple[VocabularyInfo, ClusterLayout] | None = None
-
-    @property
-    def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
-        return () if self.tokenizer is None else (self.tokenizer,)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(draft_inputs=self.router.centroids is None)
 
     def budget(self, depth: int, first: int | None = None) -> int:
-        """The most clusters that are chosen at draft step `depth`, where `first` (None: `max_clusters`) are at the
-        first step."""
         budgets = self._budgets if first is None else self._budgets_by_depth(first)
         if self.schedule == "dynaspec":
             return position_aware_clusters(budgets[0], depth)
@@ -151,39 +131,6 @@ class RouterShortlist(ShortlistPolicy):
         settings = {**self.settings(), "max_clusters": max_clusters}
         return RouterShortlist(self.router, ranking=self.ranking, budgets=self.budgets, **settings)
 
-    def start(self, vocabulary: VocabularyInfo) -> RouterState:
-        """Begin a session over `vocabulary`.
-
-        Raises:
-            ConfigurationError: the router was made for another drafter or vocabulary.
-        """
-        if vocabulary.width not in (None, self.router.reads):
-            raise ConfigurationError(
-                f"the router reads hidden states of {self.router.reads} numbers, and the drafter's have "
-                f"{vocabulary.width}. Load the router that was trained for this drafter."
-            )
-        return RouterState(
-            self.router,
-            self._layout(vocabulary),
-            vocabulary.device,
-            budget=self.budget,
-            mass=self.mass,
-            packed=self.packed,
-        )
-
-    def _layout(self, vocabulary: VocabularyInfo) -> ClusterLayout:
-        """The blocks for a vocabulary. Sessions share them, and with them the head's packed rows."""
-        with self._lock:
-            if self._last_layout is None or not is_same_vocabulary(self._last_layout[0], vocabulary):
-                self._last_layout = (vocabulary, lay_out(self.router, self._pinned_ids(vocabulary), vocabulary))
-            return self._last_layout[1]
-
-    def _pinned_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
-        """int64 `[p]`: the ids on every shortlist."""
-        if not self.pinned:
-            return torch.empty(0, dtype=torch.int64)
-        return self.ranking[self.ranking < vocabulary.size][: self.pinned]
-
     def settings(self) -> dict[str, Any]:
         return {
             "max_clusters": self.max_clusters,
@@ -198,11 +145,8 @@ class RouterShortlist(ShortlistPolicy):
         return self.router.tensors() | {name: tensor for name, tensor in own.items() if tensor is not None}
 
     @classmethod
-    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        if "clusters" not in tensors:
-            raise ConfigurationError("the policy 'router' cannot be built without its clusters")
-        rest = {name: tensor for name, tensor in tensors.items() if name not in ROUTER_TENSOR_RULES}
-        return {"router": Router.from_tensors(tensors), **rest}
+    def _require_stored(cls, settings: Mapping[str, Any], router: Router, tensors: Mapping[str, torch.Tensor]) -> None:
+        _require_budgets(settings.get("schedule", "fixed"), router, tensors.get("budgets"))
 
 
 _DEFAULTS = {"max_clusters": 64, "schedule": "dynaspec", "mass": 1.0, "pinned": 0, "packed": True}
@@ -233,19 +177,3 @@ def _require_budgets(schedule: str, router: Router, budgets: Any) -> None:
     firsts = torch.arange(1, count + 1, dtype=budgets.dtype)
     if int(budgets.min()) < 1 or int(budgets.max()) > count or not torch.equal(budgets[:, 0].cpu(), firsts):
         raise ConfigurationError(f"budgets must run from 1 to {count}, and begin with the number of their row")
-
-
-def _router_of(stored: StoredPolicy) -> Router:
-    """The router of an artifact.
-
-    Raises:
-        ArtifactError: it is of another policy, or its tensors do not fit one another.
-    """
-    if stored.name != RouterShortlist.name:
-        raise ArtifactError("config.json: policy", f"is {stored.name!r}", "Name an artifact of the policy 'router'.")
-    try:
-        router = Router.from_tensors(stored.tensors)
-        _require_budgets(stored.settings.get("schedule", "fixed"), router, stored.tensors.get("budgets"))
-    except ConfigurationError as error:
-        raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
-    return router

@@ -1,7 +1,6 @@
 """What a router chooses during one session."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -34,16 +33,14 @@ class RouterState(ShortlistState):
         mass: float,
         packed: bool,
     ):
-        self._router = router.to(device)
+        # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
+        # chosen.
+        self._router = router.to(device).without(layout.is_empty)
+        # Logits of a softmax are only comparable with those of the same hidden state.
+        self._is_softmax = not router.looks_ahead and router.centroids is None
         self._layout = layout
         self._budget = budget
         self._mass = mass
-        # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
-        # chosen.
-        no_bar = torch.zeros_like(layout.is_empty, dtype=torch.float32)
-        self._barred = no_bar.masked_fill(layout.is_empty, -torch.inf)
-        if self._router.centroids is None:
-            self._router = replace(self._router, output_bias=self._router.output_bias + self._barred)
         # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
         self._none_chosen = functional.pad(torch.zeros_like(layout.is_empty), (0, 1), value=True)
         self.layout = layout.blocks if packed else None
@@ -53,10 +50,10 @@ class RouterState(ShortlistState):
         self._shown: tuple[int, Shortlist] | None = None
         self._version = 0
         # The router works beside the drafter's layers, and `select` waits for it there.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.centroids is None else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.looks_ahead else None
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        if self._router.centroids is not None:
+        if not self._router.looks_ahead:
             return
         if self._stream is None:
             self._take(self._router.scores(embeddings, features))
@@ -68,9 +65,9 @@ class RouterState(ShortlistState):
             tensor.record_stream(self._stream)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        if self._router.centroids is not None and features is not self._features:
+        if not self._router.looks_ahead and features is not self._features:
             self._features = features
-            self._take(functional.linear(features.float(), self._router.centroids, self._barred))
+            self._take(self._router.scores_of_hidden(features))
         if self._scores is None:
             raise RuntimeError(
                 "observe_draft_inputs() tells the router what a draft step starts from before select() is called"
@@ -86,6 +83,8 @@ class RouterState(ShortlistState):
 
     def _take(self, scores: torch.Tensor) -> None:
         """Take in new scores `[m, M]`."""
+        if self._is_softmax and scores.shape[0] > 1:
+            scores = scores.log_softmax(-1)
         self._scores = scores.amax(0)
         self._shown = None
 

@@ -1,0 +1,82 @@
+"""CORAL's LM head router: the vocabulary in equal groups, and one layer that says which of them a step needs.
+
+Paper: CORAL (Weng et al., ACL 2025, arXiv 2502.16880), "LM head router". The rest of the paper trains drafters; what
+it trained is used like any other drafter.
+"""
+
+import os
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import ConfigurationError
+from ..fields import Switch, WholeNumber
+from .router.clusters import ClusterShortlist, require_router
+from .router.network import MOST_CLUSTERS, MOST_FEATURES, ROUTER_TENSOR_RULES, Router
+from .storage import WEIGHT_DTYPES, TensorRule
+
+
+class CoralShortlist(ClusterShortlist):
+    """The groups of tokens that one layer on the drafter's hidden state finds most likely, and EOS.
+
+    Unlike DynaSpec's router (`RouterShortlist`) it reads what the head reads too, so that it knows more, and has to
+    wait for the drafter's layers. Its groups are of equal size, as many are scored at each draft step, and no token
+    but EOS is on every shortlist.
+
+    Args:
+        router: a `Router` of one layer, or the artifact (folder or Hub repository) that `hf-dynspec train router
+            --method coral` wrote. What is not given below is then as it was stored.
+        top_groups: how many groups are scored at each draft step (default 64).
+        packed: hold the head's rows once more, group by group in blocks, so that no row is gathered by itself (default
+            True). It takes as much memory as the head, and up to a tenth more.
+
+    Raises:
+        ConfigurationError: a setting is mistyped or out of range, or the router has more than one layer.
+        ArtifactError: the router's artifact is damaged, or of another policy.
+    """
+
+    name = "coral"
+    setting_rules: ClassVar = {"top_groups": WholeNumber(1), "packed": Switch()}
+    tensor_rules: ClassVar = {
+        "clusters": ROUTER_TENSOR_RULES["clusters"],
+        "output_weight": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, MOST_FEATURES)),
+        "output_bias": ROUTER_TENSOR_RULES["output_bias"],
+    }
+    card_summary = (
+        "The vocabulary is split into groups of equal size, and at each draft step a trained layer on the drafter's "
+        "hidden state chooses the groups that are scored (CORAL's LM head router)."
+    )
+    card_tags = ("lm-head-router",)
+
+    def __init__(self, router: Router | str | os.PathLike, top_groups: int | None = None, packed: bool | None = None):
+        settings: dict[str, Any] = {"top_groups": 64, "packed": True}
+        tokenizer = None
+        if isinstance(router, (str, os.PathLike)):
+            stored, router = self._read(router)
+            tokenizer = stored.tokenizer
+            settings |= stored.settings
+        require_router(router)
+        if router.looks_ahead or router.centroids is not None:
+            raise ConfigurationError(
+                "CORAL's router is one layer on the hidden state: output_weight and output_bias alone. Give a network "
+                "or centroids to RouterShortlist"
+            )
+        given = {"top_groups": top_groups, "packed": packed}
+        settings |= {name: value for name, value in given.items() if value is not None}
+        self.require_settings(settings)
+        super().__init__(router, settings["packed"], tokenizer)
+        self.top_groups: int = settings["top_groups"]
+
+    def budget(self, depth: int, first: int | None = None) -> int:
+        """As many groups at every draft step."""
+        return min(self.top_groups if first is None else first, self.router.num_clusters)
+
+    def with_budget(self, first: int) -> "CoralShortlist":
+        """The same policy with another `top_groups`."""
+        return CoralShortlist(self.router, first, self.packed)
+
+    def settings(self) -> dict[str, Any]:
+        return {"top_groups": self.top_groups, "packed": self.packed}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.router.tensors()

@@ -1,0 +1,137 @@
+"""What policies that choose whole clusters of tokens share: a router, and the vocabulary laid out for it."""
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import ArtifactError, ConfigurationError
+from ...protocol import Needs, VocabularyInfo
+from ...vocabulary import TokenizerFingerprint
+from ..base import ShortlistPolicy
+from ..registry import StoredPolicy, read_stored_policy
+from .layout import ClusterLayout, is_same_vocabulary, lay_out
+from .network import ROUTER_TENSOR_RULES, Router
+from .state import RouterState
+
+
+class ClusterShortlist(ShortlistPolicy):
+    """The clusters that a router finds likely, and EOS.
+
+    Args:
+        router: scores the clusters.
+        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself.
+        tokenizer: whose ids the clusters are of, where that is known.
+
+    Attributes:
+        ranking: token ids, most frequent first, or None.
+        pinned: how many tokens of the ranking are on every shortlist.
+        mass: clusters are chosen up to this share of the router's probability over all of them; 1 for no such bound.
+    """
+
+    ranking: torch.Tensor | None = None
+    pinned: int = 0
+    mass: float = 1.0
+
+    def __init__(self, router: Router, packed: bool, tokenizer: TokenizerFingerprint | None):
+        self.router = router
+        self.packed = packed
+        self.tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._last_layout: tuple[VocabularyInfo, ClusterLayout] | None = None
+
+    @abstractmethod
+    def budget(self, depth: int, first: int | None = None) -> int:
+        """The most clusters that are chosen at draft step `depth`, where `first` (None: the policy's own setting) are
+        at the first step."""
+
+    @abstractmethod
+    def with_budget(self, first: int) -> "ClusterShortlist":
+        """The same policy with another number of clusters at the first draft step."""
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
+        return () if self.tokenizer is None else (self.tokenizer,)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(draft_inputs=self.router.looks_ahead)
+
+    def start(self, vocabulary: VocabularyInfo) -> RouterState:
+        """Begin a session over `vocabulary`.
+
+        Raises:
+            ConfigurationError: the router was made for another drafter or vocabulary.
+        """
+        if vocabulary.width not in (None, self.router.reads):
+            raise ConfigurationError(
+                f"the router reads hidden states of {self.router.reads} numbers, and the drafter's have "
+                f"{vocabulary.width}. Load the router that was trained for this drafter."
+            )
+        return RouterState(
+            self.router,
+            self._layout(vocabulary),
+            vocabulary.device,
+            budget=self.budget,
+            mass=self.mass,
+            packed=self.packed,
+        )
+
+    def _layout(self, vocabulary: VocabularyInfo) -> ClusterLayout:
+        """The blocks for a vocabulary. Sessions share them, and with them the head's packed rows."""
+        with self._lock:
+            if self._last_layout is None or not is_same_vocabulary(self._last_layout[0], vocabulary):
+                self._last_layout = (vocabulary, lay_out(self.router, self._pinned_ids(vocabulary), vocabulary))
+            return self._last_layout[1]
+
+    def _pinned_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
+        """int64 `[p]`: the ids on every shortlist."""
+        if not self.pinned:
+            return torch.empty(0, dtype=torch.int64)
+        return self.ranking[self.ranking < vocabulary.size][: self.pinned]
+
+    @classmethod
+    def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if "clusters" not in tensors:
+            raise ConfigurationError(f"the policy {cls.name!r} cannot be built without its clusters")
+        rest = {name: tensor for name, tensor in tensors.items() if name not in ROUTER_TENSOR_RULES}
+        return {"router": Router.from_tensors(tensors), **rest}
+
+    @classmethod
+    def _read(cls, artifact: str | os.PathLike) -> tuple[StoredPolicy, Router]:
+        """An artifact of this policy, and its router.
+
+        Raises:
+            ArtifactError: it is of another policy, or its tensors do not fit one another.
+        """
+        stored = read_stored_policy(artifact, tensor="clusters")
+        if stored.name != cls.name:
+            fix = f"Name an artifact of the policy {cls.name!r}."
+            raise ArtifactError("config.json: policy", f"is {stored.name!r}", fix)
+        try:
+            router = Router.from_tensors(stored.tensors)
+            cls._require_stored(stored.settings, router, stored.tensors)
+        except ConfigurationError as error:
+            raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
+        return stored, router
+
+    @classmethod
+    def _require_stored(cls, settings: Mapping[str, Any], router: Router, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what else an artifact holds, where it does not fit the router.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+
+
+def require_router(router: Any) -> None:
+    """Refuse what is no router.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(router, Router):
+        raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
