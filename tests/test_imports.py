@@ -25,6 +25,7 @@ ROOMS = (
     "stats",
     "shortlists",
     "modeling",
+    "alignment",
     "drafters",
     "drafting",
     "loading",
@@ -57,6 +58,8 @@ THIRD_PARTIES = {
     # The index of one policy is hnswlib's, and lies in the Hub's home folder.
     "shortlists": {"torch", "hnswlib", "huggingface_hub"},
     "stats": {"torch"},
+    # It takes drafters by what they do, and adapters are peft's.
+    "alignment": {"torch", "peft"},
 }
 # A Triton kernel cannot be written without triton. The files with one are imported where they are of use, and lazily.
 OF_TRITON = {"kernels.triton_blocks", "kernels.triton_best_rows"}
