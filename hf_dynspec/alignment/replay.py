@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+# Ids of a request's shortlist that are of use: the leading ones of those that are longer.
+LARGEST_SHORTLIST = 8192
+
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
@@ -21,7 +24,7 @@ class Trajectory:
         top_logits: fp32 `[v, K]`: their logits, before any processor; −inf where there were fewer.
         log_probabilities: fp32 `[v]`: of the verified tokens under the target, over its full vocabulary.
         is_wrong: bool `[v]`: the draft was rejected there, or there was none.
-        shortlist_ids: int64 `[s]`: the ids that the request was drafted from.
+        shortlist_ids: int64 `[s]`: the ids that the request was drafted from, `s` up to `LARGEST_SHORTLIST`.
         features: `[n, d_target · layers]`: what an EAGLE head reads at each token, zeros where that is not known. None
             for drafters that read nothing of the target.
     """
@@ -34,6 +37,14 @@ class Trajectory:
     is_wrong: torch.Tensor
     shortlist_ids: torch.Tensor
     features: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # What was made in inference mode cannot be learnt from.
+        with torch.inference_mode(False):
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if isinstance(value, torch.Tensor) and value.is_inference():
+                    object.__setattr__(self, field.name, value.clone())
 
     @property
     def nbytes(self) -> int:

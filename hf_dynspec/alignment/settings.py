@@ -5,11 +5,10 @@ from typing import Any
 
 from ..errors import shown_value
 from ..fields import LARGEST_TOP_K, FieldError, Number, OneOf, SettingRule, Share, Switch, WholeNumber
+from .objectives import OBJECTIVES
 
 ALL_LINEAR = "all-linear"
 ALL_PARAMETERS = "all-parameters"
-# Ids of a request's shortlist that take part in the draft's normaliser: the leading ones of those that are longer.
-LARGEST_SHORTLIST = 8192
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ _RULES: dict[str, SettingRule] = {
     "learning_rate": Number(0, 10),
     "steps": WholeNumber(1, 1024),
     "batch": WholeNumber(1, 4096),
-    "objective": OneOf(("horizon_kl", "cross_entropy", "total_variation")),
+    "objective": OneOf(tuple(OBJECTIVES)),
     "support": OneOf(("kept", "shortlist")),
     "horizon": WholeNumber(1, 64),
     "decay": Number(0, 1e3, or_least=True),

@@ -16,12 +16,12 @@ ObserveDraftInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 class UnrolledStep(NamedTuple):
     """One draft step after every prefix of a text: row `i` of step `depth` is the one that reads token
-    `i + 1 + depth`, after a prefix whose last token is `i + 1`.
+    `i + 1 + depth`, after a prefix whose last token is `i + 1`. Rows before `first` are left out (`Drafter.unroll`).
 
     Args:
-        embeddings: `[n − 1 − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
-        features: `[n − 1 − depth, d]`, likewise.
-        hidden: `[n − 1 − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
+        embeddings: `[n − 1 − first − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
+        features: `[n − 1 − first − depth, d]`, likewise.
+        hidden: `[n − 1 − first − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
 
     All of them carry gradients where gradients are enabled.
     """
@@ -137,7 +137,9 @@ class Drafter(ABC):
         """`[m, d]`: the embeddings that the drafter reads for tokens, int64 `[m]` on its device."""
 
     @abstractmethod
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
         """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
         drafted: a head reads its own outputs as it does when it drafts. For training and for study.
 
@@ -148,7 +150,8 @@ class Drafter(ABC):
             token_ids: int64 `[n]`, `n > depth`, on the drafter's device: a text from its beginning.
             features: `[n, d_target · layers]`: the target's hidden states at these tokens, for drafters that read
                 them.
-            depth: how many steps.
+            depth: how many steps, at most `n − 1 − first`.
+            first: the rows before it are read, and no drafts begin there: a prompt costs little then.
 
         Yields:
             The steps, from depth 0 on.

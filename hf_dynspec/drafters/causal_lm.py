@@ -195,10 +195,12 @@ class CausalLMDrafter(Drafter):
         # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
 
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
         # Its hidden states depend on the text alone, and not on where a draft began.
         embedded, hidden = self.embed(token_ids), self.start().advance(token_ids)
-        for step in range(depth):
+        for step in range(first, first + depth):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
 
     def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 import torch
 
 from ..replay import Trajectory
-from ..settings import OnlineAlignment
-from .base import Horizon, Objective, TrainableDrafter, unroll
+from .base import Horizon, Objective, ObjectiveSettings, TrainableDrafter, unroll
 from .cross_entropy import CrossEntropy
 from .horizon_kl import HorizonKL
 from .total_variation import TotalVariation
@@ -15,16 +14,25 @@ OBJECTIVES: dict[str, Objective] = {
     "total_variation": TotalVariation(),
 }
 
-__all__ = ["OBJECTIVES", "Horizon", "Objective", "TrainableDrafter", "acceptance_of", "loss_of"]
+__all__ = [
+    "OBJECTIVES",
+    "Horizon",
+    "Objective",
+    "ObjectiveSettings",
+    "TrainableDrafter",
+    "acceptance_of",
+    "loss_of",
+    "unroll",
+]
 
 
-def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: OnlineAlignment) -> torch.Tensor | None:
+def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> torch.Tensor | None:
     """The objective on one request, a mean over the places where drafts could have begun.
 
     Args:
         drafter: whose module is trained.
         trajectory: what the request left.
-        settings: `objective`, `support`, `horizon`, `decay`, `temperature`, `fill` and `align_threshold` of them.
+        settings: `objective`, how: see `OnlineAlignment`.
 
     Returns:
         A scalar with gradients where these are enabled. None where the trajectory has nothing to learn from.
@@ -34,7 +42,7 @@ def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: OnlineA
 
 
 @torch.no_grad()
-def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: OnlineAlignment) -> float | None:
+def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> float | None:
     """How much of what the drafter says of a request would be accepted: `Σ min(p, q)`, which is one less the total
     variation, a mean over all places and steps. `p` counts on the kept ids only, `q` is normalised over all ids that
     take part (`support="shortlist"`), both at temperature 1.

@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..replay import Trajectory
-from ..settings import LARGEST_SHORTLIST, OnlineAlignment
+from ..replay import LARGEST_SHORTLIST, Trajectory
 
 
 class TrainableDrafter(Protocol):
@@ -18,11 +19,28 @@ class TrainableDrafter(Protocol):
     module: nn.Module
     reads: tuple[int, ...]
 
+    @property
+    def weights_version(self) -> int: ...
+
     def copy(self) -> "TrainableDrafter": ...
 
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[Any]: ...
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int
+    ) -> Iterator[Any]: ...
 
     def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class ObjectiveSettings(Protocol):
+    """What objectives read of `OnlineAlignment`."""
+
+    objective: str
+    support: str
+    horizon: int
+    decay: float
+    temperature: float
+    fill: str
+    align_threshold: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +74,28 @@ class Horizon:
     def target(self, temperature: float) -> torch.Tensor:
         """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
         that have none."""
-        return (self.target_logits / temperature).softmax(-1).nan_to_num(0.0)
+        return (self.target_logits / temperature).softmax(-1).masked_fill(self._is_out, 0.0)
 
     def draft_log_probabilities(self, support: str, temperature: float) -> torch.Tensor:
         """`[r, K]`: the draft's of the kept ids; 0 for those that it cannot propose."""
-        can_propose = self.target_logits > -torch.inf
         kept = self.logits.gather(1, self.kept) / temperature
-        normalised_over = self.logits / temperature
         if support == "kept":
-            normalised_over = kept.masked_fill(~can_propose, -torch.inf)
-        return (kept - normalised_over.logsumexp(-1, keepdim=True)).masked_fill(~can_propose, 0.0)
+            log_normalisers = kept.masked_fill(self._is_out, -torch.inf).logsumexp(-1)
+        elif temperature == 1.0:
+            log_normalisers = self.log_normalisers
+        else:
+            log_normalisers = (self.logits / temperature).logsumexp(-1)
+        return (kept - log_normalisers[:, None]).masked_fill(self._is_out, 0.0)
+
+    @cached_property
+    def _is_out(self) -> torch.Tensor:
+        """bool `[r, K]`: places for kept ids that are empty, or that the draft cannot propose."""
+        return self.target_logits == -torch.inf
+
+    @cached_property
+    def log_normalisers(self) -> torch.Tensor:
+        """`[r]`: of the draft over all ids that take part."""
+        return self.logits.logsumexp(-1)
 
     def divergence(self, support: str, temperature: float) -> torch.Tensor:
         """`[r]`, in nats: the Kullback-Leibler divergence of the draft from the target."""
@@ -77,19 +107,19 @@ class Horizon:
     def acceptance(self) -> torch.Tensor:
         """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts."""
         target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
-        can_propose = self.target_logits > -torch.inf
-        draft = self.draft_log_probabilities("shortlist", 1.0).exp() * can_propose
+        draft = self.draft_log_probabilities("shortlist", 1.0).exp()
+        # Where the draft cannot propose, the target's is 0 here.
         accepted = torch.minimum(target, draft).sum(-1)
         return torch.cat([accepted[step] for step in self.steps]).mean()
 
-    def chosen(self, settings: OnlineAlignment) -> torch.Tensor:
+    def chosen(self, settings: ObjectiveSettings) -> torch.Tensor:
         """bool `[r]`: which predictions are learnt from (`OnlineAlignment.fill`)."""
         if settings.fill == "all":
             return torch.ones_like(self.is_wrong)
         diverges = self.divergence(settings.support, settings.temperature).detach() > settings.align_threshold
         return self.in_shortlist & (self.is_wrong | diverges)
 
-    def weigh(self, losses: torch.Tensor, settings: OnlineAlignment) -> torch.Tensor:
+    def weigh(self, losses: torch.Tensor, settings: ObjectiveSettings) -> torch.Tensor:
         """Sum over the steps by the weights of equation 4, `w_j = exp(−β · L_base · (j − 1))`, and take the mean over
         the drafts. L_base is the cross-entropy of a draft's first step against the verified token; no gradients run
         through it.
@@ -98,10 +128,10 @@ class Horizon:
             losses: `[r]`.
         """
         losses = torch.where(self.chosen(settings), losses, 0.0)
-        first = self.logits[self.steps[0]].detach()
-        verified = first.gather(1, self.verified[self.steps[0], None])[:, 0]
+        first = self.steps[0]
+        verified = self.logits[first].detach().gather(1, self.verified[first, None])[:, 0]
         # A token that cannot be proposed has an infinite one: such a draft counts by its first step alone.
-        base = (first.logsumexp(-1) - verified).clamp(0.0, 1e4)
+        base = (self.log_normalisers[first].detach() - verified).clamp(0.0, 1e4)
         total = losses.new_zeros(())
         for depth, step in enumerate(self.steps):
             of_step = losses[step]
@@ -113,11 +143,11 @@ class Objective(ABC):
     """What a drafter is trained to do."""
 
     @abstractmethod
-    def loss(self, horizon: Horizon, settings: OnlineAlignment) -> torch.Tensor:
+    def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
         """A scalar with gradients."""
 
 
-def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: OnlineAlignment) -> Horizon | None:
+def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Horizon | None:
     """Draft from every place of a request where a verified token was chosen, as if its own tokens had been drafted:
     the draft from there on reads what a session's draft would.
 
@@ -132,26 +162,13 @@ def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: OnlineAl
         return None
     depth = min(settings.horizon, drafts)
     # An independent model says the same of a token at whatever step of a draft it comes: once is enough.
-    unrolled = depth if drafter.reads else 1
-    hidden = [
-        step.hidden[first_row : first_row + drafts - at]
-        for at, step in enumerate(drafter.unroll(trajectory.token_ids, trajectory.features, unrolled))
-    ]
-    begin, steps = 0, []
-    for at in range(depth):
-        start = begin if drafter.reads else at
-        steps.append(slice(start, start + drafts - at))
-        begin += drafts - at
-    places = (
-        torch.cat(
-            [
-                torch.arange(first_row + 2 + at, first_row + 2 + at + rows.shape[0], device=rows.device)
-                for at, rows in enumerate(hidden)
-            ]
-        )
-        - trajectory.first
-    )
-    return _beside_the_target(drafter, trajectory, torch.cat(hidden), places, tuple(steps))
+    unrolled = drafter.unroll(trajectory.token_ids, trajectory.features, depth if drafter.reads else 1, first_row)
+    hidden = [step.hidden[: drafts - at] for at, step in enumerate(unrolled)]
+    places = [torch.arange(at, drafts, device=rows.device) for at, rows in enumerate(hidden)]
+    ends = list(accumulate(drafts - at for at in range(depth))) if drafter.reads else [drafts] * depth
+    steps = tuple(slice(end - drafts + at, end) for at, end in enumerate(ends))
+    begin = first_row + 2 - trajectory.first
+    return _beside_the_target(drafter, trajectory, torch.cat(hidden), begin + torch.cat(places), steps)
 
 
 def _beside_the_target(

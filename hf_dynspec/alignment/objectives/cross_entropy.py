@@ -2,8 +2,7 @@
 
 import torch
 
-from ..settings import OnlineAlignment
-from .base import Horizon, Objective
+from .base import Horizon, Objective, ObjectiveSettings
 
 
 class CrossEntropy(Objective):
@@ -11,7 +10,7 @@ class CrossEntropy(Objective):
 
     It leaves out the target's entropy, which has no gradients."""
 
-    def loss(self, horizon: Horizon, settings: OnlineAlignment) -> torch.Tensor:
+    def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature)
         losses = -(horizon.target(settings.temperature) * draft).sum(-1)
         return horizon.weigh(settings.temperature**2 * losses * horizon.is_wrong, settings)

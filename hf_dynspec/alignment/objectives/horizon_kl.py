@@ -2,13 +2,12 @@
 
 import torch
 
-from ..settings import OnlineAlignment
-from .base import Horizon, Objective
+from .base import Horizon, Objective, ObjectiveSettings
 
 
 class HorizonKL(Objective):
     """Equation 5 of Zhang et al. 2026, "EvoSpec", section 3.4: `Σ_j w_j · T_KD² · D_KL(p̂_j ‖ q̃_j)`."""
 
-    def loss(self, horizon: Horizon, settings: OnlineAlignment) -> torch.Tensor:
+    def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
         divergence = horizon.divergence(settings.support, settings.temperature)
         return horizon.weigh(settings.temperature**2 * divergence, settings)

@@ -2,15 +2,14 @@
 
 import torch
 
-from ..settings import OnlineAlignment
-from .base import Horizon, Objective
+from .base import Horizon, Objective, ObjectiveSettings
 
 
 class TotalVariation(Objective):
     """`1 − Σ min(p, q)`: the chance that speculative sampling rejects a token (Leviathan et al. 2023, "Fast Inference
     from Transformers via Speculative Decoding", theorem 3.5), over the horizon by the weights of EvoSpec."""
 
-    def loss(self, horizon: Horizon, settings: OnlineAlignment) -> torch.Tensor:
+    def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
         target = horizon.target(settings.temperature)
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature).exp()
         # Where nothing can be proposed, target and loss are 0.
