@@ -48,7 +48,6 @@ class Learner:
     def __init__(self, drafter: TrainableDrafter, settings: OnlineAlignment):
         self.settings = settings
         self.dropped = 0
-        self._gradient_bytes = 0
         with torch.inference_mode(False):
             self.drafter = drafter.copy()
             module = self.drafter.module
@@ -70,7 +69,7 @@ class Learner:
         from peft import inject_adapter_in_model
 
         names = _modules_named(self.drafter.module, self.settings.modules)
-        self._adapter_config = _lora_config(names, self.settings)
+        self._adapter_config = self._lora_config(names)
         try:
             # peft draws first matrices from the generator that users seed; they are drawn anew by our own.
             with torch.random.fork_rng(devices=()):
@@ -78,6 +77,17 @@ class Learner:
         except ValueError as error:
             raise ConfigurationError(f"modules: peft cannot adapt {', '.join(names)}: {error}") from error
         return {name: self.drafter.module.get_submodule(name) for name in names}
+
+    def _lora_config(self, names: list[str]) -> "LoraConfig":
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.settings.alpha,
+            lora_dropout=0.0,
+            target_modules=names,
+            fan_in_fan_out=any(_is_transposed(self.drafter.module.get_submodule(name)) for name in names),
+        )
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -151,6 +161,7 @@ class Learner:
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
+        self._gradient_bytes = 0
         parameters = list(self._trained.values())
         self._optimizer = torch.optim.AdamW(parameters, lr=self.settings.learning_rate, weight_decay=0.0)
 
@@ -230,6 +241,11 @@ class Learner:
         return digest.hexdigest()
 
 
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is transformers' linear layer of GPT-2, whose weight is laid out the other way round."""
+    return type(module).__name__ == "Conv1D"
+
+
 def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str]:
     """The full names of the linear layers that are to be adapted.
 
@@ -238,12 +254,7 @@ def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str
     """
     find_projection = getattr(module, "get_output_embeddings", None)
     projection = getattr(module, "lm_head", None) if find_projection is None else find_projection()
-    # GPT-2's layers are linear ones of transformers, laid out the other way round.
-    linear = {
-        name: one
-        for name, one in module.named_modules()
-        if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"
-    }
+    linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) or _is_transposed(one)}
     if wanted == ALL_LINEAR:
         return [name for name, one in linear.items() if one is not projection]
     found: list[str] = []
@@ -254,9 +265,3 @@ def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str
             raise ConfigurationError(f"modules: the drafter has no linear layer {last!r}. There are {there_are}.")
         found += [name for name in of_this if name not in found]
     return found
-
-
-def _lora_config(names: list[str], settings: OnlineAlignment) -> "LoraConfig":
-    from peft import LoraConfig
-
-    return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names)
