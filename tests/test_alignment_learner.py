@@ -135,6 +135,24 @@ def test_it_starts_anew_and_learns_the_same_to_the_bit(settings, target):
     assert all(torch.equal(one, first[name]) for name, one in learner.weights().items())
 
 
+@pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
+@pytest.mark.parametrize("kind", ["llama", "eagle3"])
+def test_scoring_changes_nothing_of_what_is_learnt(kind, settings, target):
+    drafter = make(kind, target)
+    one, other = trajectory_for(drafter), trajectory_for(drafter, length=11)
+    plain, scoring = Learner(drafter, settings), Learner(drafter, settings)
+    for batch in ([one], [one, other], [other], [one]):
+        for trajectory in (other, one):
+            scoring.acceptance(trajectory)
+        assert scoring.step(batch) == plain.step(batch)
+    assert all(torch.equal(one, plain.weights()[name]) for name, one in scoring.weights().items())
+    # What was unrolled with other weights is not learnt from.
+    scoring.acceptance(one)
+    for learner in (plain, scoring):
+        learner.reset()
+    assert scoring.step([one]) == plain.step([one])
+
+
 def test_steps_over_several_requests_take_their_mean(target):
     drafter = make("llama", target)
     one = trajectory_for(drafter)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, shown_text
-from .objectives import acceptance_of, loss_of
-from .objectives.base import TrainableDrafter
+from .objectives import OBJECTIVES, Horizon, TrainableDrafter, unroll
 from .replay import Trajectory
 from .settings import ALL_LINEAR, OnlineAlignment
 
@@ -100,6 +99,7 @@ class Learner:
         """
         with torch.inference_mode(False), torch.enable_grad():
             losses = [loss for one in trajectories if (loss := self._backward(one, len(trajectories))) is not None]
+            self._scored.clear()
             if not losses:
                 return None
             self._gradient_bytes = sum(one.grad.nbytes for one in self._trained.values() if one.grad is not None)
@@ -114,21 +114,25 @@ class Learner:
             return loss if is_finite else None
 
     def _backward(self, trajectory: Trajectory, among: int) -> torch.Tensor | None:
-        loss = loss_of(self.drafter, trajectory, self.settings)
-        if loss is None:
+        horizon = self._scored.pop(trajectory, None) or unroll(self.drafter, trajectory, self.settings)
+        if horizon is None:
             return None
+        loss = OBJECTIVES[self.settings.objective].loss(horizon, self.settings)
         (loss / among).backward()
         return loss.detach()
 
     def acceptance(self, trajectory: Trajectory) -> tuple[float, float] | None:
         """`acceptance_of` a trajectory before anything was learnt, and with what has been learnt: what a gate
-        compares. None where nothing could be scored."""
-        with torch.inference_mode(False), torch.no_grad():
-            learnt = acceptance_of(self.drafter, trajectory, self.settings)
-            if learnt is None:
-                return None
+        compares. None where nothing could be scored. A step on the trajectory that follows costs less."""
+        # With gradients, without which an EAGLE head would fuse its weights anew each time.
+        with torch.inference_mode(False), torch.enable_grad():
             with self._unlearnt():
-                return acceptance_of(self.drafter, trajectory, self.settings), learnt
+                before = unroll(self.drafter, trajectory, self.settings)
+            learnt = unroll(self.drafter, trajectory, self.settings)
+            if before is None or learnt is None:
+                return None
+            self._scored = {trajectory: learnt}
+            return float(before.acceptance()), float(learnt.acceptance())
 
     @contextmanager
     def _unlearnt(self) -> Iterator[None]:
@@ -161,6 +165,8 @@ class Learner:
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
+        # What was unrolled to be scored, with the weights that there are.
+        self._scored: dict[Trajectory, Horizon] = {}
         self._gradient_bytes = 0
         parameters = list(self._trained.values())
         self._optimizer = torch.optim.AdamW(parameters, lr=self.settings.learning_rate, weight_decay=0.0)

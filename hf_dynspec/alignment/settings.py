@@ -70,7 +70,7 @@ class OnlineAlignment:
     top_k: int = 50
     buffer: int = 32
     buffer_bytes: int = 2**28
-    context: int = 256
+    context: int = 128
     fill: str = "all"
     align_threshold: float = 0.1
     background: bool = False

@@ -103,11 +103,11 @@ class Horizon:
         entropy = torch.special.entr(target).sum(-1)
         return -(target * self.draft_log_probabilities(support, temperature)).sum(-1) - entropy
 
-    @torch.no_grad()
     def acceptance(self) -> torch.Tensor:
         """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts."""
         target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
-        draft = self.draft_log_probabilities("shortlist", 1.0).exp()
+        # Not without gradients altogether: the normalisers may be needed with theirs.
+        draft = self.draft_log_probabilities("shortlist", 1.0).detach().exp()
         # Where the draft cannot propose, the target's is 0 here.
         accepted = torch.minimum(target, draft).sum(-1)
         return torch.cat([accepted[step] for step in self.steps]).mean()
