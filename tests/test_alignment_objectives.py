@@ -248,3 +248,19 @@ def test_a_target_that_says_nothing_of_use_gives_no_finite_loss(target):
     trajectory.top_logits[3, 1] = torch.nan
     for objective in ("horizon_kl", "total_variation"):
         assert not bool(loss_of(drafter, trajectory, replace(SETTINGS, objective=objective)).isfinite())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 0.0])
+def test_what_would_be_accepted_goes_by_the_temperature_of_the_request(temperature, target):
+    drafter = make("llama", target)
+    trajectory = replace(trajectory_for(drafter, kept=VOCABULARY), temperature=temperature)
+    p = torch.empty_like(trajectory.top_logits).scatter(1, trajectory.top_ids, trajectory.top_logits)
+    (step,) = drafter.unroll(trajectory.token_ids, trajectory.features, 1)
+    q = drafter.token_logits(step.hidden[FIRST - 2 : -1], torch.arange(VOCABULARY)).detach()
+    if temperature:
+        expected = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum(-1).mean()
+    else:
+        expected = (p.argmax(-1) == q.argmax(-1)).double().mean()
+    # Logits that lie close together share even the smallest temperature.
+    near = pytest.approx(float(expected), abs=1e-9 if temperature else 0.1)
+    assert acceptance_of(drafter, trajectory, replace(SETTINGS, horizon=1)) == near

@@ -98,20 +98,22 @@ class Learner:
             gradients were not finite, which leaves the weights as they were.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            losses = [loss for one in trajectories if (loss := self._backward(one, len(trajectories))) is not None]
-            self._scored.clear()
-            if not losses:
-                return None
-            self._gradient_bytes = sum(one.grad.nbytes for one in self._trained.values() if one.grad is not None)
-            norm = nn.utils.clip_grad_norm_(self._trained.values(), LARGEST_GRADIENT_NORM)
-            loss = float(torch.stack(losses).mean())
-            is_finite = math.isfinite(loss) and bool(norm.isfinite())
-            if is_finite:
-                self._optimizer.step()
-            else:
-                self.dropped += 1
-            self._optimizer.zero_grad(set_to_none=True)
-            return loss if is_finite else None
+            try:
+                losses = [loss for one in trajectories if (loss := self._backward(one, len(trajectories))) is not None]
+                return self._descend(float(torch.stack(losses).mean())) if losses else None
+            finally:
+                self._scored.clear()
+                self._optimizer.zero_grad(set_to_none=True)
+
+    def _descend(self, loss: float) -> float | None:
+        """The optimizer's part of a step; the loss, or None where the step is dropped."""
+        self._gradient_bytes = sum(one.grad.nbytes for one in self._trained.values() if one.grad is not None)
+        norm = nn.utils.clip_grad_norm_(self._trained.values(), LARGEST_GRADIENT_NORM)
+        if not math.isfinite(loss) or not bool(norm.isfinite()):
+            self.dropped += 1
+            return None
+        self._optimizer.step()
+        return loss
 
     def _backward(self, trajectory: Trajectory, among: int) -> torch.Tensor | None:
         horizon = self._scored.pop(trajectory, None) or unroll(self.drafter, trajectory, self.settings)

@@ -27,6 +27,7 @@ class Trajectory:
         shortlist_ids: int64 `[s]`: the ids that the request was drafted from, `s` up to `LARGEST_SHORTLIST`.
         features: `[n, d_target · layers]`: what an EAGLE head reads at each token, zeros where that is not known. None
             for drafters that read nothing of the target.
+        temperature: what the request was generated at, 0 where it was greedy: what would be accepted goes by it.
     """
 
     token_ids: torch.Tensor
@@ -37,6 +38,7 @@ class Trajectory:
     is_wrong: torch.Tensor
     shortlist_ids: torch.Tensor
     features: torch.Tensor | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         # What was made in inference mode cannot be learnt from.

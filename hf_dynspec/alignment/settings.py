@@ -61,7 +61,7 @@ class OnlineAlignment:
     alpha: float = 32.0
     learning_rate: float = 1e-3
     steps: int = 1
-    batch: int = 1
+    batch: int = 2
     objective: str = "horizon_kl"
     support: str = "shortlist"
     horizon: int = 5
@@ -102,6 +102,7 @@ class OnlineAlignment:
             "horizon": 6,
             "fill": "gate",
             "gate": False,
+            "batch": 1,
         }
         return cls(**printed | changes)
 
@@ -115,6 +116,7 @@ class OnlineAlignment:
             "horizon": 1,
             "decay": 0.0,
             "gate": False,
+            "batch": 1,
         }
         return cls(**printed | changes)
 

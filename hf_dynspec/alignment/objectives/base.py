@@ -12,6 +12,9 @@ from torch import nn
 
 from ..replay import LARGEST_SHORTLIST, Trajectory
 
+# Stands for the temperature of greedy requests: all but the most probable token have next to no probability.
+_COLDEST = 0.02
+
 
 class TrainableDrafter(Protocol):
     """What alignment uses of a drafter: see `drafters.base.Drafter`."""
@@ -60,6 +63,7 @@ class Horizon:
         is_wrong: bool `[r]`: the draft was rejected there, or there was none.
         in_shortlist: bool `[r]`: the verified token could have been drafted.
         steps: slices of the `r` predictions.
+        temperature: what the request was generated at.
     """
 
     logits: torch.Tensor
@@ -70,6 +74,7 @@ class Horizon:
     is_wrong: torch.Tensor
     in_shortlist: torch.Tensor
     steps: tuple[slice, ...]
+    temperature: float
 
     def target(self, temperature: float) -> torch.Tensor:
         """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
@@ -104,10 +109,13 @@ class Horizon:
         return -(target * self.draft_log_probabilities(support, temperature)).sum(-1) - entropy
 
     def acceptance(self) -> torch.Tensor:
-        """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts."""
-        target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
+        """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request."""
+        temperature = max(self.temperature, _COLDEST)
+        target = self.target(temperature)
+        if temperature == 1.0:
+            target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
         # Not without gradients altogether: the normalisers may be needed with theirs.
-        draft = self.draft_log_probabilities("shortlist", 1.0).detach().exp()
+        draft = self.draft_log_probabilities("shortlist", temperature).detach().exp()
         # Where the draft cannot propose, the target's is 0 here.
         accepted = torch.minimum(target, draft).sum(-1)
         return torch.cat([accepted[step] for step in self.steps]).mean()
@@ -196,6 +204,7 @@ def _beside_the_target(
         trajectory.is_wrong[places],
         torch.isin(tokens, trajectory.shortlist_ids)[places],
         steps,
+        trajectory.temperature,
     )
 
 
