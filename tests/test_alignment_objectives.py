@@ -161,6 +161,7 @@ def test_where_everything_is_kept_it_is_the_divergence_over_the_vocabulary(kind,
         loss = loss_of(drafter, trajectory, replace(settings, support=support))
         torch.testing.assert_close(loss, expected, **CLOSE)
         torch.testing.assert_close(gradients_of(loss, drafter), twin, rtol=1e-7, atol=1e-12)
+    trajectory = replace(trajectory, shortlist_ids=torch.arange(VOCABULARY))
     rejected = loss_of(drafter, trajectory, replace(settings, objective="total_variation"))
     torch.testing.assert_close(rejected, 0.5 * (p - q.exp()).abs().sum(-1).mean(), **CLOSE)
     assert acceptance_of(drafter, trajectory, settings) == pytest.approx(1 - float(rejected))
@@ -173,7 +174,10 @@ def test_a_drafter_that_is_the_target_is_accepted_whole(target):
         logits = drafter.model(input_ids=trajectory.token_ids[None]).logits[0, FIRST - 1 : -1]
     top_logits, top_ids = logits.topk(VOCABULARY)
     chosen = logits.log_softmax(-1).gather(1, trajectory.token_ids[FIRST:, None])[:, 0]
-    trajectory = replace(trajectory, top_ids=top_ids, top_logits=top_logits, log_probabilities=chosen)
+    everything = torch.arange(VOCABULARY)
+    trajectory = replace(
+        trajectory, top_ids=top_ids, top_logits=top_logits, log_probabilities=chosen, shortlist_ids=everything
+    )
     assert acceptance_of(drafter, trajectory, SETTINGS) == pytest.approx(1.0)
     assert float(loss_of(drafter, trajectory, SETTINGS)) == pytest.approx(0.0, abs=1e-9)
     # Of what is kept the target's own probabilities count, and not what they sum to.
@@ -254,6 +258,7 @@ def test_a_target_that_says_nothing_of_use_gives_no_finite_loss(target):
 def test_what_would_be_accepted_goes_by_the_temperature_of_the_request(temperature, target):
     drafter = make("llama", target)
     trajectory = replace(trajectory_for(drafter, kept=VOCABULARY), temperature=temperature)
+    trajectory = replace(trajectory, shortlist_ids=torch.arange(VOCABULARY))
     p = torch.empty_like(trajectory.top_logits).scatter(1, trajectory.top_ids, trajectory.top_logits)
     (step,) = drafter.unroll(trajectory.token_ids, trajectory.features, 1)
     q = drafter.token_logits(step.hidden[FIRST - 2 : -1], torch.arange(VOCABULARY)).detach()

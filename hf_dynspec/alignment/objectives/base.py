@@ -64,6 +64,7 @@ class Horizon:
         in_shortlist: bool `[r]`: the verified token could have been drafted.
         steps: slices of the `r` predictions.
         temperature: what the request was generated at.
+        could_be_drafted: bool `[s]`: the ids of the request's shortlist.
     """
 
     logits: torch.Tensor
@@ -75,6 +76,7 @@ class Horizon:
     in_shortlist: torch.Tensor
     steps: tuple[slice, ...]
     temperature: float
+    could_be_drafted: torch.Tensor
 
     def target(self, temperature: float) -> torch.Tensor:
         """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
@@ -114,8 +116,9 @@ class Horizon:
         target = self.target(temperature)
         if temperature == 1.0:
             target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
-        # Not without gradients altogether: the normalisers may be needed with theirs.
-        draft = self.draft_log_probabilities("shortlist", temperature).detach().exp()
+        # What is learnt of ids that the request could not draft makes no difference to it.
+        logits = self.logits.detach().masked_fill(~self.could_be_drafted, -torch.inf) / temperature
+        draft = logits.softmax(-1).gather(1, self.kept)
         # Where the draft cannot propose, the target's is 0 here.
         accepted = torch.minimum(target, draft).sum(-1)
         return torch.cat([accepted[step] for step in self.steps]).mean()
@@ -205,6 +208,7 @@ def _beside_the_target(
         torch.isin(tokens, trajectory.shortlist_ids)[places],
         steps,
         trajectory.temperature,
+        torch.isin(ids, shortlist),
     )
 
 
