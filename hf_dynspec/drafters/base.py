@@ -1,7 +1,7 @@
 """The contract of drafters: tokens in, hidden states out, and never a projection to the vocabulary."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +178,18 @@ class Drafter(ABC):
             NotImplementedError: it cannot be copied.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be copied")
+
+    @torch.no_grad()
+    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write numbers into parameters of the `module`, in place. `weights_version` then is another one. Nothing may
+        be drafting meanwhile.
+
+        Args:
+            weights: by the parameters' names, each of its parameter's shape. They are rounded to its dtype.
+        """
+        parameters = dict(self.module.named_parameters())
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
 
     @abstractmethod
     def start(self) -> DrafterState:

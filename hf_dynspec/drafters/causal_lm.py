@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -208,6 +208,17 @@ class CausalLMDrafter(Drafter):
 
     def copy(self) -> "CausalLMDrafter":
         return CausalLMDrafter(copy.deepcopy(self.model))
+
+    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            # What others have changed is taken up first: after this, no more than numbers is known to have changed,
+            # and neither a trace, whose inputs they are, nor what the logits are made by has to be found out again.
+            _ = self.weights_version
+            super().write_weights(weights)
+            self._watch.has_changed()
+            if self._projection_watch.has_changed():
+                self.head = self.head.anew()
+            self._version += 1
 
     def start(self) -> "CausalLMState":
         if self.step is None:

@@ -14,7 +14,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +194,19 @@ class EagleDrafter(Drafter):
         other._lock = threading.RLock()
         other._take_up(target)
         return other
+
+    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            self._follow_weights()
+            super().write_weights(weights)
+            target = self._target()
+            if target is not None and any(name.startswith("lm_head.") for name in weights):
+                self._take_up(target)
+            else:
+                # The rest stands, which takes longer to make than what is written to.
+                self.weights = self.weights.anew(self.module.merged_tensors())
+                self._watches[1].has_changed()
+            self._version += 1
 
     def require_target(self, target: PreTrainedModel) -> None:
         _require_fit(self.settings, self.module.tensor_names, target)
