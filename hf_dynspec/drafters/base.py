@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..modeling.head import DynamicLMHead
+from .weights_watch import stamp
 
 # Takes in what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
 # was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
@@ -178,6 +179,10 @@ class Drafter(ABC):
             NotImplementedError: it cannot be copied.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be copied")
+
+    def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]:
+        """The parameters of the `module` by name, and of each what tells it from a changed one (`stamp`)."""
+        return {name: (one, stamp([one], samples=True)) for name, one in self.module.named_parameters()}
 
     @torch.no_grad()
     def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -75,7 +75,11 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             )
         calls = ExitStack()
         with calls:
-            self._drafting: Drafting = calls.enter_context(assistant.open_call()).drafting(
+            call = assistant.open_call()
+            # Nothing tells here whether the loop was interrupted. The next call of the assistant's own loop learns from
+            # what this one leaves.
+            calls.callback(call.close)
+            self._drafting: Drafting = call.drafting(
                 generation_config=generation_config,
                 input_ids=input_ids,
                 logits_processor=processors,
