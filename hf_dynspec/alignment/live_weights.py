@@ -1,15 +1,15 @@
-"""The weights that are drafted with: others are written in their place between drafts, and they come back."""
+"""The weights that are drafted with: others are put in their place between drafts, and they come back."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-# Seconds in which a writer waits for a moment in which nobody drafts. After that nobody begins to, until it has written.
+# Seconds that are spent waiting for a moment in which nobody drafts. After them nobody begins to.
 _PATIENCE = 1.0
 
 
@@ -18,16 +18,16 @@ class ServedDrafter(Protocol):
 
     module: nn.Module
 
-    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]: ...
 
     def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]: ...
 
 
 class DraftingLock:
-    """Held by any number of drafts at once, or by one who writes what they read. A draft is entered as a context.
+    """Held by any number of drafts at once, or by one who changes what they read. A draft enters it as a context.
 
-    Who writes waits for a moment in which nobody drafts, as while the target verifies, and keeps nobody from drafting
-    meanwhile: a draft waits for no more than the writing.
+    Who changes it waits for a moment in which nobody drafts, as while the target verifies, and keeps nobody from
+    drafting meanwhile: a draft waits for no more than the change.
     """
 
     def __init__(self):
@@ -67,64 +67,67 @@ class LiveWeights:
 
     Attributes:
         lock: to be held by every draft.
-        longest_write: seconds that a draft may have had to wait for others, at most.
+        longest_swap: seconds that a draft may have had to wait for others, at most.
     """
 
     def __init__(self, drafter: ServedDrafter):
         self.lock = DraftingLock()
-        self.longest_write = 0.0
+        self.longest_swap = 0.0
         self._drafter = drafter
         self._stamp = drafter.weights_stamp()
-        # By name: those that others stand in the place of.
-        self._base: Mapping[str, torch.Tensor] = {}
+        # By name: those that others stand in the place of, where they lay.
+        self._own: dict[str, torch.Tensor] = {}
 
     @property
     def is_served(self) -> bool:
         """Whether others than the drafter's own are drafted with."""
-        return bool(self._base)
+        return bool(self._own)
 
     def were_changed(self) -> bool:
         """Whether anybody but this has changed parameters, or put others in their place."""
         stamp = self._drafter.weights_stamp()
         return stamp.keys() != self._stamp.keys() or any(_differ(stamp[name], self._stamp[name]) for name in stamp)
 
-    def write(self, weights: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> None:
+    def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Draft with others from the next draft on.
 
         Args:
-            weights: by the names of parameters.
-            base: the drafter's own of the same names, to be put back.
+            weights: by the names of parameters, of their dtypes and on their devices. They are not copied.
         """
-        self._write(weights)
-        self._base = base
+        own = {name: self._stamp[name][0].data for name in weights if name not in self._own}
+        self._put(weights)
+        self._own |= own
 
     def restore(self) -> None:
         """Draft with the drafter's own again. What somebody else has written meanwhile stays."""
-        base, self._base = self._base, {}
-        if not base:
+        own, self._own = self._own, {}
+        if not own:
             return
         # By the parameters themselves, as peft's layers change the names of those that they lie around.
         now = {id(parameter): (name, marks) for name, (parameter, marks) in self._drafter.weights_stamp().items()}
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in base.items():
+        back: dict[str, torch.Tensor] = {}
+        for name, tensor in own.items():
             parameter, marks = self._stamp[name]
             name_now, marks_now = now.get(id(parameter), (name, None))
             if marks_now == marks:
-                own[name_now] = tensor
-        if own:
-            self._write(own)
+                back[name_now] = tensor
+        self._put(back)
 
     def accept(self) -> None:
         """Take what is there now for the drafter's own."""
-        self._base = {}
+        self._own = {}
         self._stamp = self._drafter.weights_stamp()
 
-    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        put = self._drafter.prepare_weights(weights)
+        # Held until nobody waits, as giving back much memory takes milliseconds.
+        replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
             start = time.perf_counter()
-            self._drafter.write_weights(weights)
-            self.longest_write = max(self.longest_write, time.perf_counter() - start)
-            self._stamp = self._drafter.weights_stamp()
+            put()
+            self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
+        del replaced
+        self._stamp = self._drafter.weights_stamp()
 
 
 def _differ(one: tuple[nn.Parameter, list[Any]], other: tuple[nn.Parameter, list[Any]]) -> bool:

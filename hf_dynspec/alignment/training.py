@@ -190,7 +190,7 @@ class Training:
         weights = self.learner.weights() if has_earned and self.serves else {}
         # Numbers that are none would spoil the drafts, and in 16 bits some are too large.
         if weights and all(bool(one.isfinite().all()) for one in weights.values()):
-            self.live.write(weights, self.learner.base_weights())
+            self.live.serve(weights)
         else:
             self.live.restore()
 
@@ -221,7 +221,7 @@ class Training:
             is_served=self.live.is_served,
             seconds=self.budget.spent,
             generation_seconds=self.budget.earned_on,
-            longest_swap=self.live.longest_write,
+            longest_swap=self.live.longest_swap,
             buffer_bytes=sum(one.buffer.nbytes for one in self.adapters.values()),
             training_bytes=self.learner.nbytes,
         )

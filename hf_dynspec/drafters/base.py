@@ -184,17 +184,24 @@ class Drafter(ABC):
         """The parameters of the `module` by name, and of each what tells it from a changed one (`stamp`)."""
         return {name: (one, stamp([one], samples=True)) for name, one in self.module.named_parameters()}
 
-    @torch.no_grad()
-    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write numbers into parameters of the `module`, in place. `weights_version` then is another one. Nothing may
-        be drafting meanwhile.
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Make ready to draft with other numbers in parameters of the `module`.
 
         Args:
-            weights: by the parameters' names, each of its parameter's shape. They are rounded to its dtype.
+            weights: by the parameters' names, each of its parameter's shape, dtype and device. They are not copied.
+
+        Returns:
+            What puts them in the place of those that are there, at once and without copying any. `weights_version` then
+            is another one. Nothing may be drafting meanwhile.
         """
         parameters = dict(self.module.named_parameters())
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
+        places = [(parameters[name], tensor.detach()) for name, tensor in weights.items()]
+
+        def replace() -> None:
+            for parameter, tensor in places:
+                parameter.data = tensor
+
+        return replace
 
     @abstractmethod
     def start(self) -> DrafterState:

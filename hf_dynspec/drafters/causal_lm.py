@@ -209,16 +209,25 @@ class CausalLMDrafter(Drafter):
     def copy(self) -> "CausalLMDrafter":
         return CausalLMDrafter(copy.deepcopy(self.model))
 
-    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        with self._lock:
-            # What others have changed is taken up first: after this, no more than numbers is known to have changed,
-            # and neither a trace, whose inputs they are, nor what the logits are made by has to be found out again.
-            _ = self.weights_version
-            super().write_weights(weights)
-            self._watch.has_changed()
-            if self._projection_watch.has_changed():
-                self.head = self.head.anew()
-            self._version += 1
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        # What others have changed is taken up first: after this, no more than numbers is known to have changed, and
+        # neither a trace, whose inputs they are, nor what the logits are made by has to be found out again.
+        _ = self.weights_version
+        replace = super().prepare_weights(weights)
+        parameters = dict(self.module.named_parameters())
+        projection = self.model.get_output_embeddings()
+        has_projection = any(parameters[name] is one for name in weights for one in projection.parameters())
+
+        def replace_and_accept() -> None:
+            with self._lock:
+                replace()
+                self._watch.accept_weights()
+                if has_projection:
+                    self._projection_watch.accept_weights()
+                    self.head = self.head.anew(projection.weight, projection.bias)
+                self._version += 1
+
+        return replace_and_accept
 
     def start(self) -> "CausalLMState":
         if self.step is None:

@@ -246,9 +246,9 @@ class DynamicLMHead:
             tolerance = (1e-3 if is_exact else 5e-2) * expected.abs().max()
             return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
 
-    def anew(self) -> "DynamicLMHead":
-        """The same projection without the copies of its rows, which were written to in place."""
-        return DynamicLMHead(self.weight, self.bias, self.logit_scale, self.soft_cap, self.token_ids)
+    def anew(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "DynamicLMHead":
+        """The same projection with other numbers."""
+        return DynamicLMHead(weight, bias, self.logit_scale, self.soft_cap, self.token_ids)
 
     def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""

@@ -14,7 +14,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch, stamp
 from .checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
 from .checkpoint_files import CONFIG_FILE
-from .module import EagleModule
+from .module import EagleModule, side_by_side
 from .settings import EagleSettings
 from .state import EagleState
 from .weights import FusedWeights
@@ -195,18 +195,24 @@ class EagleDrafter(Drafter):
         other._take_up(target)
         return other
 
-    def write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        with self._lock:
-            self._follow_weights()
-            super().write_weights(weights)
-            target = self._target()
-            if target is not None and any(name.startswith("lm_head.") for name in weights):
-                self._take_up(target)
-            else:
-                # The rest stands, which takes longer to make than what is written to.
-                self.weights = self.weights.anew(self.module.merged_tensors())
-                self._watches[1].has_changed()
-            self._version += 1
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        self._follow_weights()
+        weights = side_by_side(weights)
+        replace = super().prepare_weights(weights)
+        tensors = self.module.merged_tensors()
+        if not weights.keys() <= tensors.keys() or "lm_head.weight" in weights:
+            # An adapter lies around a layer, or the projection is another one: `weights_version` looks at all of it.
+            return replace
+        fused = self.weights.anew({**tensors, **weights})
+
+        def replace_and_accept() -> None:
+            with self._lock:
+                replace()
+                self.weights = fused
+                self._watches[1].accept_weights()
+                self._version += 1
+
+        return replace_and_accept
 
     def require_target(self, target: PreTrainedModel) -> None:
         _require_fit(self.settings, self.module.tensor_names, target)
