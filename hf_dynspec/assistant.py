@@ -78,8 +78,8 @@ class DynSpecAssistant(Assistant):
             merit of speculation; `hf-dynspec bench` tells the two apart.
         validate: check every shortlist that the policy returns, for those who write policies: a broken contract raises
             `PolicyError` at the draft step where it breaks. Slows the call down (default False).
-        alignment: let the drafter learn, while it generates, from what the target says of its drafts (default None: it
-            stays as it is). See `OnlineAlignment`, and `alignment.aligner.Aligner` for what `assistant.alignment` does.
+        alignment: let the drafter learn, while it generates, from what the target says of its drafts (default None:
+            it stays as it is). `assistant.alignment` is then an `alignment.aligner.Aligner`.
 
     Raises:
         UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +46,7 @@ def _alone(method: _Method) -> _Method:
 
 
 class Aligner:
-    """Aligns a drafter with its target on what requests leave: `DynSpecAssistant(…, alignment=OnlineAlignment(…))`.
+    """Aligns a drafter with its target on what requests leave. Made by `DynSpecAssistant(…, alignment=…)`.
 
     What is learnt is learnt by a copy of the drafter, in fp32. While it has been measured to draft better than the
     drafter itself (`OnlineAlignment.gate`), its weights stand in the place of the drafter's own, in the drafter's
@@ -73,27 +73,31 @@ class Aligner:
     def __init__(self, drafter: Any, settings: OnlineAlignment, before: "Aligner | None" = None):
         if not isinstance(settings, OnlineAlignment):
             raise ConfigurationError(f"alignment must be an OnlineAlignment or None, got {shown_value(settings)}.")
-        claimed = _aligned.get(drafter.module, lambda: None)()
-        if claimed not in (None, before):
-            raise ConfigurationError(
-                "another assistant aligns this drafter already. Use copy.deepcopy of that assistant, which shares what "
-                "is learnt, or give this one a copy of the drafter."
-            )
         self.settings = settings
         self._module = drafter.module
+        self._require_unclaimed(before)
         self._training = Training(drafter, settings)
         # Held by whoever trains, and by whoever changes what is trained.
         self._learning = threading.RLock()
         self._inbox: deque[tuple[Trajectory, str]] = deque()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._target: Callable[[], nn.Module | None] = lambda: None
+        # Serves until this one is attached.
+        self._before: Callable[[], Aligner | None] = (lambda: None) if before is None else weakref.ref(before)
         self._is_paused = False
         self._error: str | None = None
         self._executor = ThreadPoolExecutor(1, "hf_dynspec alignment") if settings.background else None
         self._job: Future[None] | None = None
-        _aligned[drafter.module] = weakref.ref(self)
         # Not at exit: there is nobody left to draft.
         weakref.finalize(self, self._training.live.restore).atexit = False
+
+    def _require_unclaimed(self, before: "Aligner | None" = None) -> None:
+        claimed = _aligned.get(self._module, lambda: None)()
+        if claimed not in (None, self, before):
+            raise ConfigurationError(
+                "another assistant aligns this drafter already. Use copy.deepcopy of that assistant, which shares "
+                "what is learnt, unbind it, or give this one a copy of the drafter."
+            )
 
     # What users may ask --------------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class Aligner:
         """
         require_name("adapter", name)
         if name in self._training.adapters:
-            raise ConfigurationError(f"there is an adapter {shown_value(name)} already. Use set_adapter, or another name.")
+            raise ConfigurationError(f"there is an adapter {shown_value(name)} already. Call set_adapter.")
         self._training.add(name)
 
     @_alone
@@ -185,6 +189,76 @@ class Aligner:
             raise ConfigurationError(f"adapter {shown_value(name)} cannot be deleted: name one that is not active.")
         del self._training.adapters[name]
 
+    # Keeping it ----------------------------------------------------------------------------------------------------
+
+    @_alone
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learnt, and how it did; no request, and no optimizer's state. Tensors are copies."""
+        return self._training.state()
+
+    @_alone
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave. Requests are forgotten.
+
+        Raises:
+            ConfigurationError: it is of other settings or another drafter; names what differs. Nothing was changed.
+        """
+        self._training.load_state(state)
+        self._inbox.clear()
+
+    @_alone
+    def save_pretrained(self, directory: str | os.PathLike) -> Path:
+        """Write what the active adapter has learnt; users' texts are never written.
+
+        An independent drafter's is a PEFT adapter: `peft.PeftModel.from_pretrained(model, directory)`. An EAGLE head's
+        is the head with what was learnt in it, in its own layout, and beside it the adapter, for `load`. Where all
+        weights are trained, it is the model or the head.
+
+        Args:
+            directory: made if needed.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ArtifactError: it is a file.
+        """
+        from ..artifacts.adapters import save_learnt
+
+        return save_learnt(directory, self._training.learner)
+
+    @_alone
+    def load(self, directory_or_repo: str | os.PathLike, **options: Any) -> None:
+        """Take up what `save_pretrained` wrote, into the active adapter. With the gate it is served when it has earned
+        that on the next requests.
+
+        Args:
+            directory_or_repo: a folder, or a repository on the Hub.
+            options: `revision`, `cache_dir` and `token`, for a repository.
+
+        Raises:
+            ArtifactError: a file is missing, damaged or a pickle, or the adapter was learnt with other settings.
+            ConfigurationError: it is of another drafter; names what differs. Nothing was changed.
+        """
+        from ..artifacts.adapters import read_learnt
+
+        self._training.take_up(read_learnt(directory_or_repo, self._training.learner, **options))
+
+    @_alone
+    def push_to_hub(self, repo_id: str, **options: Any) -> "CommitInfo":
+        """Publish what `save_pretrained` writes, in one commit.
+
+        Args:
+            repo_id: the repository; made if needed.
+            options: `private`, `token`, `commit_message`.
+
+        Raises:
+            ArtifactError: there is no such place, or the Hub is not to be asked.
+        """
+        from ..artifacts.adapters import push_learnt
+
+        return push_learnt(self._training.learner, repo_id, **options)
+
     # Who uses it ---------------------------------------------------------------------------------------------------
 
     @property
@@ -197,14 +271,16 @@ class Aligner:
         """Serve an assistant that is bound to a target.
 
         Raises:
-            ConfigurationError: what would be written to is the target's.
+            ConfigurationError: what would be written to is the target's, or another aligner serves this drafter.
         """
+        self._require_unclaimed(self._before())
         self._training.require_apart(target)
         if self._target() is not target:
             # What another target said is nothing to go by.
             self._inbox.clear()
             self._training.forget_requests()
             self._target = weakref.ref(target)
+        _aligned[self._module] = weakref.ref(self)
         self._users.add(user)
         self._training.serves = True
         self._training.settle()
@@ -219,7 +295,8 @@ class Aligner:
             try:
                 yield
             except BaseException:
-                _aligned[self._module] = weakref.ref(self)
+                if serves:
+                    _aligned[self._module] = weakref.ref(self)
                 self._training.serves = serves
                 self._training.settle()
                 raise
@@ -229,20 +306,22 @@ class Aligner:
         """Serve an assistant no longer. With the last one the drafter has its own weights again."""
         self._users.discard(user)
         if not self._users:
-            self._training.serves = False
-            self._training.live.restore()
+            self._withdraw()
 
     @_alone
     def close(self) -> None:
         """Learn and serve nothing any more."""
         self._is_paused = True
         self._users.clear()
+        self._withdraw()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _withdraw(self) -> None:
         self._training.serves = False
         self._training.live.restore()
         if _aligned.get(self._module, lambda: None)() is self:
             del _aligned[self._module]
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
 
     # Requests ------------------------------------------------------------------------------------------------------
 

@@ -41,8 +41,10 @@ class Gate:
     @property
     def means(self) -> tuple[float, float] | None:
         """Of what was recorded, before and after; None where there is nothing."""
-        count = len(self._scores)
-        return (sum(one for one, _ in self._scores) / count, sum(one for _, one in self._scores) / count) if count else None
+        if not self._scores:
+            return None
+        before, after = (sum(column) / len(self._scores) for column in zip(*self._scores, strict=True))
+        return before, after
 
     @property
     def is_open(self) -> bool:

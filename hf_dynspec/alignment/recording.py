@@ -144,6 +144,6 @@ class Recorder:
         joined = self._features[0][1].new_zeros(length, self._features[0][1].shape[1])
         for start, rows in self._features:
             place = max(0, start - begin)
-            rows = rows[max(0, begin - start) :][: length - place]
-            joined[place : place + rows.shape[0]] = rows
+            kept = rows[max(0, begin - start) :][: length - place]
+            joined[place : place + kept.shape[0]] = kept
         return joined

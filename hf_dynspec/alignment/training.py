@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,28 +78,87 @@ class Training:
 
     def add(self, name: str) -> None:
         """Add an adapter of which nothing is known yet."""
+        self.adapters[name] = self._new_adapter()
+
+    def _new_adapter(self) -> Adapter:
         settings = self.settings
-        self.adapters[name] = Adapter(
-            ReplayBuffer(settings.buffer, settings.buffer_bytes),
-            Gate(settings.gate_window, settings.gate_least),
-            torch.Generator().manual_seed(settings.seed),
-        )
+        buffer = ReplayBuffer(settings.buffer, settings.buffer_bytes)
+        random = torch.Generator().manual_seed(settings.seed)
+        return Adapter(buffer, Gate(settings.gate_window, settings.gate_least), random)
 
     def activate(self, name: str) -> None:
         """Learn and serve another adapter."""
         before, after = self.adapters[self.active], self.adapters[name]
         if before.updates:
             before.weights = self.learner.adapter_state()
-        self._take_up(after)
+        self._take_up_weights(after.weights)
+        after.weights = None
         self.active = name
         self.settle()
 
-    def _take_up(self, adapter: Adapter) -> None:
-        if adapter.weights is None:
-            self.learner.reset()
+    def state(self) -> dict[str, Any]:
+        """All that was learnt by adapter: tensors, how many updates it took, and how it did. No requests."""
+        adapters = {}
+        for name, adapter in self.adapters.items():
+            weights = self.learner.adapter_state() if name == self.active else dict(adapter.weights or {})
+            scores = [list(one) for one in adapter.gate.scores]
+            adapters[name] = {
+                "weights": weights if adapter.updates else {},
+                "updates": adapter.updates,
+                "scores": scores,
+            }
+        return {"active": self.active, "adapters": adapters}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave; requests are forgotten.
+
+        Raises:
+            ConfigurationError: it is of other settings or another drafter. Nothing was changed.
+        """
+        before, active, weights = self.adapters, self.active, self.learner.adapter_state()
+        try:
+            self._load(state)
+        except (ConfigurationError, KeyError, TypeError, ValueError, AttributeError) as error:
+            self.adapters, self.active = before, active
+            self.learner.load_adapter_state(weights)
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(
+                f"this is no state of an aligner: {error!r:.200}. Give state_dict()'s."
+            ) from error
+        self.settle()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        adapters, active = dict(state["adapters"]), state["active"]
+        # Each is tried, so that none turns out to be wrong when it is switched to.
+        for name in sorted(adapters, key=lambda name: name == active):
+            self._take_up_weights(adapters[name]["weights"])
+        held = {}
+        for name, one in adapters.items():
+            held[name] = self._new_adapter()
+            held[name].updates = int(one["updates"])
+            held[name].gate.scores = [(float(before), float(after)) for before, after in one["scores"]]
+            held[name].weights = None if name == active else dict(one["weights"]) or None
+        _ = held[active]
+        self.adapters, self.active = held, active
+
+    def take_up(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on from weights that were learnt before, in the active adapter.
+
+        Raises:
+            ConfigurationError: they are of another drafter, or of other settings. Nothing was changed.
+        """
+        self.learner.load_adapter_state(dict(weights))
+        adapter = self.adapters[self.active]
+        adapter.gate.clear()
+        adapter.updates = max(1, adapter.updates)
+        self.settle()
+
+    def _take_up_weights(self, weights: Mapping[str, torch.Tensor] | None) -> None:
+        if weights:
+            self.learner.load_adapter_state(dict(weights))
         else:
-            self.learner.load_adapter_state(adapter.weights)
-        adapter.weights = None
+            self.learner.reset()
 
     def forget(self) -> None:
         """Put back the drafter's own weights, and forget all that was learnt and all requests."""
@@ -127,8 +187,8 @@ class Training:
         for name in self.learner.base_weights():
             if own[name].untyped_storage().data_ptr() in theirs:
                 raise ConfigurationError(
-                    f"alignment would write to {name} of the drafter, which is the target's too. Name other modules in "
-                    "OnlineAlignment(modules=…), or give the drafter weights of its own."
+                    f"alignment would change {name} of the drafter, which is the target's too. Name other modules "
+                    "in OnlineAlignment(modules=…), or give the drafter weights of its own."
                 )
 
     # Learning ------------------------------------------------------------------------------------------------------

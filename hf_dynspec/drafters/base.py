@@ -191,8 +191,8 @@ class Drafter(ABC):
             weights: by the parameters' names, each of its parameter's shape, dtype and device. They are not copied.
 
         Returns:
-            What puts them in the place of those that are there, at once and without copying any. `weights_version` then
-            is another one. Nothing may be drafting meanwhile.
+            What puts them in the place of those that are there, at once and without copying any. `weights_version`
+            then is another one. Nothing may be drafting meanwhile.
         """
         parameters = dict(self.module.named_parameters())
         places = [(parameters[name], tensor.detach()) for name, tensor in weights.items()]

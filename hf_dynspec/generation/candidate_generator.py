@@ -76,8 +76,8 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         calls = ExitStack()
         with calls:
             call = assistant.open_call()
-            # Nothing tells here whether the loop was interrupted. The next call of the assistant's own loop learns from
-            # what this one leaves.
+            # Nothing tells here whether the loop was interrupted. What it leaves is learnt from after the next call of
+            # the assistant's own loop.
             calls.callback(call.close)
             self._drafting: Drafting = call.drafting(
                 generation_config=generation_config,
