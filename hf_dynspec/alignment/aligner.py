@@ -88,6 +88,8 @@ class Aligner:
         self._error: str | None = None
         self._executor = ThreadPoolExecutor(1, "hf_dynspec alignment") if settings.background else None
         self._job: Future[None] | None = None
+        self._device = next(drafter.module.parameters()).device
+        self._stream: torch.cuda.Stream | None = None
         # Not at exit: there is nobody left to draft.
         weakref.finalize(self, self._training.live.restore).atexit = False
 
@@ -359,7 +361,18 @@ class Aligner:
             self._learn_from_inbox()
         elif self._job is None or self._job.done():
             with suppress(RuntimeError):  # the interpreter ends
-                self._job = self._executor.submit(self._learn_from_inbox)
+                self._job = self._executor.submit(self._learn_beside, _work_given_to(self._device))
+
+    def _learn_beside(self, given: torch.cuda.Event | None) -> None:
+        """Learn on this thread; on a GPU in a stream of the lowest priority, after what was given to it before."""
+        if given is None:
+            self._learn_from_inbox()
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=0)
+        self._stream.wait_event(given)
+        with torch.cuda.stream(self._stream):
+            self._learn_from_inbox()
 
     def _learn_from_inbox(self) -> None:
         """One thread at a time; others leave what they have to it, unless it is to be done when they return."""
@@ -384,3 +397,8 @@ class Aligner:
             f"online alignment failed and is off from now on; generation goes on without it. {self._error}",
             stacklevel=2,
         )
+
+
+def _work_given_to(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that this thread gave to a GPU, None elsewhere."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -75,8 +75,9 @@ class LiveWeights:
         self.longest_swap = 0.0
         self._drafter = drafter
         self._stamp = drafter.weights_stamp()
-        # By name: those that others stand in the place of, where they lay.
+        # By name: those that others stand in the place of, and these others.
         self._own: dict[str, torch.Tensor] = {}
+        self._served: dict[str, torch.Tensor] = {}
 
     @property
     def is_served(self) -> bool:
@@ -96,39 +97,62 @@ class LiveWeights:
         """
         own = {name: self._stamp[name][0].data for name in weights if name not in self._own}
         self._put(weights)
+        self._remember(weights)
         self._own |= own
+        self._served = {name: self._stamp[name][0].data for name in self._own}
 
     def restore(self) -> None:
-        """Draft with the drafter's own again. What somebody else has written meanwhile stays."""
-        own, self._own = self._own, {}
+        """Draft with the drafter's own again, in the dtype and where the others lie by now. What somebody else has
+        written meanwhile stays."""
+        own, served, self._own, self._served = self._own, self._served, {}, {}
         if not own:
             return
         # By the parameters themselves, as peft's layers change the names of those that they lie around.
         now = {id(parameter): (name, marks) for name, (parameter, marks) in self._drafter.weights_stamp().items()}
         back: dict[str, torch.Tensor] = {}
+        untouched = set()
         for name, tensor in own.items():
             parameter, marks = self._stamp[name]
             name_now, marks_now = now.get(id(parameter), (name, None))
-            if marks_now == marks:
-                back[name_now] = tensor
+            if marks_now == marks and name_now == name:
+                untouched.add(name)
+            if marks_now == marks or (marks_now is not None and _was_moved(parameter.data, served[name])):
+                back[name_now] = tensor.to(parameter.data)
         self._put(back)
+        self._remember(untouched)
 
     def accept(self) -> None:
         """Take what is there now for the drafter's own."""
-        self._own = {}
+        self._own, self._served = {}, {}
         self._stamp = self._drafter.weights_stamp()
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
         put = self._drafter.prepare_weights(weights)
+        device = next(self._drafter.module.parameters()).device
+        if device.type == "cuda":
+            # Who drafts in another stream must find these numbers there.
+            torch.cuda.current_stream(device).synchronize()
         # Held until nobody waits, as giving back much memory takes milliseconds.
         replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
             start = time.perf_counter()
             put()
             self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
+        if device.type == "cuda":
+            # What was given to the device before may read them still.
+            torch.cuda.synchronize(device)
         del replaced
-        self._stamp = self._drafter.weights_stamp()
+
+    def _remember(self, names: Iterable[str]) -> None:
+        """Take what these parameters hold for known. What somebody has done to others stays a change."""
+        now = self._drafter.weights_stamp()
+        self._stamp |= {name: now[name] for name in names}
 
 
 def _differ(one: tuple[nn.Parameter, list[Any]], other: tuple[nn.Parameter, list[Any]]) -> bool:
     return one[0] is not other[0] or one[1] != other[1]
+
+
+def _was_moved(now: torch.Tensor, served: torch.Tensor) -> bool:
+    """Whether these are the same numbers, moved or cast, and not written to where they lay."""
+    return now.data_ptr() != served.data_ptr() and now.shape == served.shape and torch.equal(now, served.to(now))
