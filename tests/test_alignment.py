@@ -27,6 +27,7 @@ from hf_dynspec import (
     TreeConfig,
 )
 from hf_dynspec.alignment.live_weights import DraftingLock
+from hf_dynspec.alignment.recording import Recorder
 from hf_dynspec.alignment.replay import Trajectory
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
@@ -116,6 +117,24 @@ def test_presets_learn(preset, target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
     stream(target, assistant, 3)
     assert digest(drafter) != own and assistant.alignment.stats.kept == 3
+    assistant.unbind()
+    assert digest(drafter) == own
+
+
+def test_a_drafter_of_16_bits_learns_what_its_bits_cannot_hold(target):
+    """A hundredth of a bit at a time, which the copy remembers."""
+    drafter = perturbed(target, 0.3).to(torch.bfloat16)
+    own = digest(drafter)
+    settings = OnlineAlignment(**QUICK | {"learning_rate": 1e-4, "steps": 1})
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
+    seen = []
+    for _ in range(12):
+        stream(target, assistant, 1)
+        seen.append(digest(drafter))
+    assert seen[-1] != own and len(set(seen)) > 3
+    assert {one.dtype for one in drafter.parameters()} == {torch.bfloat16}
+    learnt = assistant.alignment._training.learner.adapter_state().values()
+    assert {one.dtype for one in learnt} == {torch.float32}
     assistant.unbind()
     assert digest(drafter) == own
 
@@ -436,6 +455,22 @@ def test_an_error_turns_learning_off_and_not_generation(target, drafter, monkeyp
         warnings.simplefilter("error")
         stream(target, assistant, 2)
     assert "no memory left" in assistant.alignment.stats.error
+    monkeypatch.undo()
+    assistant.alignment.reset()
+    stream(target, assistant, 1)
+    assert assistant.alignment.stats.error is None and digest(drafter) != own
+
+
+def test_an_error_while_recording_does_not_stop_generation(target, drafter, monkeypatch):
+    assistant = DynSpecAssistant(drafter, target=target, alignment=OnlineAlignment(**QUICK))
+
+    def fails(recorder):
+        raise MemoryError("no room for another round")
+
+    monkeypatch.setattr(Recorder, "_forget_beginning", fails)
+    with pytest.warns(UserWarning, match="no room for another round"):
+        output = generated(target, assistant)
+    assert torch.equal(output, generated(target))
 
 
 def test_memory_stays_where_it_was(target, drafter):
@@ -513,7 +548,7 @@ def test_numbers_that_are_none_are_never_served(target, drafter):
     assert digest(drafter) == own
 
 
-@pytest.mark.parametrize("change", ["in place", "adapter"])
+@pytest.mark.parametrize("change", ["in place", "loaded"])
 def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
     stream(target, assistant, 2)
@@ -601,6 +636,19 @@ def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
     assert alignment.stats.updates == 3
 
 
+def test_an_adapter_that_somebody_injects_ends_learning_and_not_generation(target, drafter):
+    own = {id(one): one.detach().clone() for one in drafter.parameters()}
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    stream(target, assistant, 2)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), drafter, "one")
+    with pytest.warns(UserWarning, match="merge_and_unload"):
+        generated(target, assistant)
+    assert "adapters of peft" in assistant.alignment.stats.error
+    stream(target, assistant, 2)
+    for parameter in drafter.parameters():
+        assert id(parameter) not in own or torch.equal(parameter, own[id(parameter)])
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -620,6 +668,12 @@ def test_two_assistants_do_not_align_one_drafter(target, drafter):
     del first
     gc.collect()
     DynSpecAssistant(drafter, target=target, alignment=OnlineAlignment())
+
+
+def test_a_drafter_with_adapters_is_refused(target, drafter):
+    model = peft.get_peft_model(drafter, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(ConfigurationError, match="merge_and_unload"):
+        DynSpecAssistant(model, target=target, alignment=OnlineAlignment())
 
 
 @pytest.mark.parametrize("wrong", [True, "paper", {"rank": 4}])

@@ -120,13 +120,15 @@ class Aligner:
 
     @_alone
     def reset(self) -> None:
-        """Forget all that was learnt, all adapters, and every request. The drafter has its own weights again."""
+        """Forget all that was learnt, all adapters, and every request. The drafter has its own weights again. Where an
+        error has turned learning off, it begins anew."""
         self._inbox.clear()
         self._training.forget()
+        self._training.serves, self._error = bool(self._users), None
 
     @_alone
     def update_now(self) -> float | None:
-        """Learn from the requests that are over, whatever it takes.
+        """Learn from the requests that are over, whatever it takes. Errors are the caller's.
 
         Returns:
             The loss before the last step; None where there was nothing to learn from.
@@ -348,7 +350,11 @@ class Aligner:
         self._training.budget.earn(seconds)
         if recorder is None or not self._learns:
             return
-        trajectory = recorder.finish()
+        try:
+            trajectory = recorder.finish()
+        except Exception as error:
+            self._turn_off(error)
+            return
         self._training.budget.spend(recorder.seconds)
         if trajectory is not None:
             self._inbox.append((trajectory, recorder.adapter))

@@ -41,9 +41,11 @@ class Gate:
     @property
     def means(self) -> tuple[float, float] | None:
         """Of what was recorded, before and after; None where there is nothing."""
-        if not self._scores:
+        # A copy, as another thread may ask while one records.
+        scores = self.scores
+        if not scores:
             return None
-        before, after = (sum(column) / len(self._scores) for column in zip(*self._scores, strict=True))
+        before, after = (sum(column) / len(scores) for column in zip(*scores, strict=True))
         return before, after
 
     @property

@@ -48,6 +48,7 @@ class Recorder:
         self._verified = 0
         self._rounds: deque[_Round] = deque()
         self._shortlist: Shortlist | None = None
+        self._failure: Exception | None = None
         # Hidden states of the target, and of which token of the text their first row is.
         self._features: deque[tuple[int, torch.Tensor]] = deque()
 
@@ -81,6 +82,22 @@ class Recorder:
             features_end: one past the token of the text that the last of these is of.
         """
         start = time.perf_counter()
+        try:
+            self._add(logits, top, verified, shortlist, features, features_end)
+        except Exception as error:
+            # Generation goes on, whatever becomes of learning.
+            self._failure = error
+        self.seconds += time.perf_counter() - start
+
+    def _add(
+        self,
+        logits: torch.Tensor,
+        top: Mapping[str, torch.Tensor],
+        verified: torch.Tensor,
+        shortlist: Shortlist | None,
+        features: torch.Tensor | None,
+        features_end: int,
+    ) -> None:
         chosen = logits.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0]
         log_probabilities = (chosen.float() - logits.float().logsumexp(-1)).to(verified.device)
         ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
@@ -92,7 +109,6 @@ class Recorder:
             kept = features[-(self._context + MOST_VERIFIED) :]
             self._features.append((features_end - kept.shape[0], kept.clone()))
         self._forget_beginning()
-        self.seconds += time.perf_counter() - start
 
     def _forget_beginning(self) -> None:
         """Of a long text, keep the end."""
@@ -105,7 +121,12 @@ class Recorder:
             self._features.popleft()
 
     def finish(self) -> Trajectory | None:
-        """What the request left; None where nothing was verified after a prompt. Waits for the device."""
+        """What the request left; None where nothing was verified after a prompt. Waits for the device.
+
+        Raises whatever went wrong while it was recorded.
+        """
+        if self._failure is not None:
+            raise self._failure
         start = time.perf_counter()
         prompt = self._prompt[self._without_features() :]
         if not self._rounds or not prompt.shape[0]:

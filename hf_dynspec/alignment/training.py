@@ -56,7 +56,7 @@ class Training:
         serves: whether what was learnt may be drafted with at all.
 
     Raises:
-        ConfigurationError: the drafter has no modules of the names in `settings.modules`.
+        ConfigurationError: the drafter has no modules of the names in `settings.modules`, or has adapters already.
         NotImplementedError: the drafter cannot be copied.
     """
 
@@ -64,7 +64,7 @@ class Training:
         self.settings = settings
         self._drafter = drafter
         self.live = LiveWeights(drafter)
-        self.learner = Learner(drafter, settings)
+        self.learner = _learner_of(drafter, settings)
         self.budget = Budget(settings.max_overhead)
         self.serves = False
         self._counts = AlignmentStatistics()
@@ -229,6 +229,7 @@ class Training:
         counts.dropped += self.learner.dropped - dropped
         adapter.updates += 1
         counts.updates += 1
+        counts.training_bytes = self.learner.nbytes
         was_served = self.live.is_served
         if self.settings.gate and adapter.gate.is_hopeless:
             self._give_up(adapter)
@@ -265,14 +266,14 @@ class Training:
         )
         self.live.restore()
         self.live.accept()
-        self.learner = Learner(self._drafter, self.settings)
+        self.learner = _learner_of(self._drafter, self.settings)
         for adapter in self.adapters.values():
             adapter.weights, adapter.updates = None, 0
             adapter.gate.clear()
 
     @property
     def statistics(self) -> AlignmentStatistics:
-        """What has been done."""
+        """What has been done. Another thread may ask while one learns."""
         means = self.adapters[self.active].gate.means
         return replace(
             self._counts,
@@ -282,6 +283,16 @@ class Training:
             seconds=self.budget.spent,
             generation_seconds=self.budget.earned_on,
             longest_swap=self.live.longest_swap,
-            buffer_bytes=sum(one.buffer.nbytes for one in self.adapters.values()),
-            training_bytes=self.learner.nbytes,
+            buffer_bytes=sum(one.buffer.nbytes for one in list(self.adapters.values())),
         )
+
+
+def _learner_of(drafter: Any, settings: OnlineAlignment) -> Learner:
+    """What trains a copy of a drafter. Other adapters in it would be trained too, or lie between it and its own."""
+    for name, module in drafter.module.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise ConfigurationError(
+                f"the drafter has adapters of peft, as in {name}, and learns without. Merge them into it with peft's "
+                "merge_and_unload() before it is aligned."
+            )
+    return Learner(drafter, settings)
