@@ -198,7 +198,7 @@ class TestWaits:
     def test_of_a_call_that_is_recorded(self, policy, tree, target, drafter, monkeypatch):
         """The device cannot train; what is recorded is counted. Only the end, when the request is over, waits more."""
         monkeypatch.setattr(training, "Learner", LearnsNothing)
-        monkeypatch.setattr(Aligner, "learn", lambda aligner: taken.extend(aligner._inbox))
+        monkeypatch.setattr(Aligner, "learn", lambda aligner: taken.append(aligner._take_out()))
         taken = []
         recorded = rounds(target, drafter, POLICY_CASES[policy](), tree, OnlineAlignment(top_k=8))
         assert_waits(recorded[:-1])

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,13 +31,13 @@ class Recorder:
     Args:
         top_k: the target's most probable ids that are kept at each position.
         context: tokens before the first verified one that are kept.
-        adapter: what the request is to be learnt into.
+        adapter: what the request is to be learnt into, an `Adapter`.
 
     Attributes:
         seconds: that recording took.
     """
 
-    def __init__(self, top_k: int, context: int, adapter: str):
+    def __init__(self, top_k: int, context: int, adapter: Any):
         self.top_k = top_k
         self.adapter = adapter
         self.seconds = 0.0

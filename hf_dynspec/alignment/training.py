@@ -74,6 +74,11 @@ class Training:
         self.active = FIRST_ADAPTER
         self.add(FIRST_ADAPTER)
 
+    @property
+    def active_adapter(self) -> Adapter:
+        """The adapter that is learnt and served."""
+        return self.adapters[self.active]
+
     # Adapters ------------------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
@@ -88,7 +93,7 @@ class Training:
 
     def activate(self, name: str) -> None:
         """Learn and serve another adapter."""
-        before, after = self.adapters[self.active], self.adapters[name]
+        before, after = self.active_adapter, self.adapters[name]
         if before.updates:
             before.weights = self.learner.adapter_state()
         self._take_up_weights(after.weights)
@@ -149,7 +154,7 @@ class Training:
             ConfigurationError: they are of another drafter, or of other settings. Nothing was changed.
         """
         self.learner.load_adapter_state(dict(weights))
-        adapter = self.adapters[self.active]
+        adapter = self.active_adapter
         adapter.gate.clear()
         adapter.updates = max(1, adapter.updates)
         self.settle()
@@ -193,21 +198,30 @@ class Training:
 
     # Learning ------------------------------------------------------------------------------------------------------
 
-    def learn_from(self, trajectory: Trajectory, name: str) -> None:
+    def remember(self, trajectory: Trajectory, adapter: Adapter) -> bool:
+        """Keep a request for an adapter, unless that was forgotten since the request began.
+
+        Returns:
+            Whether it is kept.
+        """
+        is_there = any(one is adapter for one in self.adapters.values())
+        is_kept = is_there and adapter.buffer.add(trajectory)
+        self._counts.requests += is_kept
+        return is_kept
+
+    def learn_from(self, trajectory: Trajectory, adapter: Adapter) -> None:
         """Remember a request; and if the time for it was earned, or nobody looks at the time, score what was learnt
         before on it, and learn from it.
 
         Args:
             trajectory: what the request left.
-            name: the adapter that it is for. Of another than the active one it is remembered alone.
+            adapter: what it is learnt into. Of another than the active one it is remembered alone.
         """
         start = time.perf_counter()
         self.follow_changes()
-        adapter = self.adapters.get(name)
-        if adapter is None or not adapter.buffer.add(trajectory):
+        if not self.remember(trajectory, adapter):
             return
-        self._counts.requests += 1
-        if name == self.active and (self.settings.synchronous or self.budget.affords(self._last_cost)):
+        if adapter is self.active_adapter and (self.settings.synchronous or self.budget.affords(self._last_cost)):
             self._score(adapter, trajectory)
             self.update()
             self._last_cost = time.perf_counter() - start
@@ -221,7 +235,7 @@ class Training:
 
     def update(self) -> None:
         """Train on what is remembered, and settle what is served."""
-        adapter, counts = self.adapters[self.active], self._counts
+        adapter, counts = self.active_adapter, self._counts
         dropped = self.learner.dropped
         for _ in range(self.settings.steps):
             loss = self.learner.step(adapter.buffer.batch(self.settings.batch, adapter.random))
@@ -246,7 +260,7 @@ class Training:
 
     def settle(self) -> None:
         """Draft with what was learnt where it has earned that, and otherwise with the drafter's own weights."""
-        adapter = self.adapters[self.active]
+        adapter = self.active_adapter
         has_earned = adapter.updates > 0 and (adapter.gate.is_open or not self.settings.gate)
         weights = self.learner.weights() if has_earned and self.serves else {}
         # Numbers that are none would spoil the drafts, and in 16 bits some are too large.
@@ -274,7 +288,7 @@ class Training:
     @property
     def statistics(self) -> AlignmentStatistics:
         """What has been done. Another thread may ask while one learns."""
-        means = self.adapters[self.active].gate.means
+        means = self.active_adapter.gate.means
         return replace(
             self._counts,
             acceptance_before=means and means[0],
