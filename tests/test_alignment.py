@@ -9,12 +9,15 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import peft
 import psutil
 import pytest
 import torch
 from eagle_heads import agreeing_head, drafter_of, soft
+from huggingface_hub import HfApi
+from local_hub import running_hub
 from models import POLICY_CASES, perturbed, prompt, tiny
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -788,6 +791,20 @@ def test_a_model_that_was_trained_whole_is_saved_whole(target, drafter, tmp_path
     assert digest(loaded) == digest(drafter)
     other = DynSpecAssistant(own, "full", target=target, alignment=settings)
     other.alignment.load(tmp_path)
+    assert digest(own) == digest(drafter)
+
+
+def test_what_is_learnt_is_published_and_fetched(target, drafter, monkeypatch, tmp_path):
+    own = copy.deepcopy(drafter)
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    stream(target, assistant, 2)
+    with running_hub(monkeypatch, tmp_path / "cache") as hub:
+        api = HfApi(endpoint=hub.endpoint, token="secret")
+        assistant.alignment.push_to_hub("acme/aligned", api=api)
+        names = ("adapter_config.json", "adapter_model.safetensors")
+        paths = [Path(api.hf_hub_download("acme/aligned", name)) for name in names]
+    other = DynSpecAssistant(own, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    other.alignment.load(paths[0].parent)
     assert digest(own) == digest(drafter)
 
 

@@ -189,7 +189,7 @@ class Aligner(RequestLearner):
 
         Args:
             repo_id: the repository; made if needed.
-            options: `private`, `token`, `commit_message`.
+            options: `private`, `token`, `commit_message` and `api`, the client of another Hub.
 
         Raises:
             ArtifactError: there is no such place, or the Hub is not to be asked.
