@@ -70,9 +70,8 @@ class Training:
         self._counts = AlignmentStatistics()
         # Seconds that learning from a request last took.
         self._last_cost = 0.0
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters = {FIRST_ADAPTER: self._new_adapter()}
         self.active = FIRST_ADAPTER
-        self.add(FIRST_ADAPTER)
 
     @property
     def active_adapter(self) -> Adapter:
@@ -120,11 +119,10 @@ class Training:
         Raises:
             ConfigurationError: it is of other settings or another drafter. Nothing was changed.
         """
-        before, active, weights = self.adapters, self.active, self.learner.adapter_state()
+        weights = self.learner.adapter_state()
         try:
             self._load(state)
         except (ConfigurationError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self.adapters, self.active = before, active
             self.learner.load_adapter_state(weights)
             if isinstance(error, ConfigurationError):
                 raise
@@ -138,13 +136,14 @@ class Training:
         # Each is tried, so that none turns out to be wrong when it is switched to.
         for name in sorted(adapters, key=lambda name: name == active):
             self._take_up_weights(adapters[name]["weights"])
-        held = {}
+        held: dict[str, Adapter] = {}
         for name, one in adapters.items():
             held[name] = self._new_adapter()
             held[name].updates = int(one["updates"])
             held[name].gate.scores = [(float(before), float(after)) for before, after in one["scores"]]
             held[name].weights = None if name == active else dict(one["weights"]) or None
-        _ = held[active]
+        if active not in held:
+            raise KeyError(active)
         self.adapters, self.active = held, active
 
     def take_up(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -169,9 +168,7 @@ class Training:
         """Put back the drafter's own weights, and forget all that was learnt and all requests."""
         self.live.restore()
         self.learner.reset()
-        self.adapters.clear()
-        self.active = FIRST_ADAPTER
-        self.add(FIRST_ADAPTER)
+        self.adapters, self.active = {FIRST_ADAPTER: self._new_adapter()}, FIRST_ADAPTER
         self._counts = AlignmentStatistics()
         self.budget.clear()
 
