@@ -305,6 +305,9 @@ def test_a_request_leaves_what_the_target_said(mode, tree, policy, target, draft
     assert int(trajectory.is_wrong.sum()) == assistant.stats.rounds and trajectory.is_wrong[-1]
     assert trajectory.shortlist_ids.unique().shape == trajectory.shortlist_ids.shape
     assert trajectory.nbytes == assistant.alignment.stats.buffer_bytes
+    assert trajectory.temperature == 0.0
+    generated(target, assistant, do_sample=True, temperature=0.7)
+    assert recorded(assistant)[-1].temperature == 0.7
 
 
 @pytest.mark.parametrize("layout", ["eagle2", "eagle3"])

@@ -34,14 +34,15 @@ class Recorder:
         adapter: what the request is to be learnt into, an `Adapter`.
 
     Attributes:
+        temperature: what the request is generated at, 0 where it is greedy.
         seconds: that recording took.
     """
 
     def __init__(self, top_k: int, context: int, adapter: Any):
         self.top_k = top_k
         self.adapter = adapter
+        self.temperature = 0.0
         self.seconds = 0.0
-        self._start = time.perf_counter()
         self._context = context
         self._prompt = torch.empty(0, dtype=torch.int64)
         # How many tokens of the text come before the first recorded round.
@@ -52,11 +53,6 @@ class Recorder:
         self._failure: Exception | None = None
         # Hidden states of the target, and of which token of the text their first row is.
         self._features: deque[tuple[int, torch.Tensor]] = deque()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the request began."""
-        return time.perf_counter() - self._start
 
     def begin(self, prompt: torch.Tensor) -> None:
         """Take in the text before the first round, int64 `[n]`, without padding."""
@@ -147,6 +143,7 @@ class Recorder:
             is_wrong.to(prompt.device),
             shortlist_ids.clone(),
             self._joined_features(self._first - prompt.shape[0], token_ids.shape[0]),
+            float(self.temperature),
         )
         self.seconds += time.perf_counter() - start
         return trajectory

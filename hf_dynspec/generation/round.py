@@ -84,6 +84,9 @@ class Drafting:
         # Of the round's last verified token: see `Candidates.has_missed`.
         self._has_missed: torch.Tensor | None = None
         self._prefix_length = input_ids.shape[1]
+        if recorder is not None and generation_config.do_sample:
+            # Where it is None, transformers leaves logits as they are.
+            recorder.temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
         if needs.target_rows:
             session.follow_target(target.head_rows())
         self._begin(input_ids, model_kwargs, continues)
