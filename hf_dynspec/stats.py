@@ -13,6 +13,8 @@ from .protocol import Candidates, Shortlist
 # What a profiled call is divided into. "other" is the rest: the generation loop and the acceptance of tokens.
 DRAFT_SECTIONS = ("backbone", "head", "policy", "choice")
 SECTIONS = (*DRAFT_SECTIONS, "verification")
+# What of it is layers, the target's with its output projection: all that an oracle would need time for.
+LAYER_SECTIONS = ("backbone", "verification")
 
 
 class Stopwatch:

@@ -94,6 +94,6 @@ def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outc
     device = candidates.token_ids.device
     if devices.is_free_to_look(device):
         return outcome_of(list(walk(candidates, process, do_sample, device)))
-    walked = walk_unseen(candidates, process, do_sample, device)
+    walked = walk_unseen(candidates, process, do_sample, device, keeps_scores=False)
     stops = [*(walked.goes_on == 0).tolist(), True]
     return walked.outcome(walked.token_ids[: 1 + stops.index(True)].tolist())

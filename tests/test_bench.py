@@ -47,7 +47,8 @@ from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
-SYSTEMS = ["plain", "transformers", *POLICIES]
+RIVALS = ["transformers' defaults", "prompt lookup"]
+SYSTEMS = ["plain", "transformers", *RIVALS, *POLICIES]
 # Of targets whose head is small.
 NO_HEAD_PRODUCT = "plain generate with this package's head product was left out: it is compiled for large heads"
 NEW_TOKENS = 12
@@ -123,6 +124,7 @@ def settings(folder: Path, **changes) -> BenchmarkSettings:
         "num_assistant_tokens": DRAFTED,
         "repeats": 2,
         "profile_prompts": 1,
+        "rivals": False,
         "device": "cpu",
     }
     return BenchmarkSettings(**{**given, **changes})
@@ -160,7 +162,7 @@ def figures(written: dict, system: str, temperature: float, domain: str | None =
 def test_every_system_runs_every_prompt_in_every_repeat(reported):
     _, written = reported
     (note,) = written["notes"]
-    assert written["complete"] and note.startswith(NO_HEAD_PRODUCT) and written["schema_version"] == 2
+    assert written["complete"] and note.startswith(NO_HEAD_PRODUCT) and written["schema_version"] == 3
     runs = [(run["temperature"], run["repeat"], run["prompt"], run["system"]) for run in written["generations"]]
     prompts = ["code/1", "code/2", "law/line 1", "law/line 2"]
     assert sorted(runs) == sorted(
@@ -174,7 +176,7 @@ def test_every_system_runs_every_prompt_in_every_repeat(reported):
     # Interleaved: all systems finish a prompt before any starts the next, and they take turns in going first.
     in_groups = [runs[start : start + len(SYSTEMS)] for start in range(0, len(runs), len(SYSTEMS))]
     assert all(len({run[:3] for run in group}) == 1 for group in in_groups)
-    assert {group[0][3] for group in in_groups} == set(SYSTEMS)
+    assert {group[0][3] for group in in_groups} == set(SYSTEMS[:5])  # four prompts, and one further in a repeat
 
 
 def test_greedy_tokens_are_the_same_for_all_systems(reported):
@@ -219,7 +221,7 @@ def test_speeds_and_ratios_follow_from_the_generations(reported):
             assert row["prompts"] == 4
         for system in SYSTEMS:
             ratios = figures(written, system, temperature)["ratios"]
-            assert set(ratios) == {"plain", "transformers", "full", "frequency:size=64"}
+            assert set(ratios) == {"plain", "transformers", *RIVALS, "full", "frequency:size=64"}
             for base, ratio in ratios.items():
                 pairs = [ours / theirs for ours, theirs in zip(speeds[system], speeds[base], strict=True)]
                 assert ratio["per_repeat"] == pytest.approx(pairs)
@@ -228,12 +230,15 @@ def test_speeds_and_ratios_follow_from_the_generations(reported):
 
 
 def test_profiles_say_where_a_round_goes(reported):
-    _, written = reported
+    printed, written = reported
     for system in POLICIES:
         row = figures(written, system, 0.0)
         sections = {"backbone", "head", "policy", "choice", "verification", "other"}
         assert set(row["ms_per_round"]) == set(row["share_of_round"]) == sections
         assert sum(row["share_of_round"].values()) == pytest.approx(1.0)
+        layers = row["ms_per_round"]["backbone"] + row["ms_per_round"]["verification"]
+        assert row["share_of_oracle"] == pytest.approx(layers / sum(row["ms_per_round"].values()))
+        assert 0 < row["share_of_oracle"] < 1 and f"{row['share_of_oracle']:.1%}" in printed
         drafting = sum(row["ms_per_round"][name] for name in ("backbone", "head", "policy", "choice"))
         assert row["draft_ms_per_round"] == pytest.approx(drafting)
         assert row["profile"]["calls"] == 2  # one prompt of each domain
@@ -281,7 +286,7 @@ def small_heads_are_compiled(compiled_kernels, monkeypatch):
 def test_plain_generation_runs_with_this_packages_head_product(folder, small_heads_are_compiled):
     result = run_benchmark(settings(folder, temperatures=(0.0, 0.8)))
     written = json.loads(json.dumps(to_dict(result)))
-    assert not result.notes and written["schema_version"] == 2
+    assert not result.notes and written["schema_version"] == 3
     row = figures(written, HEAD_PRODUCT, 0.0)
     assert (row["identical"], row["compared"], row["acceptance_length"]) == (4, 4, 1.0)
     speeds = {
@@ -373,7 +378,7 @@ def compared(folder) -> tuple[str, dict]:
     words += ["--eagle", folder / "eagle3", "--eagle", folder / "more" / "eagle2", "--tree", "8/2/3"]
     words += ["--policy", "full", "--policy", "frequency:size=64", "--policy", "frequency:size=32"]
     words += ["--max-new-tokens", 8, "--repeats", 1, "--profile-prompts", 1, "--skip-coverage"]
-    result = invoke(*words, "--limit", 1, "--device", "cpu", "--threads", 1, "--json", out)
+    result = invoke(*words, "--limit", 1, "--no-rivals", "--device", "cpu", "--threads", 1, "--json", out)
     assert result.exit_code == 0, result.exception
     return result.stdout, json.loads(out.read_text(encoding="utf-8"))
 
@@ -451,7 +456,7 @@ def test_the_file_names_heads_and_trees_and_no_folders(compared, folder):
 
 def test_the_tables_keep_drafters_and_shapes_apart(compared):
     printed, written = compared
-    for heading in ("vs plain", "vs transformers", "vs full", "vs frequency", "drafted", "verification", "other"):
+    for heading in ("vs plain", "vs transformers", "vs full", "vs frequency", "drafted", "verification", "oracle"):
         assert heading in printed
     assert "of the same drafter and shape" in printed
     for system in written["systems"]:
@@ -566,7 +571,8 @@ def test_loaded_models_are_left_as_they_were(folder):
     # Three systems: warm-up, two repeats of two prompts; counting on two prompts; profile and coverage on one.
     assert [done for _, done, *_ in seen] == list(range(3 + 12 + 2 + 2 + 1))
     assert {total for _, _, total, *_ in seen} == {19}
-    assert {(drafted, threshold) for *_, drafted, threshold in seen} == {(DRAFTED, 0.0)}
+    # What transformers drafts by is set for its calls alone.
+    assert {(drafted, threshold) for *_, drafted, threshold in seen} == {(9, None)}
     assert drafter.generation_config.to_dict() == before
     assert "generate" not in vars(target)
     assert torch.get_num_threads() == threads
@@ -617,7 +623,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
     monkeypatch.setattr(benchmark._Run, "_generate", interrupt)
     out = folder / "interrupted.json"
     words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
-    result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--device", "cpu", "--json", out)
+    result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--no-rivals", "--device", "cpu", "--json", out)
     assert result.exit_code == 130
     written = json.loads(out.read_text())
     assert not written["complete"] and "interrupted" in written["notes"][-1]
@@ -633,11 +639,42 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
         assert "one repeat" in result.stdout
 
 
-def test_transformers_is_left_out_where_it_cannot_run(folder):
-    result = run_benchmark(settings(folder, drafter=str(folder / "padded"), policies=("full",), repeats=1))
+@pytest.mark.parametrize("assisted", [True, False])
+def test_transformers_is_left_out_where_it_cannot_run(folder, assisted):
+    """Prompt lookup needs no drafter."""
+    changes = {"policies": ("full",), "repeats": 1, "rivals": True, "transformers_assisted": assisted}
+    result = run_benchmark(settings(folder, drafter=str(folder / "padded"), **changes))
     assert "transformers' assisted generation was left out" in result.notes[1]
-    assert {run.system for run in result.generations} == {"plain", "full"}
+    assert {run.system for run in result.generations} == {"plain", "prompt lookup", "full"}
     assert "vs transformers" not in rendered(speed_table(result, 0.0))
+
+
+def test_rivals_draft_by_their_own_settings_and_leave_none_behind(folder, monkeypatch):
+    """The drafter of transformers' defaults keeps what it says itself, whatever the others draft by."""
+    drafter = AutoModelForCausalLM.from_pretrained(folder / "twin")
+    drafter.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.01)
+    before, seen = drafter.generation_config.to_dict(), {}
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    generate = benchmark._Run._generate
+
+    def look(self, activity, system, *others):
+        with system.surroundings():
+            seen[system.label] = tuple(getattr(drafter.generation_config, name) for name in names)
+        seen[f"{system.label} looks up"] = self._configs[0.0, system.label].prompt_lookup_num_tokens
+        return generate(self, activity, system, *others)
+
+    monkeypatch.setattr(benchmark._Run, "_generate", look)
+    result = run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, rivals=True), drafter=drafter)
+    assert seen["transformers"] == (DRAFTED, "constant", 0.0)
+    assert seen["transformers' defaults"] == seen["prompt lookup"] == (3, None, 0.01)
+    lookups = {label.removesuffix(" looks up"): value for label, value in seen.items() if label.endswith("looks up")}
+    assert lookups == {"prompt lookup": 10, **dict.fromkeys(("plain", "transformers", RIVALS[0], "full"))}
+    assert drafter.generation_config.to_dict() == before
+    rows = {row["system"]: row for row in summarize(result) if row["domain"] is None}
+    # The twin is right and sure every time, and 3 drafts of it make rounds of 4 tokens.
+    assert rows["transformers' defaults"]["acceptance_length"] == 4.0
+    assert 1.0 <= rows["prompt lookup"]["acceptance_length"] <= NEW_TOKENS
+    assert all(rows[rival]["identical"] == rows[rival]["compared"] == 2 for rival in RIVALS)
 
 
 def test_a_benchmark_of_two_policies_alone(folder):

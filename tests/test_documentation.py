@@ -26,6 +26,8 @@ from typer.testing import CliRunner
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import assistants, push_artifact, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
+from hf_dynspec.artifacts.exports.custom_generate import write_custom_generate
+from hf_dynspec.artifacts.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist, ShortlistPolicy
@@ -115,6 +117,8 @@ def hub_on_disk(monkeypatch, tmp_path) -> Path:
     of_head = random_router(64, TARGET_SHAPE["hidden_size"], vocabulary=size)
     write_policy(tmp_path / "router-of-the-head", RouterShortlist(of_head))
     random_head("eagle3", size, draft_vocabulary=8192, **TARGET_SHAPE).write(tmp_path / "path/to/eagle-head")
+    shortlist = read_static_shortlist("path/to/ranking", engine="transformers", size=8192)
+    write_custom_generate(tmp_path / "path/to/shortlist", shortlist)
     return tmp_path
 
 
@@ -224,15 +228,18 @@ _BENCH = (*_FEW_TOKENS, "--repeats", "1", "--profile-prompts", "1", "--skip-cove
 _TRAINING = ("--steps", "400", "--held-out", "64", "--max-batches", "8", "--batch-size", "64")
 _SMALLER = {
     ("build", "frequency"): ("--processes", "1", "--max-new-tokens", "4", "--overwrite"),
-    ("build", "frequency-export"): (),
+    ("export", "sglang"): (),
     ("build", "frequency-import"): ("--overwrite",),
     ("build", "graph"): ("--processes", "1", "--minimum-count", "2", "--overwrite"),
     ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
     ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--hidden", "16", "--window", "48", "--threads", "1"),
     ("convert", "eagle"): ("--overwrite",),
+    ("export", "vllm"): ("--size", "2048"),
+    ("export", "custom-generate"): (),
     ("coverage",): _FEW_TOKENS,
     ("bench",): _BENCH,
     ("plot",): (),
+    ("trace",): ("--max-new-tokens", "24", "--threads", "1"),
     ("push",): ("--dry-run",),
 }
 
@@ -289,7 +296,16 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         if "--results" in words:
             assert "\n| this artifact | " in result.output
     assert len(ran) >= 15
-    for name in ("results.json", "results.svg", "coverage.json", "coverage.png", "bench.json", "docs/speed.svg"):
+    for name in (
+        "results.json",
+        "results.svg",
+        "coverage.json",
+        "coverage.png",
+        "bench.json",
+        "docs/speed.svg",
+        "trace.html",
+        "round.svg",
+    ):
         assert Path(name).stat().st_size > 0
     policy = RouterShortlist("router/")
     assert policy.router.num_clusters == 48

@@ -1,4 +1,4 @@
-"""`.pt` frequency lists: reading what others wrote, refusing what is hostile, writing what others read."""
+"""`.pt` frequency lists: reading what others wrote, and refusing what is hostile."""
 
 import os
 import pickle
@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_dynspec.artifacts import read_artifact, write_artifact
-from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.artifacts.frequency_list import export_frequency_list, import_frequency_list
+from hf_dynspec.artifacts import read_artifact
+from hf_dynspec.artifacts.frequency_list import import_frequency_list
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError
 
@@ -116,39 +115,6 @@ def test_damaged_and_missing_files_are_told(tmp_path, content):
         import_frequency_list(tmp_path / "missing.pt", 10)
 
 
-@pytest.mark.parametrize("ranking", [[4, 2, 4, 7, 1], torch.tensor([4, 2, 7, 1], dtype=torch.int32)])
-def test_exports_are_plain_lists(tmp_path, ranking):
-    path = tmp_path / "new folder" / "freq_3.pt"
-    export_frequency_list(ranking, 3, path)
-    loaded = torch.load(path, weights_only=True)
-    assert loaded == [4, 2, 7]
-    assert all(type(token_id) is int for token_id in loaded)
-    assert import_frequency_list(path, 10) == loaded
-    assert [found.name for found in path.parent.iterdir()] == ["freq_3.pt"]
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_sizes_that_the_ranking_does_not_have_are_refused(tmp_path, size):
-    with pytest.raises(ConfigurationError, match=f"from 1 to 3, the length of the ranking, got {size}"):
-        export_frequency_list([4, 2, 7, 4], size, tmp_path / "freq.pt")
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "freq.pt"
-    export_frequency_list([1, 2], 2, path)
-
-    def fail(content, target):
-        target.write(b"half")
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="full"):
-        export_frequency_list([3, 4], 2, path)
-    assert [found.name for found in tmp_path.iterdir()] == ["freq.pt"]
-    assert torch.load(path, weights_only=True) == [1, 2]
-
-
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE())
@@ -181,10 +147,10 @@ def test_a_list_goes_through_an_artifact_and_back(tmp_path, tokenizer_folder):
     assert sorted(tensors["ranking"].tolist()) == list(range(eos + 1)), "the whole ranking is kept"
     assert str(tmp_path) not in (out / "config.json").read_text()
 
-    result = invoke("build", "frequency-export", out, "--size", 4, "--out", tmp_path / "again.pt")
+    result = invoke("export", "sglang", out, "--size", 4, "--out", tmp_path / "again.pt")
     assert result.exit_code == 0, result.output
     assert torch.load(tmp_path / "again.pt", weights_only=True) == [260, 3, eos, 259]
-    result = invoke("build", "frequency-export", out, "--size", 10**6, "--out", tmp_path / "more.pt")
+    result = invoke("export", "sglang", out, "--size", 10**6, "--out", tmp_path / "more.pt")
     assert isinstance(result.exception, ConfigurationError)
 
 
@@ -193,10 +159,3 @@ def test_a_list_of_another_tokenizer_is_refused(tmp_path, tokenizer_folder):
     result = invoke("build", "frequency-import", path, "--tokenizer", tokenizer_folder, "--out", tmp_path / "out")
     assert isinstance(result.exception, ArtifactError)
     assert not (tmp_path / "out").exists()
-
-
-def test_only_frequency_artifacts_are_exported(tmp_path):
-    write_artifact(tmp_path / "artifact", DynSpecConfig(policy=PolicyConfig(name="full")), {})
-    result = invoke("build", "frequency-export", tmp_path / "artifact", "--size", 4, "--out", tmp_path / "freq.pt")
-    assert isinstance(result.exception, ArtifactError)
-    assert "'full'" in str(result.exception)

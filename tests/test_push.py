@@ -238,12 +238,14 @@ def test_rows_say_what_the_files_say(measured):
     rows = read_published_rows(measured.bench, measured.policy)
     data = json.loads(measured.bench.read_text())
     expected = {(row["temperature"], row["system"]): row for row in data["results"] if row["domain"] is None}
-    assert len(rows) == len(expected) == 2 * (2 + 2 * 4)
+    assert len(rows) == len(expected) == 2 * (4 + 2 * 4)
     names = [row["system"] for row in rows[: len(rows) // 2]]
     with_settings = "this artifact with size=16"
     assert names == [
         "plain generate",
         "transformers' assisted generation",
+        "transformers' assisted generation, its defaults",
+        "prompt lookup",
         *("full", "this artifact", with_settings, "frequency:size=32"),
         *(f"{name} · tree 8/2/3" for name in ("full", "this artifact", with_settings, "frequency:size=32")),
     ]

@@ -16,7 +16,18 @@ from draft_trees import Path, drawn_tree, verify
 from eagle_heads import random_head
 from models import POLICY_CASES, REMEMBERING, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from scipy import stats as scipy_stats
-from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from hf_dynspec import (
     DynSpecAssistant,
@@ -30,9 +41,9 @@ from hf_dynspec import (
 )
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
-from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
+from hf_dynspec.drafting.processors import FewScores, ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
-from hf_dynspec.generation import decoding, verification
+from hf_dynspec.generation import acceptance, decoding
 from hf_dynspec.protocol import Candidates, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.
@@ -223,7 +234,16 @@ CASES = [(policy, "everything") for policy in POLICIES] + [("frequency", name) f
 
 
 @pytest.mark.parametrize(("policy", "processors"), dict.fromkeys(CASES))
-def test_every_token_of_long_texts(policy, processors, target, drafter):
+def test_every_token_of_long_texts(policy, processors, target, drafter, monkeypatch):
+    shortened = [0]
+    of_the_package = ProcessorsByValue.few
+
+    def few(self, scores):
+        left = of_the_package(self, scores)
+        shortened[0] += left is not None
+        return left
+
+    monkeypatch.setattr(ProcessorsByValue, "few", few)
     torch.manual_seed(7)
     assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, num_assistant_tokens=2)
     numbers = sampled_numbers(target, drafter, assistant, PROCESSORS[processors])
@@ -231,6 +251,9 @@ def test_every_token_of_long_texts(policy, processors, target, drafter):
     assert uniformity(numbers) > FALSE_ALARM
     assert assistant.stats_total.accepted < assistant.stats_total.drafted
     assert (assistant.stats_total.accepted > 0) == (policy != "eos_only")
+    # What a top-k leaves is what is drawn from, and not the whole row.
+    has_top_k = PROCESSORS[processors].get("top_k") != 0
+    assert (shortened[0] >= assistant.stats_total.tokens) == has_top_k
 
 
 @pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
@@ -432,8 +455,8 @@ def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) 
 
 
 MISTAKES = {
-    "what is left is not scaled": (verification, "_without_elders", unscaled),
-    "elders are not left out": (verification, "_without_elders", with_elders),
+    "what is left is not scaled": (acceptance, "_without_elders", unscaled),
+    "elders are not left out": (acceptance, "_without_elders", with_elders),
     "the order is lost": (draft_trees, "draw_several", lambda *args: draw_several(*args).sort().values),
     # As EAGLE-2 chooses its nodes.
     "a token has a say": (tree_module, "chances_of_draws", lambda probabilities: (probabilities.log(),) * 2),
@@ -533,6 +556,91 @@ def test_processors_by_value_follow_one_another(target):
     assert torch.equal(ProcessorsByValue(by_value)(torch.zeros(1, 1, dtype=torch.int64), scores.clone()), expected)
 
 
+AFTER_TOP_K = {
+    "nothing": [],
+    "top-p": [TopPLogitsWarper(0.7)],
+    "min-p": [MinPLogitsWarper(0.2)],
+    "typical": [TypicalLogitsWarper(0.8)],
+    "epsilon, eta": [EpsilonLogitsWarper(0.03), EtaLogitsWarper(0.05)],
+    "another top-k": [TopKLogitsWarper(4)],
+    "normalisation": [LogitNormalization()],
+}
+
+
+@pytest.mark.parametrize("after", AFTER_TOP_K)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("temperature", [None, 0.3, 1.7])
+def test_what_a_top_k_leaves_is_processed_alone_and_alike(temperature, ties, after):
+    """The tokens that are left are those that are left of the whole row, and as probable."""
+    warmth = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+    processors = ProcessorsByValue([*warmth, TopKLogitsWarper(11), *AFTER_TOP_K[after]])
+    shortened = 0
+    for seed in range(20):
+        scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(seed)) * 2
+        if ties:
+            scores = scores.mul(64).round() / 64
+        before = scores.clone()
+        few = processors.few(scores)
+        assert torch.equal(scores, before)
+        if few is None:
+            continue
+        shortened += 1
+        expected = processors(None, scores)[0].softmax(-1)
+        actual = torch.zeros_like(expected).index_copy_(0, few.token_ids, few.scores.softmax(-1))
+        assert torch.equal(actual > 0, expected > 0)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    # Where tokens tie for the last place, all of them are kept, and how many they are says the whole row alone.
+    assert (0 < shortened < 20) if ties else shortened == 20
+
+
+def test_where_too_little_is_known_the_whole_row_is_processed(monkeypatch):
+    scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(0))
+    top_k = TopKLogitsWarper(11)
+    assert ProcessorsByValue([top_k]).few(scores) is not None
+    for processors in (
+        [],
+        [TemperatureLogitsWarper(0.5)],
+        [TopPLogitsWarper(0.7), top_k],  # whose sum is of the whole row
+        [TopKLogitsWarper(11, filter_value=-9.0)],
+        [top_k, TopPLogitsWarper(0.7, filter_value=-9.0)],
+        [TopKLogitsWarper(1500)],
+    ):
+        assert ProcessorsByValue(processors).few(scores) is None
+    for column, value in ((0, torch.nan), (7, torch.inf)):
+        spoilt = scores.clone()
+        spoilt[0, column] = value
+        assert ProcessorsByValue([top_k]).few(spoilt) is None
+    forbidden = torch.full_like(scores, -torch.inf)
+    forbidden[0, :5] = 1.0
+    assert ProcessorsByValue([top_k]).few(forbidden) is None
+    monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    assert ProcessorsByValue([top_k]).few(scores) is None
+
+
+@pytest.mark.parametrize("q_of", ["all tokens", "few tokens"])
+def test_a_chain_is_verified_alike_by_few_scores_and_by_all(q_of):
+    """Speculative sampling over a wide vocabulary of which a top-k leaves six tokens: accepted, refused and drawn anew
+    in the target's proportions, whether it is shown the row or what is left of it."""
+    torch.manual_seed(21)
+    width, rounds = 1200, 3000
+    left = torch.tensor([3, 40, 41, 700, 1100, 1199])
+    of_left = torch.tensor([1.0, 0.2, 2.0, 1.5, -1.0, 0.0])
+    row = torch.full((1, width), -torch.inf).index_copy_(1, left, of_left.unsqueeze(0))
+    logits = torch.full((width,), -torch.inf) if q_of == "few tokens" else torch.full((width,), -3.0)
+    logits[torch.tensor([3, 40, 900, 1100])] = torch.tensor([3.0, 4.0, 4.0, 1.0])
+    expected = of_left.softmax(-1).double() * rounds
+    for processed in (row, FewScores(left, of_left)):
+        counts, accepted = torch.zeros(len(left)), 0
+        for _ in range(rounds):
+            drafted = draw(logits.softmax(-1))
+            chain = Candidates(drafted, (Shortlist(torch.arange(width), 0),), (logits,))
+            outcome = verify(chain, lambda row, path, processed=processed: processed, True)
+            counts += outcome.token_ids[0] == left
+            accepted += outcome.accepted
+        assert int(counts.sum()) == rounds and 0 < accepted < rounds
+        assert chi_square(counts, expected, at_least=6) > FALSE_ALARM
+
+
 # The draw itself -----------------------------------------------------------------------------------------------------
 
 
@@ -554,22 +662,34 @@ def test_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
 
 
 def test_few_possible_tokens_are_looked_at_alone():
-    """What a top-k leaves of a large vocabulary has the same probabilities, and is drawn by them, without the rest."""
-    torch.manual_seed(0)
-    scores = torch.full((1, 4000), -torch.inf)
     possible = torch.tensor([0, 7, 1999, 3998, 3999])
-    scores[0, possible] = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
-    assert few_columns(scores[0] > -torch.inf).tolist() == possible.tolist()
-    probabilities = verification._probabilities(scores)
-    torch.testing.assert_close(probabilities, scores[0].softmax(-1), rtol=1e-6, atol=0)
-    drawn = torch.cat([draw(probabilities) for _ in range(4000)])
-    counts = (drawn.unsqueeze(1) == possible).sum(0)
-    assert int(counts.sum()) == 4000
-    assert chi_square(counts, probabilities[possible].double() * 4000, at_least=5) > FALSE_ALARM
+    is_possible = torch.zeros(4000, dtype=torch.bool).index_fill(0, possible, True)
+    assert few_columns(is_possible).tolist() == possible.tolist()
     # Where many are possible, none, or a device would be waited for, nothing is looked at.
     assert few_columns(torch.ones(4000, dtype=torch.bool)) is None
     assert few_columns(torch.zeros(4000, dtype=torch.bool)) is None
     assert few_columns(torch.zeros(4000, dtype=torch.bool, device="meta")) is None
+
+
+@pytest.mark.parametrize("n", [700, 1024, 4000, 4096 + 3])
+def test_a_wide_draw_by_blocks_follows_the_weights(n):
+    """Among few tokens that weigh something, in the first block, at its end, in the last one and in what is none."""
+    torch.manual_seed(0)
+    possible = torch.tensor([0, 255, 256, n // 2, n - 2, n - 1])
+    weights = torch.zeros(n).index_copy_(0, possible, torch.tensor([0.1, 1.0, 0.5, 2.0, 0.3, 0.7]))
+    drawn = torch.cat([draw(weights) for _ in range(4000)])
+    counts = (drawn.unsqueeze(1) == possible).sum(0)
+    assert int(counts.sum()) == 4000
+    expected = weights[possible].double() / weights.sum() * 4000
+    assert chi_square(counts, expected, at_least=5) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0 - 2**-53])
+def test_a_wide_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, value, dtype=torch.float64))
+    weights = torch.zeros(3001)
+    weights[[700, 2999]] = 0.25
+    assert int(draw(weights)) == (700 if value < 0.5 else 2999)
 
 
 def test_several_draws_follow_one_another_without_replacement():

@@ -5,15 +5,15 @@ the same; speculators keeps `token_freq.pt`, the count of each id.
 """
 
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ArtifactError, ConfigurationError, shown_value
-from ..files import is_there, read_file, replacing
+from ..errors import ArtifactError, shown_value
+from ..files import is_there, read_file
 
 # Bounds what a file can make this process allocate, which is up to sixty times as much. Real files hold at most one
 # entry, of some ten bytes, for each id.
@@ -58,28 +58,6 @@ def import_frequency_list(
         )
     present = set(ids)
     return list(dict.fromkeys([*(token_id for token_id in eos_token_ids if token_id not in present), *ids]))
-
-
-def export_frequency_list(ranking: Sequence[int] | torch.Tensor, size: int, path: str | Path) -> None:
-    """Write the first `size` ids of a ranking as a plain list of ints, which FR-Spec, SGLang and vLLM read.
-
-    The file appears in one step: an interrupted export leaves none, or the one that was there.
-
-    Args:
-        ranking: token ids, most frequent first: a list or integer tensor `[n]`. Repeats are left out.
-        size: how many ids to write.
-        path: the file to write; missing folders are made.
-
-    Raises:
-        ConfigurationError: the ranking does not hold `size` different ids.
-    """
-    ids = ranking.tolist() if isinstance(ranking, torch.Tensor) else [int(token_id) for token_id in ranking]
-    ids = list(dict.fromkeys(ids))
-    if not 1 <= size <= len(ids):
-        raise ConfigurationError(f"size must be from 1 to {len(ids)}, the length of the ranking, got {size}")
-    # Into a stream: the same list then gives the same bytes, as torch writes a file's name into it.
-    with replacing(Path(path)) as scratch, scratch.open("wb") as stream:
-        torch.save(ids[:size], stream)
 
 
 def _most_bytes(vocabulary_size: int) -> int:

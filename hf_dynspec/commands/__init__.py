@@ -10,10 +10,12 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .export import export_app
 from .graph import graph
 from .plot import plot
 from .push import push
 from .running import Commands
+from .trace import trace
 from .train import train_app
 
 app = typer.Typer(
@@ -29,11 +31,13 @@ build_app.command()(clusters)
 build_app.command()(graph)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
+app.add_typer(export_app, name="export")
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
 app.command()(plot)
 app.command()(push)
+app.command()(trace)
 
 
 def _show_version(is_wanted: bool) -> None:

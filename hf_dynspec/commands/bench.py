@@ -67,6 +67,9 @@ def bench(
     ] = 2,
     skip_coverage: Annotated[bool, typer.Option("--skip-coverage", help="Do not measure coverage.")] = False,
     transformers_assisted: Annotated[bool, typer.Option(help="Run transformers' assisted generation too.")] = True,
+    rivals: Annotated[
+        bool, typer.Option(help="Run transformers' assisted generation by its own defaults, and prompt lookup, too.")
+    ] = True,
     chat_template: ChatTemplate = False,
     max_prompt_tokens: MaxPromptTokens = None,
     dtype: Dtype = None,
@@ -112,6 +115,7 @@ def bench(
         profile_prompts=profile_prompts,
         measure_coverage=not skip_coverage,
         transformers_assisted=transformers_assisted,
+        rivals=rivals,
         chat_template=chat_template,
         max_prompt_tokens=max_prompt_tokens,
         dtype=dtype,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import wide_console
-from .running import claim_file, claim_folder, keeps, raise_lost_interrupt
+from .running import claim_folder, keeps, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from ..artifacts.config import ModelReference
@@ -162,32 +162,6 @@ def frequency_import(
     ranking = complete_ranking(leading, loaded)
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
     typer.echo(f"{out}: a ranking of {len(leading)} listed tokens and all others after them")
-
-
-@build_app.command("frequency-export")
-def frequency_export(
-    *,
-    context: typer.Context,
-    artifact: Annotated[str, typer.Argument(metavar="DIR", help="Folder or Hub id of a frequency artifact.")],
-    size: Annotated[int, typer.Option(min=1, help="How many tokens to write.")],
-    out: Annotated[Path, typer.Option(help="The .pt file to write.")],
-) -> None:
-    """Write the most frequent tokens as a `.pt` list for FR-Spec, SGLang (--speculative-token-map) or vLLM."""
-    from ..artifacts import read_artifact
-    from ..artifacts.frequency_list import export_frequency_list
-    from ..errors import ArtifactError
-
-    claim_file(context, out, "--out", make_folder=True)
-    config, tensors = read_artifact(artifact)
-    if config.policy.name != "frequency" or "ranking" not in tensors:
-        problem = f"is the policy {config.policy.name!r}, without a ranking of its own"
-        raise ArtifactError(f"{artifact}: policy", problem, "Give a frequency artifact that holds a ranking")
-    try:
-        export_frequency_list(tensors["ranking"], size, out)
-    except RuntimeError as error:  # what torch makes of a write that the system refuses, without its number
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise OSError(f"{out} could not be written, most often for want of space: {problem}") from error
-    typer.echo(f"{out}: {size} token ids, most frequent first")
 
 
 def _require_one_source(

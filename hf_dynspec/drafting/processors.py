@@ -1,7 +1,11 @@
 """Logits processors, divided into those that must know which token a column stands for and those that need not, and
 into those that are known to keep no memory and all others."""
 
+import itertools
+import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from transformers import (
@@ -80,6 +84,19 @@ def may_keep_state(processors: Iterable[object]) -> bool:
     return any(type(one) not in _BY_VALUE and type(one) not in _BY_ID for one in processors)
 
 
+@dataclass(frozen=True, eq=False)
+class FewScores:
+    """What processors leave of a row over a large vocabulary, where that is little. All other scores are −inf.
+
+    Args:
+        token_ids: int64 `[n]`, ascending.
+        scores: fp32 `[n]`: of these tokens.
+    """
+
+    token_ids: torch.Tensor
+    scores: torch.Tensor
+
+
 class ProcessorsByValue:
     """Processors that look at values only, one after another.
 
@@ -89,6 +106,7 @@ class ProcessorsByValue:
 
     def __init__(self, processors: list):
         self._processors = processors
+        self._top_k_first = _top_k_first(processors)
 
     def __bool__(self) -> bool:
         return bool(self._processors)
@@ -103,6 +121,45 @@ class ProcessorsByValue:
         for one in self._processors:
             scores = _keep_top_k(one, scores) if type(one) is TopKLogitsWarper else one(input_ids, scores)
         return scores
+
+    def few(self, scores: torch.Tensor) -> FewScores | None:
+        """What is left of a row of scores, fp32 `[1, V]`, where that can be told without processing it all: the same
+        tokens, with the same scores but for the rounding of sums over more or fewer zeros.
+
+        None where no top-k comes first, where tokens tie for its last place, all of which are kept, or for any where
+        something follows that sorts them, where a score is not a finite number, or where a device would be waited for.
+        """
+        k, columns = self._top_k_first, scores.shape[1]
+        if k is None or k >= columns or not is_free_to_look(scores.device):
+            return None
+        # One more than are kept, to see whether it ties with the last of them.
+        token_ids = top_k_ids(scores, k + 1)[0]
+        best = scores[0].index_select(0, token_ids)
+        for one in self._processors:
+            if type(one) is TopKLogitsWarper:
+                break
+            best = one(None, best)
+        values = best.tolist()
+        may_tie = k - 1 if all(type(one) in _WITHOUT_ORDER for one in self._processors) else 0
+        if not (values[0] < torch.inf and all(map(operator.gt, values[may_tie:], values[may_tie + 1 :]))):
+            return None
+        token_ids = token_ids[:-1].sort().values
+        kept = scores[0].index_select(0, token_ids).unsqueeze(0)
+        return FewScores(token_ids, self(None, kept)[0])
+
+
+# These treat tokens of the same score alike.
+_WITHOUT_ORDER = (LogitNormalization, TemperatureLogitsWarper, TopKLogitsWarper)
+
+
+def _top_k_first(processors: list) -> int | None:
+    """How many tokens a top-k keeps before which a row's order does not change; None where there is none. All that
+    comes after it leaves those that are forbidden forbidden."""
+    if any(getattr(one, "filter_value", -torch.inf) != -torch.inf for one in processors):
+        return None
+    rest = itertools.dropwhile(lambda one: type(one) is TemperatureLogitsWarper, processors)
+    first = next(rest, None)
+    return first.top_k if type(first) is TopKLogitsWarper else None
 
 
 def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
@@ -124,14 +181,24 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     """Draw an index, int64 `[1]`, in proportion to weights `[n]`, with torch's default generator.
 
     Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
-    weight 0 is never drawn, as it adds nothing to the sum.
+    weight 0 is never drawn, as it adds nothing to the sum. Where nothing has to be waited for, a block of many weights
+    is drawn first, by the blocks' sums, and an index in it after that.
     """
-    possible = few_columns(weights > 0)
-    return _draw(weights) if possible is None else possible[_draw(weights[possible])]
+    if not is_free_to_look(weights.device):
+        return _draw(weights)
+    n, start, end = weights.shape[0], 0, weights.shape[0]
+    if n >= _FEWEST_WIDE_COLUMNS:
+        blocks = n // _DRAWN_BLOCK
+        sums = weights[: blocks * _DRAWN_BLOCK].view(blocks, _DRAWN_BLOCK).sum(-1).tolist()
+        start = _DRAWN_BLOCK * _draw_at_once([*sums, weights[blocks * _DRAWN_BLOCK :].sum().item()])
+        end = min(start + _DRAWN_BLOCK, n)
+    return torch.tensor([start + _draw_at_once(weights[start:end].tolist())], device=weights.device)
 
 
 # Among fewer columns than this, to look for those that count takes longer than to look at all.
 _FEWEST_WIDE_COLUMNS = 1024
+# A block that is drawn first. With it, sums of a large vocabulary are as few as its weights.
+_DRAWN_BLOCK = 256
 
 
 def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
@@ -149,6 +216,13 @@ def _draw(weights: torch.Tensor) -> torch.Tensor:
     index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
     # Rounding can only pass the end of the last positive weight.
     return torch.minimum(index, (cumulative < cumulative[-1:]).sum(-1, keepdim=True))
+
+
+def _draw_at_once(weights: list[float]) -> int:
+    """`_draw` on the host, whose numbers are fp64: for some hundred weights quicker than ten small operations."""
+    cumulative = list(itertools.accumulate(weights))
+    uniform = torch.rand(1, dtype=torch.float64, device="cpu").item()
+    return min(bisect_right(cumulative, uniform * cumulative[-1]), bisect_left(cumulative, cumulative[-1]))
 
 
 def draw_several(weights: torch.Tensor, count: int, block: int = 128) -> torch.Tensor:

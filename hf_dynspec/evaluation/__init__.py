@@ -1,4 +1,4 @@
-"""What tells whether drafting with a shortlist pays: prompts, the benchmark that runs them, and its reports."""
+"""What tells whether drafting with a shortlist pays, and why: prompts, what runs them, and its reports."""
 
 from .bench.benchmark import run_benchmark
 from .bench.result import BenchmarkResult
@@ -8,6 +8,9 @@ from .coverage.result import CoverageResult
 from .coverage.settings import CoverageSettings
 from .policy_text import parse_policy
 from .prompts import WorkloadError, WorkloadPrompt, read_workload
+from .trace.measure import trace_prompt
+from .trace.result import Trace
+from .trace.settings import TraceSettings
 from .tree_text import parse_tree
 
 __all__ = [
@@ -15,6 +18,8 @@ __all__ = [
     "BenchmarkSettings",
     "CoverageResult",
     "CoverageSettings",
+    "Trace",
+    "TraceSettings",
     "WorkloadError",
     "WorkloadPrompt",
     "measure_coverage",
@@ -22,4 +27,5 @@ __all__ = [
     "parse_tree",
     "read_workload",
     "run_benchmark",
+    "trace_prompt",
 ]

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..devices import is_free_to_look
-from ..drafting.processors import divide, may_keep_state
+from ..drafting.processors import FewScores, divide, may_keep_state
 from ..errors import UnsupportedError
 from ..modeling.masks import attention_windows
 from ..protocol import Candidates
@@ -78,13 +78,14 @@ def decode(
     cache = model_kwargs["past_key_values"]
     cache.activate_past_recording()
     record = _Record(generation_config, target.config.get_text_config())
-    verifier = _Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), input_ids.device)
     drafting: Drafting = drafting_call.drafting(
         generation_config=generation_config,
         input_ids=input_ids,
         logits_processor=logits_processor,
         model_kwargs=model_kwargs,
     )
+    keeps_scores = record.scores is not None or drafting.wants_scores
+    verifier = _Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), keeps_scores)
     is_first, is_done = True, False
     while not is_done:
         length = input_ids.shape[1]
@@ -156,10 +157,15 @@ def _healed(
 class _Verifier:
     """Processes the target's logits, accepts candidates by them, and asks the stopping criteria after every token.
 
-    Where a processor or a criterion may remember what it was shown, or looking at a value costs nothing, the target's
-    token at one node is known, and has come out, before anybody sees the next node. Elsewhere, that is on devices that
-    would be waited for, and with processors and criteria that are known to be pure, all nodes are walked to first, and
-    the device is waited for once.
+    Where a processor or a criterion may remember what it was shown, the target's token at one node is known, and has
+    come out, before anybody sees the next node. With processors and criteria that are known to be pure, nodes are
+    walked to first, all of them on devices that would be waited for, which are so waited for once.
+
+    Args:
+        processors: applied to the target's logits.
+        criteria: asked after every token.
+        do_sample: draw tokens.
+        keeps_scores: somebody wants the scores of all tokens, and not the tokens alone.
     """
 
     def __init__(
@@ -167,16 +173,13 @@ class _Verifier:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         do_sample: bool,
-        device: torch.device,
+        keeps_scores: bool,
     ):
         self._by_id, self._by_value = divide(list(processors))
         self._criteria = criteria
         self._do_sample = do_sample
-        self._is_stepwise = (
-            is_free_to_look(device)
-            or may_keep_state(processors)
-            or any(type(one) not in _PURE_CRITERIA for one in criteria)
-        )
+        self._keeps_scores = keeps_scores
+        self._is_stepwise = may_keep_state(processors) or any(type(one) not in _PURE_CRITERIA for one in criteria)
 
     def verify(
         self,
@@ -197,12 +200,13 @@ class _Verifier:
             The tokens that come out, and whether they are the last.
         """
 
-        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | FewScores:
             # A copy, as processors may write into what they are given.
             processed = logits.index_select(0, row)
             if self._by_id:
                 processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
-            return self._by_value(input_ids, processed)
+            few = self._by_value.few(processed) if self._do_sample and not self._keeps_scores else None
+            return self._by_value(input_ids, processed) if few is None else few
 
         if self._is_stepwise:
             steps: list[Step] = []
@@ -211,11 +215,14 @@ class _Verifier:
                 steps.append(step)
                 text = torch.cat([text, step.token_id.unsqueeze(0)], dim=1)
                 if bool(self._criteria(text, _scores_with(scores, steps))):
-                    return outcome_of(steps), True
-            return outcome_of(steps), False
-        if self._do_sample or self._by_id:
-            return self._until_done(walk_unseen(candidates, process, self._do_sample, logits.device), input_ids)
-        return self._until_done(walk_greedily(candidates, self._by_value(input_ids, logits)), input_ids)
+                    return outcome_of(steps, self._keeps_scores), True
+            return outcome_of(steps, self._keeps_scores), False
+        # Where looking costs nothing, rows that the walk does not come to are not looked at.
+        if self._do_sample or self._by_id or is_free_to_look(logits.device):
+            walked = walk_unseen(candidates, process, self._do_sample, logits.device, self._keeps_scores)
+        else:
+            walked = walk_greedily(candidates, self._by_value(input_ids, logits), self._keeps_scores)
+        return self._until_done(walked, input_ids)
 
     def _until_done(self, walked: UnseenWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
         """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,

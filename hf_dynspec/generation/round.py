@@ -102,6 +102,11 @@ class Drafting:
         return self._tree is not None
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether outcomes have to have their scores."""
+        return self._measure_coverage
+
+    @property
     def vocabulary_rows(self) -> int:
         """Width of the target's logits, `V`."""
         return output_rows(self._target.model)
@@ -326,8 +331,9 @@ class Drafting:
         return self._has_missed
 
     def _verified_logits(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
-        """`[a + 1, V]`: the target's where the verified tokens were chosen. Of a chain those are the first rows."""
+        """`[a + 1, V]`: the target's where the verified tokens were chosen."""
         if self._candidates is None or self._candidates.is_chain:
+            # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
             return outputs.logits[0, : outcome.accepted + 1]
         return outputs.logits[0].index_select(0, outcome.rows.to(outputs.logits.device))
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import is_free_to_look
-from ..drafting.processors import draw, few_columns
+from ..drafting.processors import FewScores
 from ..kernels import argmax_rows
 from ..protocol import Candidates
+from .acceptance import draw_among, draw_at, weights_of
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
-# fp32 [1, V].
-ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# fp32 [1, V], or when sampling what of it is left, where that is little.
+ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | FewScores]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,8 @@ class Outcome:
     Args:
         token_ids: int64 `[a + 1]`: the accepted candidates and the target's own token after them.
         rows: int64 `[a + 1]`: which rows of the target's logits they were chosen at.
-        scores: for each of them the processed logits that it was chosen by, fp32 `[1, V]`.
+        scores: for each of them the processed logits that it was chosen by, fp32 `[1, V]`. Empty where nobody wants
+            them.
         on_host: the tokens once more, where they have been read already.
     """
 
@@ -52,26 +54,27 @@ class Step:
     Args:
         token_id: int64 `[1]`: its own token there.
         row: int64 `[1]`: the row of its logits that the token was chosen at.
-        scores: fp32 `[1, V]`: the processed logits that it was chosen by.
+        scores: what `ProcessRow` returned: the processed logits that it was chosen by.
         goes_on: bool `[1]`: a candidate below the node is that token. None where nothing is below.
     """
 
     token_id: torch.Tensor
     row: torch.Tensor
-    scores: torch.Tensor
+    scores: torch.Tensor | FewScores
     goes_on: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class UnseenWalk:
-    """A walk to the end of the candidates that nobody looked at. What comes after the first node at which it does not
-    go on says nothing.
+    """A walk that no criterion has looked at, perhaps to the end of the candidates. What comes after the first node at
+    which it does not go on says nothing.
 
     Args:
         token_ids: int64 `[n]`: the target's own token at each node.
         rows: int64 `[n]`: the rows of its logits that they were chosen at.
         goes_on: `[n - 1]`: above 0 where a candidate below the node is that token. The last node has none below.
-        scores: the processed logits: for each node, fp32 `[1, V]`, or of all rows, fp32 `[k + 1, V]`.
+        scores: the processed logits: for each node, fp32 `[1, V]`, or of all rows, fp32 `[k + 1, V]`. Empty where
+            nobody wants them.
     """
 
     token_ids: torch.Tensor
@@ -88,10 +91,10 @@ class UnseenWalk:
         return Outcome(self.token_ids[: len(token_ids)], rows, scores, tuple(token_ids))
 
 
-def outcome_of(steps: Sequence[Step]) -> Outcome:
-    """The tokens of the first steps of a walk, all of which come out."""
+def outcome_of(steps: Sequence[Step], keeps_scores: bool = True) -> Outcome:
+    """The tokens of the first steps of a walk, all of which come out, with their scores where these are kept."""
     tokens, rows = torch.cat([one.token_id for one in steps]), torch.cat([one.row for one in steps])
-    return Outcome(tokens, rows, tuple(one.scores for one in steps))
+    return Outcome(tokens, rows, tuple(one.scores for one in steps) if keeps_scores else ())
 
 
 def walk(
@@ -137,11 +140,11 @@ def walk(
         if not do_sample:
             token = argmax_rows(processed)
         elif depth == levels:
-            token = draw(_probabilities(processed))
+            token = weights_of(processed).draw()
         elif candidates.is_chain:
-            token = _draw_at(candidates, depth, _probabilities(processed))
+            token = draw_at(candidates, depth, weights_of(processed))
         else:
-            token = _draw_among(candidates, depth, path.are_below, _probabilities(processed))
+            token = draw_among(candidates, depth, path.are_below, weights_of(processed))
         row = path.row
         goes_on = None if depth == levels else path.go_on(token)
         yield Step(token, row, processed, goes_on)
@@ -150,28 +153,34 @@ def walk(
 
 
 def walk_unseen(
-    candidates: Candidates | None, process: ProcessRow, do_sample: bool, device: torch.device
+    candidates: Candidates | None,
+    process: ProcessRow,
+    do_sample: bool,
+    device: torch.device,
+    keeps_scores: bool,
 ) -> UnseenWalk:
-    """Walk as `walk` does, to the end, without looking at anything."""
-    steps = list(walk(candidates, process, do_sample, device, looks=False))
-    outcome = outcome_of(steps)
+    """Walk as `walk` does, to the end, or where looking costs nothing for as long as the target agrees."""
+    steps = list(walk(candidates, process, do_sample, device, looks=is_free_to_look(device)))
+    outcome = outcome_of(steps, keeps_scores)
     goes_on = torch.cat([one.goes_on for one in steps[:-1]]) if steps[1:] else outcome.rows[:0]
     return UnseenWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
 
 
-def walk_greedily(candidates: Candidates | None, processed: torch.Tensor) -> UnseenWalk:
+def walk_greedily(candidates: Candidates | None, processed: torch.Tensor, keeps_scores: bool) -> UnseenWalk:
     """Walk as `walk` does when tokens are not drawn, to the end, without looking at anything: all rows at once.
 
     Args:
         candidates: what was verified (None: nothing).
         processed: fp32 `[k + 1, V]`: the logits of all rows, by processors that look at values only.
+        keeps_scores: they are wanted in the outcome.
     """
+    scores = processed if keeps_scores else ()
     device, count = processed.device, processed.shape[0]
     token_ids = argmax_rows(processed)
     if candidates is None or candidates.is_chain:
         drafted = token_ids[:0] if candidates is None else candidates.token_ids.to(device)
         rows = torch.arange(count, device=device)
-        return UnseenWalk(token_ids, rows, token_ids[:-1] == drafted, processed)
+        return UnseenWalk(token_ids, rows, token_ids[:-1] == drafted, scores)
     rows_before = candidates.parents.to(device) + 1
     is_next = token_ids.index_select(0, rows_before) == candidates.token_ids.to(device)
     # Of equal siblings, which stand for the same path, the first is taken, by counting from the end.
@@ -183,7 +192,7 @@ def walk_greedily(candidates: Candidates | None, processed: torch.Tensor) -> Uns
     for _ in candidates.shortlists:
         rows.append(next_rows.index_select(0, rows[-1]))
     rows = torch.cat(rows)
-    return UnseenWalk(token_ids.index_select(0, rows), rows, rows[1:], processed)
+    return UnseenWalk(token_ids.index_select(0, rows), rows, rows[1:], scores)
 
 
 class _Path:
@@ -229,99 +238,3 @@ class _TreePath:
         self.token_ids = torch.cat([self.token_ids, token_id])
         self.are_below = self._rows_before == self.row
         return best.values.bool()
-
-
-def _draw_at(candidates: Candidates, depth: int, p: torch.Tensor) -> torch.Tensor:
-    """Speculative sampling at one depth of a chain: a token, int64 `[1]`, distributed as `p`, fp32 `[V]`, says."""
-    shortlist, logits = candidates.shortlists[depth], candidates.logits[depth]
-    possible = few_columns(logits > -torch.inf)
-    if possible is None:
-        token_ids, q = shortlist.scored_slots, logits.softmax(-1)
-    else:
-        token_ids, q = shortlist.ids_at(possible), logits[possible].softmax(-1)
-    drafted = candidates.token_ids[depth : depth + 1]
-    # A token holds one occupied slot; unoccupied ones have probability 0.
-    of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(p.device)
-    drafted = drafted.to(p.device)
-    is_accepted = torch.rand(1, device=p.device) * of_drafter < p.index_select(0, drafted)
-    if is_free_to_look(p.device) and is_accepted:
-        return drafted
-    residual = p.scatter_add(0, token_ids.to(p.device), -q.to(p.device)).clamp_min(0.0)
-    # Where both distributions are equal to rounding, nothing is left over and the target's own takes its place.
-    residual = torch.where(residual.sum() > 0, residual, p)
-    return torch.where(is_accepted, drafted, draw(residual))
-
-
-def _draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Speculative sampling among the drawn children of a node: a token, int64 `[1]`, distributed as `p`, `[V]`, says.
-
-    Outside of the tokens that could have been drawn `p` is only ever scaled: one number stands for all of them.
-
-    Args:
-        candidates: a drawn tree.
-        depth: of the children.
-        is_child: bool `[k]`: which candidates they are.
-        p: fp32 `[V]`.
-    """
-    draws, device = candidates.draws, p.device
-    count = is_child.sum()
-    most = int(count) if is_free_to_look(device) else draws.most_siblings
-    if most == 0:
-        return draw(p)
-    w, n = draws.probabilities[depth].shape
-    order = torch.arange(most, device=device)
-    # Siblings lie side by side. Past the last of them, and past the end of the walk, something is looked up that is
-    # not asked about, perhaps of a depth of another shape.
-    children = (is_child.to(torch.int8).argmax() + order).clamp_max(is_child.shape[0] - 1)
-    columns = draws.columns.to(device)[children].clamp_max(n - 1)
-    row = draws.rows.to(device)[children[:1]].clamp_max(w - 1)
-    token_ids = draws.token_ids[depth].to(device).index_select(0, row)[0]
-    q = draws.probabilities[depth].to(device).index_select(0, row)[0]
-    q_of_each = _without_elders(q, columns, order < count)
-
-    # A token that could not be drawn may stand here beside one that could: it belongs to the rest.
-    p_here = torch.where(q > 0, p.index_select(0, token_ids), 0.0)
-    p_left = torch.cat([p_here, (1.0 - p_here.sum(0, keepdim=True)).clamp_min(0.0)])
-    p_of_children, masses = [], []
-    for q_of_child, column in zip(q_of_each.unbind(0), columns.split(1), strict=True):
-        p_of_children.append(p_left.index_select(0, column))
-        masses.append(p_left.sum(0, keepdim=True))
-        # If this child is refused; not scaled back to 1, instead q is scaled to what is left.
-        p_left = torch.addcmul(p_left, q_of_child, masses[-1], value=-1.0).clamp_min(0.0)
-    q_of_children = q_of_each.gather(1, columns.unsqueeze(1))[:, 0] * torch.cat(masses)
-    uniform = torch.rand(most, device=device)
-    is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
-    accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
-    if is_free_to_look(device) and is_accepted.any():
-        return accepted
-    residual = p.scatter_add(0, token_ids, p_left[:-1] - p_here).clamp_min(0.0)
-    residual = torch.where(residual.sum() > 0, residual, p)
-    return torch.where(is_accepted.any(), accepted, draw(residual))
-
-
-def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
-    """fp32 `[c, n + 1]`: the distribution that each child was drawn from, 0 at the children before it and in the last
-    column. All 0 for what is no child, and where nothing was left to draw.
-
-    Args:
-        q: fp32 `[n]`: what the first child was drawn from.
-        columns: int64 `[c]`: the children, in the order in which they were drawn.
-        is_child: bool `[c]`: False past the last of them.
-    """
-    n, c = q.shape[0], columns.shape[0]
-    order = torch.arange(c, device=q.device)
-    place = order.new_full((n,), c).scatter_reduce(0, columns, torch.where(is_child, order, c), "amin")
-    left = torch.where(place >= order.unsqueeze(1), q, 0.0)
-    # Summed up and not taken from 1, of which rounding would leave something where nothing is left.
-    left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-    return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
-
-
-def _probabilities(scores: torch.Tensor) -> torch.Tensor:
-    """The softmax `[V]` of `[1, V]`, divided by its sum, which over a large vocabulary is 1 only to a few digits."""
-    possible = few_columns(scores[0] > -torch.inf)
-    probabilities = scores[0].softmax(-1) if possible is None else scores[0, possible].softmax(-1)
-    probabilities = probabilities / probabilities.sum()
-    if possible is None:
-        return probabilities
-    return torch.zeros_like(scores[0]).index_copy_(0, possible, probabilities)

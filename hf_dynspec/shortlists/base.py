@@ -94,6 +94,12 @@ class ShortlistPolicy(Storable, ABC):
         An assistant refuses models with another one."""
         return ()
 
+    @property
+    def static_core(self) -> "ShortlistPolicy | None":
+        """The tokens that this policy always starts from, as a `FrequencyShortlist`: the nearest thing to it for an
+        engine that takes one list for good. None where there is none; a policy that is such a list is its own."""
+        return None
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
         return f"{type(self).__name__}({shown})"

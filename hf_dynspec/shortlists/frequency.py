@@ -65,6 +65,10 @@ class FrequencyShortlist(ShortlistPolicy):
     def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
         return () if self.tokenizer is None else (self.tokenizer,)
 
+    @property
+    def static_core(self) -> "FrequencyShortlist":
+        return FrequencyShortlist(self.ranking, self.size) if self.position_aware else self
+
     def start(self, vocabulary: VocabularyInfo) -> "FrequencyState":
         """Begin a session over `vocabulary`.
 

@@ -56,6 +56,12 @@ class UnionShortlist(ShortlistPolicy):
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:
         return tuple(one for policy in self.policies for one in policy.tokenizer_fingerprints)
 
+    @property
+    def static_core(self) -> FrequencyShortlist | None:
+        """The largest of its policies' cores."""
+        cores = [core for core in (policy.static_core for policy in self.policies) if core is not None]
+        return max(cores, key=lambda core: core.size, default=None)
+
     def start(self, vocabulary: VocabularyInfo) -> "UnionState":
         with ExitStack() as stack:
             parts = []

@@ -12,6 +12,7 @@ Inside the package every tensor has one name: the layer is `layer.…`, all else
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -38,6 +39,9 @@ from .checkpoint_files import (
 )
 from .checkpoint_tensors import check_contents, check_headers, layer_prefix, renamed
 from .settings import CheckpointFormat, EagleSettings, read_settings
+
+# What errors say of tensors that are not those of a head.
+NO_HEAD = "has neither `fc` and `layers.0` (EAGLE-2) nor `midlayer` (EAGLE-3)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +153,8 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
         named = {name: tensor.contiguous().clone() for name, tensor in checkpoint.named_tensors().items()}
         save_file(named, weights, metadata={"format": "pt"})
         config.write_text(json.dumps(checkpoint.config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets nobody else read what it writes, and a server may run as somebody else.
+        shutil.copymode(config, weights)
         for path in (weights, config):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -195,8 +201,7 @@ def _recognise(
     elif "fc.weight" in headers and any(name.startswith("layers.0.") for name in headers):
         generation = 2
     else:
-        problem = "has neither `fc` and `layers.0` (EAGLE-2) nor `midlayer` (EAGLE-3)"
-        raise ArtifactError(source, problem, "Give the folder or the repository of an EAGLE head.")
+        raise ArtifactError(source, NO_HEAD, "Give the folder or the repository of an EAGLE head.")
     prefix = layer_prefix(checkpoint_format, generation)
     found = {renamed(name, prefix, "layer."): header for name, header in headers.items()}
     settings = read_settings(config, checkpoint_format, generation, found)

@@ -73,7 +73,8 @@ def read_output_rows(folder: str | os.PathLike) -> tuple[torch.Tensor, tuple[str
     """Read a model's output projection, `[V, d]`, and the names of its architectures, without loading the model.
 
     Raises:
-        ArtifactError: the folder holds no safetensors, or none with an output projection.
+        ArtifactError: the folder holds no safetensors, or none with an output projection, or one with a bias, which
+            no layout of heads has a place for.
     """
     folder = Path(folder)
     config = read_json(folder, CONFIG_FILE)
@@ -82,6 +83,9 @@ def read_output_rows(folder: str | os.PathLike) -> tuple[torch.Tensor, tuple[str
     found: dict[str, tuple[Path, str]] = {}
     for path in safetensors_files(folder) or ():
         with open_safetensors(path) as file:
+            if any(name.endswith("lm_head.bias") for name in file.keys()):
+                problem = f"is in {folder}, and a head that takes the target's rows has no place for it"
+                raise ArtifactError("target: lm_head.bias", problem, "Use the head without these rows, as it is.")
             found |= {name.split(".")[-2]: (path, name) for name in file.keys() if name.endswith(_ROWS)}
     tied = text_config.get("tie_word_embeddings", True)
     path, name = found.get("lm_head") or (tied and found.get("embed_tokens")) or (None, "")
@@ -162,7 +166,7 @@ def _to_speculators(
         "draft_vocab_size": settings.draft_vocab_size,
         # Always written: releases of speculators and vLLM differ in what an absent key means.
         "norm_before_residual": settings.norm_before_residual,
-        "speculators_config": _speculators_config(verifier, architectures, speculative_tokens),
+        "speculators_config": speculators_config(verifier, architectures, speculative_tokens),
     }
     if settings.norm_before_fc:
         config["norm_before_fc"] = True
@@ -173,7 +177,14 @@ def _to_speculators(
     return EagleCheckpoint.from_parts(config, tensors)
 
 
-def _speculators_config(verifier: str, architectures: Sequence[str], speculative_tokens: int) -> dict[str, Any]:
+def speculators_config(verifier: str, architectures: Sequence[str], speculative_tokens: int) -> dict[str, Any]:
+    """What speculators' configuration says of how a head is used.
+
+    Args:
+        verifier: the name or path of the target.
+        architectures: the target's.
+        speculative_tokens: tokens to draft unless the server is told otherwise.
+    """
     return {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",

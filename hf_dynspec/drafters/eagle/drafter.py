@@ -31,6 +31,7 @@ from .checkpoint_files import CONFIG_FILE
 from .module import EagleModule, side_by_side
 from .settings import EagleSettings
 from .state import EagleState
+from .trimming import are_copies
 from .weights import FusedWeights
 
 
@@ -46,6 +47,8 @@ class EagleDrafter(Drafter):
         checkpoint: what `read_checkpoint` returned. Its tensors are copied.
         target: a decoder-only model of transformers.
         dtype: of the head's own weights (None: the target's, also where that is cast later).
+        only_own_tokens: draft no tokens but those of the head's own projection, as serving engines do, also where its
+            rows are copies of the target's.
 
     Attributes:
         module: the head's own weights: what is trained, adapted and saved. Not part of it is what the target lends,
@@ -60,7 +63,13 @@ class EagleDrafter(Drafter):
 
     module: EagleModule
 
-    def __init__(self, checkpoint: EagleCheckpoint, target: PreTrainedModel, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        checkpoint: EagleCheckpoint,
+        target: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        only_own_tokens: bool = False,
+    ):
         target = unwrapped(target)
         _require_fit(checkpoint.settings, checkpoint.tensors, target)
         self.settings = checkpoint.settings
@@ -71,6 +80,7 @@ class EagleDrafter(Drafter):
         self._token_ids = checkpoint.token_ids()
         self._target = weakref.ref(target)
         self._dtype = dtype
+        self._only_own_tokens = only_own_tokens
         self._lock = threading.RLock()
         self._version = 0
         self._settled: tuple[torch.device, torch.dtype] | None = None
@@ -89,7 +99,8 @@ class EagleDrafter(Drafter):
             self.module.settle(device, dtype)
             self._settled = device, dtype
         tensors = self.module.merged_tensors()
-        self.head = _choose_head(tensors.get("lm_head.weight"), self._token_ids, shared, dtype)
+        own = tensors.get("lm_head.weight")
+        self.head = _choose_head(own, self._token_ids, shared, dtype, self._only_own_tokens)
         self._has_own_head = self.head is not shared
         lent = target.get_input_embeddings().weight.detach()
         self.weights = FusedWeights.fuse(self.settings, tensors, lent, self.head.weight.dtype, device, dtype)
@@ -145,6 +156,7 @@ class EagleDrafter(Drafter):
         token: str | bool | None = None,
         dtype: torch.dtype | None = None,
         allow_pickle: bool = False,
+        only_own_tokens: bool = False,
     ) -> "EagleDrafter":
         """Load an EAGLE-2, official EAGLE-3 or speculators EAGLE-3 checkpoint.
 
@@ -156,6 +168,7 @@ class EagleDrafter(Drafter):
             token: for a private repository (None: the one that you are logged in with).
             dtype: of the head's own weights (None: the target's, also where that is cast later).
             allow_pickle: read `pytorch_model.bin` where there are no safetensors, by `torch.load(weights_only=True)`.
+            only_own_tokens: as the class.
 
         Raises:
             ArtifactError: the checkpoint is damaged, not one of these, or made for another target. It names what is
@@ -165,7 +178,7 @@ class EagleDrafter(Drafter):
         checkpoint = read_checkpoint(
             directory_or_repo, revision=revision, cache_dir=cache_dir, token=token, allow_pickle=allow_pickle
         )
-        return cls(checkpoint, target, dtype)
+        return cls(checkpoint, target, dtype, only_own_tokens)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the weights as they are now, in the layout that was loaded and in the dtype that they have, but fp64
@@ -338,23 +351,21 @@ def _hidden_states_read(settings: EagleSettings, layers: int) -> tuple[int, ...]
 
 
 def _choose_head(
-    own: torch.Tensor | None, token_ids: torch.Tensor | None, shared: DynamicLMHead, dtype: torch.dtype
+    own: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+    shared: DynamicLMHead,
+    dtype: torch.dtype,
+    only_own_tokens: bool,
 ) -> DynamicLMHead:
     """The output projection: the target's, or the head's own, `[draft_vocab_size, H]`, for these tokens.
 
     speculators freezes the verifier's rows into `lm_head`. A head with exactly those rows can draft every token
-    through the target's own projection, of which its rows are a part.
+    through the target's own projection, of which its rows are a part, unless it is to draft `only_own_tokens`.
     """
     if own is None:
         return shared
-    if own.shape[1] == shared.weight.shape[1] and shared.bias is None:
-        # A few rows first: comparing all of them is for those that are likely to agree.
-        for rows in (slice(0, 8), slice(None)):
-            ids = torch.arange(own.shape[0])[rows] if token_ids is None else token_ids[rows]
-            theirs = shared.weight.index_select(0, ids.to(shared.weight.device))
-            if not torch.equal(theirs.to(device="cpu", dtype=own.dtype), own[rows].cpu()):
-                break
-        else:
+    if not only_own_tokens and own.shape[1] == shared.weight.shape[1] and shared.bias is None:
+        if are_copies(own, token_ids, shared.weight):
             return shared
     weight = own.to(device=shared.weight.device, dtype=dtype)
     return DynamicLMHead(weight, token_ids=None if token_ids is None else token_ids.to(shared.weight.device))

@@ -19,7 +19,7 @@ from ..pair import INTERRUPTION, Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt
 from .result import BenchmarkResult, Generation
 from .settings import BenchmarkSettings
-from .systems import PLAIN, TRANSFORMERS, System, combine, open_systems
+from .systems import DRAFTING_BASELINES, PLAIN, System, combine, open_systems
 
 
 def run_benchmark(
@@ -66,8 +66,8 @@ def run_benchmark(
             threads=torch.get_num_threads(),
             started=utc_now(),
         )
-        drafted, assisted = settings.num_assistant_tokens, settings.transformers_assisted
-        with open_systems(pair, policies, result.combinations, drafted, assisted, result.notes) as systems:
+        baselines = settings.num_assistant_tokens, settings.transformers_assisted, settings.rivals
+        with open_systems(pair, policies, result.combinations, *baselines, result.notes) as systems:
             try:
                 _Run(result, pair, systems, report, save).everything()
                 result.finished = utc_now()
@@ -97,10 +97,11 @@ class _Run:
             for index, (prompt, token_ids) in enumerate(zip(pair.prompts, pair.encoded, strict=True))
         ]
         self._few = _first_of_each_domain(self._prompts, self._settings.profile_prompts)
-        self._configs = {
-            value: generation_config(target, self._settings.max_new_tokens, value, self._settings.top_k)
-            for value in self._temperatures
-        }
+        self._configs = {}
+        for value, system in product(self._temperatures, systems):
+            config = generation_config(target, self._settings.max_new_tokens, value, self._settings.top_k)
+            config.update(**system.generation)
+            self._configs[value, system.label] = config
         self._clock = Stopwatch(
             enabled=False, devices=(target.device, *(drafter.head.device for drafter in pair.drafters.values()))
         )
@@ -123,7 +124,7 @@ class _Run:
                 self._time_all_prompts(temperature, repeat)
             self._save(self._result)
         for temperature, system in product(self._temperatures, self._systems):
-            if system.label == TRANSFORMERS:
+            if system.label in DRAFTING_BASELINES:
                 self._count_forwards(system, temperature)
             if system.is_ours:
                 self._profile(system, temperature)
@@ -131,7 +132,7 @@ class _Run:
 
     def _count_generations(self) -> int:
         assistants = sum(system.is_ours for system in self._systems)
-        counting = any(system.label == TRANSFORMERS for system in self._systems)
+        counting = sum(system.label in DRAFTING_BASELINES for system in self._systems)
         timed = self._settings.repeats * len(self._systems) * len(self._prompts)
         studied = assistants * len(self._few) * (1 + self._settings.measure_coverage)
         return len(self._temperatures) * (len(self._systems) + timed + counting * len(self._prompts) + studied)
@@ -174,7 +175,7 @@ class _Run:
                 mismatches.setdefault(identifier, next((i for i, (one, other) in pairs if one != other), ends_first))
 
     def _count_forwards(self, system: System, temperature: float) -> None:
-        """Count the target's forwards, which are the rounds of transformers' assisted generation."""
+        """Count the target's forwards, which are the rounds of a baseline that drafts."""
         count = 0
 
         def add(*_: Any) -> None:
@@ -188,8 +189,9 @@ class _Run:
                 tokens, _ = self._generate("counting rounds", system, index, temperature, 0)
             finally:
                 hook.remove()
-            all_tokens, all_forwards = self._result.forwards.get((temperature, prompt.domain), (0, 0))
-            self._result.forwards[temperature, prompt.domain] = (all_tokens + len(tokens), all_forwards + count)
+            key = temperature, system.label, prompt.domain
+            all_tokens, all_forwards = self._result.forwards.get(key, (0, 0))
+            self._result.forwards[key] = (all_tokens + len(tokens), all_forwards + count)
 
     def _profile(self, system: System, temperature: float) -> None:
         """Measure where the time goes and, in calls of their own, what the shortlists cover."""
@@ -210,7 +212,8 @@ class _Run:
         """Generate once; return the new tokens and the seconds that it took."""
         self._report(f"{activity}, {system.label}", self._done, self._total)
         input_ids = self._prompts[index][2]
-        arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": self._configs[temperature]}
+        config = self._configs[temperature, system.label]
+        arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         if system.assistant is not None:
             arguments["assistant_model"] = system.assistant
         torch.manual_seed(self._settings.seed + index + 1000 * repeat)

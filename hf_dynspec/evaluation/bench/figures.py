@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from ...stats import DRAFT_SECTIONS, DraftingStatistics
+from ...stats import DRAFT_SECTIONS, LAYER_SECTIONS, DraftingStatistics
 from .result import BenchmarkResult, Generation
-from .systems import BASELINES, HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from .systems import BASELINES, DRAFTING_BASELINES, HEAD_PRODUCT, PLAIN
 
 # Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
@@ -96,9 +96,11 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, l
     """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
     if label in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
-    if label == TRANSFORMERS:
+    if label in DRAFTING_BASELINES:
         counts = [
-            count for key, count in result.forwards.items() if key[0] == temperature and domain in (None, key[1])
+            count
+            for (at, system, of_domain), count in result.forwards.items()
+            if (at, system) == (temperature, label) and domain in (None, of_domain)
         ]
         tokens, forwards = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
         return {"acceptance_length": tokens / forwards} if forwards else {}
@@ -127,6 +129,7 @@ def _studied(result: BenchmarkResult, temperature: float, label: str) -> dict[st
         figures["ms_per_round"] = per_round
         figures["draft_ms_per_round"] = sum(per_round[name] for name in DRAFT_SECTIONS)
         figures["share_of_round"] = {name: seconds / total for name, seconds in profile.seconds.items()}
+        figures["share_of_oracle"] = sum(figures["share_of_round"][name] for name in LAYER_SECTIONS)
     if coverage is not None:
         figures["coverage"] = coverage.coverage
     return figures

@@ -10,12 +10,14 @@ from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
 from ..provenance import describe_policies
 from ..tree_text import format_tree
-from .systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from .systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORMERS_DEFAULTS
 
 BASELINES = {
     PLAIN: "plain generate",
     HEAD_PRODUCT: HEAD_PRODUCT,
     TRANSFORMERS: "transformers' assisted generation",
+    TRANSFORMERS_DEFAULTS: "transformers' assisted generation, its defaults",
+    PROMPT_LOOKUP: PROMPT_LOOKUP,
 }
 
 

@@ -8,10 +8,11 @@ from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
 from .figures import BASELINE_POLICIES, summarize
 from .result import BenchmarkResult
-from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP_SETTINGS, TRANSFORMERS
 
 # 2: plain generation with this package's head product is one of the systems and one of the ratios, where it applies.
-SCHEMA_VERSION = 2
+# 3: so are transformers' defaults and prompt lookup.
+SCHEMA_VERSION = 3
 # The columns of the ratios to the baselines.
 _HEADINGS = {PLAIN: "vs plain", HEAD_PRODUCT: "vs plain with\nhead product", TRANSFORMERS: "vs transformers"}
 
@@ -52,8 +53,8 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
     table = FittedTable(
         f"One round, {_temperature_name(result, temperature)}",
-        [*headings, "verification\nms", "other"],
-        caption="times are of profiled calls; other is what is neither drafting nor the target's forward",
+        [*headings, "verification\nms", "of the\noracle"],
+        caption="times are of profiled calls; the oracle's rounds take no time but that of both models' layers",
     )
     for row in _rows_of_all_domains(result, temperature):
         if row["system"] not in result.combinations:
@@ -65,7 +66,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
             _cell(row.get("coverage"), ".4f"),
             _cell(row.get("draft_ms_per_round"), ".2f"),
             _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
-            _cell(row.get("share_of_round", {}).get("other"), ".1%"),
+            _cell(row.get("share_of_oracle"), ".1%"),
         ]
         table.add_row(row["system"], *cells, ends_section=_ends_group(result, row["system"]))
     return table
@@ -154,7 +155,11 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         "complete": result.complete,
         "notes": result.notes,
         "provenance": provenance(command, result.started, result.finished, result.threads),
-        "settings": {**settings, "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH},
+        "settings": {
+            **settings,
+            "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH,  # but of the rivals
+            "prompt_lookup_settings": PROMPT_LOOKUP_SETTINGS,
+        },
         "models": result.models,
         "policies": describe_policies(result.policies),
         "systems": {label: asdict(combination) for label, combination in result.combinations.items()},

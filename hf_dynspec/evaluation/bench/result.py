@@ -53,7 +53,7 @@ class BenchmarkResult:
         notes: what a reader should know, such as a baseline that could not run.
         generations: the timed calls.
         drafting: by temperature, system and domain: the counts of the timed calls.
-        forwards: by temperature and domain: new tokens and target forwards of transformers' assisted generation.
+        forwards: by temperature, system and domain: new tokens and target forwards of the baselines that draft.
         profiles: by temperature and system: the counts of the profiled calls, with seconds by section.
         coverages: by temperature and system: the counts of the calls in which coverage was measured.
         compared: by system: the prompts whose greedy tokens were compared with plain generation's.
@@ -71,7 +71,7 @@ class BenchmarkResult:
     notes: list[str] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     drafting: dict[tuple[float, str, str], DraftingStatistics] = field(default_factory=dict)
-    forwards: dict[tuple[float, str], tuple[int, int]] = field(default_factory=dict)
+    forwards: dict[tuple[float, str, str], tuple[int, int]] = field(default_factory=dict)
     profiles: dict[tuple[float, str], DraftingStatistics] = field(default_factory=dict)
     coverages: dict[tuple[float, str], DraftingStatistics] = field(default_factory=dict)
     compared: dict[str, set[str]] = field(default_factory=dict)

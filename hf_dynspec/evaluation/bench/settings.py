@@ -34,6 +34,9 @@ class BenchmarkSettings(PairSettings):
             timed runs (0: do not measure either).
         measure_coverage: measure the target's probability mass on the shortlists.
         transformers_assisted: run transformers' assisted generation too.
+        rivals: run what users have without this package too: transformers' assisted generation as the drafter's own
+            settings have it (by default 20 tokens, and none after one of which the drafter is less sure than 0.4), and
+            prompt lookup.
 
     Raises:
         ConfigurationError: a setting is out of range, or a text is no policy or no tree.
@@ -49,6 +52,7 @@ class BenchmarkSettings(PairSettings):
     profile_prompts: int = 2
     measure_coverage: bool = True
     transformers_assisted: bool = True
+    rivals: bool = True
 
     _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "top_k": 0, "repeats": 1, "profile_prompts": 0}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -24,12 +24,22 @@ PLAIN = "plain"
 # what drafting itself gains is what is faster than this.
 HEAD_PRODUCT = "plain generate, this package's head product"
 TRANSFORMERS = "transformers"
+# What users have without this package: the same drafter, as transformers drafts with it unless told otherwise, and
+# no drafter at all (Saxena, 2023, "Prompt Lookup Decoding").
+TRANSFORMERS_DEFAULTS = "transformers' defaults"
+PROMPT_LOOKUP = "prompt lookup"
+RIVALS = (TRANSFORMERS_DEFAULTS, PROMPT_LOOKUP)
+# What drafts and says nothing of its rounds, which are counted by the target's forwards.
+DRAFTING_BASELINES = (TRANSFORMERS, *RIVALS)
 # What the assistants are compared with, in the order of the tables.
-BASELINES = (PLAIN, HEAD_PRODUCT, TRANSFORMERS)
+BASELINES = (PLAIN, HEAD_PRODUCT, *DRAFTING_BASELINES)
 
-# All systems that draft do so by the same number of tokens in every round, or their rounds would not be comparable: by
-# default transformers also ends a draft at the first token of which the drafter is less sure than 0.4.
+# All systems that draft, but the rivals, do so by the same number of tokens in every round, or their rounds would not
+# be comparable: by default transformers drafts 20, and ends a draft at the first token of which the drafter is less
+# sure than 0.4.
 CONSTANT_DRAFT_LENGTH = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+# As many tokens as its author takes: they cost a verification's rows, and no drafter.
+PROMPT_LOOKUP_SETTINGS = {"prompt_lookup_num_tokens": 10}
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,14 @@ class System:
         assistant: what is passed as `assistant_model`; None for plain generation.
         is_ours: whether it is an assistant of this package, and not one of the baselines.
         surroundings: makes what its calls are made in.
+        generation: what is set in the generation configuration of its calls.
     """
 
     label: str
     assistant: Any
     is_ours: bool = False
     surroundings: Callable[[], AbstractContextManager] = nullcontext
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -102,6 +114,7 @@ def open_systems(
     combinations: dict[str, Combination],
     num_assistant_tokens: int,
     transformers_assisted: bool,
+    rivals: bool,
     notes: list[str],
 ) -> Iterator[list[System]]:
     """Set up the baselines and an assistant for each combination; put the models back as they were.
@@ -111,7 +124,8 @@ def open_systems(
         policies: the policies by label.
         combinations: what the assistants are made of, by label.
         num_assistant_tokens: tokens of each chain, of all systems that draft chains.
-        transformers_assisted: set up transformers' assisted generation too.
+        transformers_assisted: set up transformers' assisted generation with drafts of that length too.
+        rivals: set up what transformers does unless told otherwise, and prompt lookup.
         notes: is told which baselines could not be set up, and why.
 
     Raises:
@@ -130,18 +144,36 @@ def open_systems(
     else:
         notes.append(f"plain generate with this package's head product was left out: {problem}")
     with ExitStack() as stack:
-        problem = _why_not_transformers(pair)
-        if transformers_assisted and problem is None:
-            stack.enter_context(_draft_length(pair.drafter_model, num_assistant_tokens))
-            systems.append(System(TRANSFORMERS, pair.drafter_model))
-        elif transformers_assisted:
-            notes.append(f"transformers' assisted generation was left out: {problem}")
+        systems += _drafting_baselines(pair, num_assistant_tokens, transformers_assisted, rivals, stack, notes)
         for label, combination in combinations.items():
             policy = policies[combination.policy]
             assistant = _assistant(pair, combination, policy, num_assistant_tokens)
             stack.callback(assistant.unbind)
             systems.append(System(label, assistant, is_ours=True))
         yield systems
+
+
+def _drafting_baselines(
+    pair: Pair,
+    num_assistant_tokens: int,
+    transformers_assisted: bool,
+    rivals: bool,
+    stack: ExitStack,
+    notes: list[str],
+) -> Iterator[System]:
+    """What drafts without this package. The drafter's settings are put back when the stack is closed."""
+    drafter, problem = pair.drafter_model, _why_not_transformers(pair)
+    if problem is None:
+        stack.enter_context(_draft_settings(drafter, {}))
+        wanted = {"num_assistant_tokens": num_assistant_tokens, **CONSTANT_DRAFT_LENGTH}
+        if transformers_assisted:
+            yield System(TRANSFORMERS, drafter, surroundings=lambda: _draft_settings(drafter, wanted))
+        if rivals:
+            yield System(TRANSFORMERS_DEFAULTS, drafter)
+    elif transformers_assisted or rivals:
+        notes.append(f"transformers' assisted generation was left out: {problem}")
+    if rivals:
+        yield System(PROMPT_LOOKUP, None, generation=PROMPT_LOOKUP_SETTINGS)
 
 
 def _assistant(
@@ -212,11 +244,11 @@ def _why_not_transformers(pair: Pair) -> str | None:
 
 
 @contextmanager
-def _draft_length(drafter: PreTrainedModel, num_assistant_tokens: int) -> Iterator[None]:
-    """Let transformers draft as many tokens as the assistants do, which it reads from the drafter's own settings."""
+def _draft_settings(drafter: PreTrainedModel, wanted: Mapping[str, Any]) -> Iterator[None]:
+    """Let transformers draft by these settings, which it reads from the drafter's own and may change, and put those
+    back."""
     config = drafter.generation_config
-    wanted = {"num_assistant_tokens": num_assistant_tokens, **CONSTANT_DRAFT_LENGTH}
-    before = {name: getattr(config, name) for name in wanted}
+    before = {name: getattr(config, name) for name in ("num_assistant_tokens", *CONSTANT_DRAFT_LENGTH)}
     for name, value in wanted.items():
         setattr(config, name, value)
     try:

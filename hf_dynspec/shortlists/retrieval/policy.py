@@ -1,5 +1,6 @@
 """EvoSpec's dynamic vocabulary: a static core, and tokens that are retrieved where the context leaves it."""
 
+import copy
 import os
 import threading
 import weakref
@@ -18,7 +19,7 @@ from .cache import CACHES
 from .graph import CooccurrenceGraph
 from .index import SemanticIndex
 from .neighbours import TokenNeighbours
-from .retriever import NO_TOKEN, RetrievalEvent, Retriever
+from .retriever import NO_TOKEN, RetrievalEvent, RetrievalListener, Retriever
 from .worker import Worker
 
 SEMANTICS = ("logits", "index", "token")
@@ -114,6 +115,13 @@ class RetrievalShortlist(ShortlistPolicy):
         # What was made of a target's head, for as long as a session uses it, as it may hold that head's rows.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._made_of: tuple[int, int, torch.Size] | None = None
+        self.listener: RetrievalListener | None = None
+
+    def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
+        """A twin of this policy whose sessions tell a listener what they retrieve, for study."""
+        twin = copy.copy(self)
+        twin.listener = listener
+        return twin
 
     @classmethod
     def paper(
@@ -137,6 +145,10 @@ class RetrievalShortlist(ShortlistPolicy):
     def tokenizer_fingerprints(self) -> tuple[TokenizerFingerprint, ...]:
         of_core = () if self._core is None else self._core.tokenizer_fingerprints
         return of_core if self._of_graph is None else (*of_core, self._of_graph)
+
+    @property
+    def static_core(self) -> FrequencyShortlist | None:
+        return self._core
 
     @property
     def needs(self) -> Needs:
@@ -215,7 +227,13 @@ class RetrievalState(ShortlistState):
         rows = vocabulary.target_rows
         semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
         self._retriever = Retriever(
-            self._cache, _wanted_ids(vocabulary, core), semantic, policy.neighbours, policy.graph, policy.successors
+            self._cache,
+            _wanted_ids(vocabulary, core),
+            semantic,
+            policy.neighbours,
+            policy.graph,
+            policy.successors,
+            policy.listener,
         )
         self._worker = Worker(policy.synchronous)
 
@@ -226,7 +244,11 @@ class RetrievalState(ShortlistState):
 
     def begin_round(self) -> None:
         # What is not there yet is taken up at a later round.
-        changes = [one for one in self._worker.take() if one is not None]
+        taken = self._worker.take()
+        if self._policy.listener is not None:
+            # What has no result at all was no retrieval, see `follow_weights`.
+            self._policy.listener.take_up(sum(one is not None for one in taken))
+        changes = [one for one in taken if one]
         if not changes:
             return
         for places, token_ids in changes:
@@ -248,25 +270,28 @@ class RetrievalState(ShortlistState):
         if not self._takes_prompts:
             return
         if prompt.token_ids.numel():
-            self._give(RetrievalEvent(prompt.token_ids))
+            self._give(RetrievalEvent(prompt.token_ids, start=prompt.start))
         if prompt.top_ids is not None:
             no_tokens = torch.full_like(prompt.top_ids[:, 0], NO_TOKEN)
-            self._give(RetrievalEvent(no_tokens, top_ids=prompt.top_ids[:, : self._policy.likely]))
+            # What is likely at a position of the prompt is likely to stand at the next one.
+            start = prompt.start + 1 - no_tokens.shape[0]
+            self._give(RetrievalEvent(no_tokens, top_ids=prompt.top_ids[:, : self._policy.likely], start=start))
 
     def observe(self, verdict: Verdict) -> None:
         # A part of a union may be shown more than it asked for.
         is_trigger = verdict.out_of_vocabulary if self._policy.trigger == "oov" else None
         top_ids = None if verdict.top_ids is None else verdict.top_ids[:, : self._policy.likely]
-        self._give(RetrievalEvent(verdict.verified, is_trigger, top_ids, verdict.hidden_states, is_verified=True))
+        states = verdict.hidden_states
+        self._give(RetrievalEvent(verdict.verified, is_trigger, top_ids, states, True, verdict.start))
 
     def _give(self, event: RetrievalEvent) -> None:
         # The job must not hold this state, which would keep it from being given up.
         retriever, core_size, device = self._retriever, self._core_size, self._slots.device
 
-        def retrieve() -> tuple[torch.Tensor, torch.Tensor] | None:
+        def retrieve() -> tuple[torch.Tensor, ...]:
             changes = retriever.retrieve(event)
             if not changes:
-                return None
+                return ()
             # Copied from here, so that the round does not wait for the copy.
             places = torch.tensor(list(changes)).add(core_size).to(device)
             return places, torch.tensor(list(changes.values())).to(device)

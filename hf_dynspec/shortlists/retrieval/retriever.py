@@ -1,5 +1,7 @@
 """What a verification said, turned into the tokens of a cache."""
 
+import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ class RetrievalEvent:
         top_ids: int64 `[n, likely]`: the target's most probable tokens there (None: not asked for).
         hidden_states: `[n, d]`: what the target's head was given there (None: not asked for).
         is_verified: whether the target chose the tokens. Those of a prompt have no neighbours looked up.
+        start: the position in the text of the first of them; the others follow.
     """
 
     token_ids: torch.Tensor
@@ -30,21 +33,57 @@ class RetrievalEvent:
     top_ids: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     is_verified: bool = False
+    start: int = 0
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What one position of an event brought.
+    """What one position of an event brought, in the order in which the cache takes it in.
 
     Args:
-        trigger: the token at whose position it was.
-        semantic: what the target found likely there, and what is near to it.
-        following: what most often follows these.
+        position: of the text.
+        trigger: the token that stands there, `NO_TOKEN` where it does not matter.
+        likely: what the target found most probable there.
+        near: what the index or the table of neighbours has near to it.
+        following: what most often follows all of these.
     """
 
+    position: int
     trigger: int
-    semantic: tuple[int, ...]
+    likely: tuple[int, ...]
+    near: tuple[int, ...]
     following: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Retrieval:
+    """One event, and what came of it.
+
+    Args:
+        event: what was read.
+        found: what each position that counts brought, in their order.
+        changes: the slots of the cache that hold another token now, with these tokens.
+        start: when it began, in seconds of `time.perf_counter`.
+        end: when it was done.
+    """
+
+    event: RetrievalEvent
+    found: list[Retrieved]
+    changes: dict[int, int]
+    start: float
+    end: float
+
+
+class RetrievalListener(ABC):
+    """Is told what a session retrieves, for those who study it."""
+
+    @abstractmethod
+    def hear(self, retrieval: Retrieval) -> None:
+        """An event was taken in. Called by the thread that retrieves, in the order of the events."""
+
+    @abstractmethod
+    def take_up(self, count: int) -> None:
+        """A round takes up the next `count` retrievals. Called by the thread that generates."""
 
 
 class Retriever:
@@ -59,6 +98,7 @@ class Retriever:
         neighbours: how many tokens of an index.
         graph: what finds tokens that follow (None: nothing).
         successors: how many follow each of the others.
+        listener: is told what is retrieved (None: nobody).
     """
 
     def __init__(
@@ -69,6 +109,7 @@ class Retriever:
         neighbours: int,
         graph: CooccurrenceGraph | None,
         successors: int,
+        listener: RetrievalListener | None = None,
     ):
         self._cache = cache
         self._is_wanted = is_wanted
@@ -76,15 +117,25 @@ class Retriever:
         self._neighbours = neighbours
         self._graph = graph
         self._successors = successors
+        self._listener = listener
 
     def retrieve(self, event: RetrievalEvent) -> dict[int, int]:
         """Take in an event. Returns the slots of the cache that hold another token now, with these tokens."""
+        if self._listener is None:
+            return self._take_in(event)[1]
+        start = time.perf_counter()
+        found, changes = self._take_in(event)
+        self._listener.hear(Retrieval(event, found, changes, start, time.perf_counter()))
+        return changes
+
+    def _take_in(self, event: RetrievalEvent) -> tuple[list[Retrieved], dict[int, int]]:
         token_ids = event.token_ids.tolist()
         self._cache.advance(len(token_ids) if event.is_verified else 0)
         self._cache.refresh(token_ids)
-        for one in self._found(event):
-            self._cache.add(self._wanted([one.trigger, *one.semantic, *one.following]))
-        return self._cache.take_changes()
+        found = self._found(event)
+        for one in found:
+            self._cache.add(self._wanted([one.trigger, *one.likely, *one.near, *one.following]))
+        return found, self._cache.take_changes()
 
     def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
         """Take up what is made of other weights."""
@@ -97,24 +148,27 @@ class Retriever:
             chosen = event.is_trigger.cpu().nonzero().squeeze(1)
         if not chosen.numel():
             return []
-        seeds = self._seeds(event, chosen)
         token_ids = event.token_ids.cpu()[chosen].tolist()
-        return [
-            Retrieved(token_id, tuple(row), self._following(row if token_id == NO_TOKEN else [token_id, *row]))
-            for token_id, row in zip(token_ids, seeds.tolist(), strict=True)
-        ]
+        columns = (chosen.tolist(), token_ids, self._likely(event, chosen), self._near(event, chosen))
+        found = []
+        for place, token_id, likely, near in zip(*columns, strict=True):
+            seeds = [*likely, *near] if token_id == NO_TOKEN else [token_id, *likely, *near]
+            following = self._following(seeds)
+            found.append(Retrieved(event.start + place, token_id, tuple(likely), tuple(near), following))
+        return found
 
-    def _seeds(self, event: RetrievalEvent, chosen: torch.Tensor) -> torch.Tensor:
-        """int64 `[m, s]`: the target's likeliest tokens at the chosen positions, and those that are near."""
-        found = [torch.zeros(chosen.shape[0], 0, dtype=torch.int64)]
-        if event.top_ids is not None:
-            found.append(event.top_ids.cpu()[chosen])
+    def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
+        """The target's likeliest tokens at each of the chosen positions."""
+        return [[]] * chosen.shape[0] if event.top_ids is None else event.top_ids.cpu()[chosen].tolist()
+
+    def _near(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
+        """What is near to what the target's head was given, or to the token, at each of the chosen positions."""
         if isinstance(self._semantic, SemanticIndex) and event.hidden_states is not None:
             asked = event.hidden_states.index_select(0, chosen.to(event.hidden_states.device))
-            found.append(self._semantic.search(asked, self._neighbours))
-        elif isinstance(self._semantic, TokenNeighbours) and event.is_verified:
-            found.append(self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours])
-        return torch.cat(found, dim=1)
+            return self._semantic.search(asked, self._neighbours).tolist()
+        if isinstance(self._semantic, TokenNeighbours) and event.is_verified:
+            return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].tolist()
+        return [[]] * chosen.shape[0]
 
     def _following(self, token_ids: list[int]) -> tuple[int, ...]:
         """What follows tokens most often, each once."""

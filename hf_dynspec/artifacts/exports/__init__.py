@@ -1,0 +1,2 @@
+"""What other engines read of an artifact: a token map for SGLang, a trimmed EAGLE-3 head for vLLM, and a generation
+function for transformers alone. Each is read back by its format's rules before it is called written."""

@@ -1,0 +1,113 @@
+"""The static shortlist of an artifact: all that engines with one list for good can take of a policy."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ArtifactError, ConfigurationError
+from ...loading import find_eos_token_ids, load_tokenizer
+from ...protocol import VocabularyInfo
+from ...shortlists import FrequencyShortlist, ShortlistPolicy
+from ...vocabulary import TokenizerFingerprint, fingerprint_tokenizer
+from ..config import DynSpecConfig
+from ..reading import read_artifact, rebuild_policy
+
+BUILD_A_RANKING = "build a ranking with `hf-dynspec build frequency` and export that"
+
+
+@dataclass(frozen=True)
+class StaticShortlist:
+    """A list of tokens that never changes.
+
+    Args:
+        policy: what drafts these tokens here.
+        tokenizer: whose ids they are, and which of them end a text.
+        config: the artifact's configuration.
+    """
+
+    policy: FrequencyShortlist
+    tokenizer: TokenizerFingerprint
+    config: DynSpecConfig
+
+    def token_ids(self, draftable: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
+        """int64 `[n]`: the ids that the policy selects, those that end a text and the most frequent others, in the
+        order of the ranking.
+
+        Args:
+            draftable: the ids that a head can score (None: all of them).
+
+        Raises:
+            ConfigurationError: the ranking holds fewer ids than were asked for, or none that the head can score.
+        """
+        ids, eos = None, self.tokenizer.eos_token_ids
+        if draftable is not None:
+            ids = torch.as_tensor(draftable, dtype=torch.int64)
+            ids = ids[ids < self.tokenizer.size]  # the others are padding
+            eos = tuple(one for one in eos if bool((ids == one).any()))
+        vocabulary = VocabularyInfo(self.tokenizer.size, eos, torch.device("cpu"), draftable=ids)
+        chosen = self.policy.leading_ids(vocabulary)
+        if chosen.numel() < self.policy.size:
+            whose = "the ranking holds" if ids is None else "of the ranking the head can draft"
+            raise ConfigurationError(
+                f"size is {self.policy.size:,}, and {whose} {chosen.numel():,} ids; give a --size up to that"
+            )
+        if self.policy.ranking is None:
+            return chosen.sort().values
+        # An end of texts that the ranking lacks comes first.
+        place = torch.full((self.tokenizer.size,), -1, dtype=torch.int64)
+        ranked = self.policy.ranking[self.policy.ranking < self.tokenizer.size]
+        place[ranked] = torch.arange(ranked.numel())
+        return chosen[place[chosen].argsort()]
+
+
+def read_static_shortlist(
+    artifact: str | os.PathLike,
+    *,
+    engine: str,
+    size: int | None = None,
+    take_core: bool = False,
+    target: str | os.PathLike | None = None,
+) -> StaticShortlist:
+    """Read an artifact for its static shortlist.
+
+    Args:
+        artifact: a folder, or a repository on the Hub.
+        engine: what the list is for, as errors call it.
+        size: how many tokens (None: what the artifact says).
+        take_core: of a policy that chooses tokens anew as a text goes on, take the core that it starts from.
+        target: folder or Hub id of the target, whose tokenizer is held against the artifact's, and whose
+            end-of-sequence ids are the list's (None: the artifact's own).
+
+    Raises:
+        ArtifactError: as `read_artifact`; the policy is not static, and the message names the nearest thing that is;
+            or nothing says whose ids the artifact holds.
+        ConfigurationError: the target has no tokenizer.
+    """
+    fingerprint = None
+    if target is not None:
+        loaded = load_tokenizer(target)
+        fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
+    config, tensors = read_artifact(artifact, tokenizer_fingerprint=fingerprint)
+    policy = _static_core(Path(artifact).name, rebuild_policy(config, tensors), engine, take_core)
+    known = fingerprint or config.tokenizer
+    if known is None:
+        problem = "is not named, so that nothing says which ids there are"
+        raise ArtifactError("config.json: tokenizer", problem, "Give --target, the folder or Hub id of the target.")
+    return StaticShortlist(FrequencyShortlist(policy.ranking, size or policy.size), known, config)
+
+
+def _static_core(artifact: str, policy: ShortlistPolicy, engine: str, take_core: bool) -> FrequencyShortlist:
+    core: Any = policy.static_core
+    if core is policy or (core is not None and take_core):
+        return core
+    problem = f"is {policy.name!r}, which chooses tokens anew as a text goes on, and {engine} takes one list for good"
+    if policy.name == "full":
+        problem = f"is 'full', which needs no list: {engine} drafts from all tokens unless it is given one"
+    fix = f"To gain there what a static list gains, {BUILD_A_RANKING}."
+    if core is not None:
+        fix = f"The nearest static thing is its core of {core.size:,} tokens: give --static to export that."
+    raise ArtifactError(f"{artifact}: policy", problem, fix)

@@ -1,0 +1,177 @@
+"""A head for vLLM: EAGLE-3 in speculators' layout, trimmed to a static shortlist."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...assistant import DynSpecAssistant
+from ...drafters import EagleDrafter
+from ...drafters.eagle.checkpoint import NO_HEAD, EagleCheckpoint, read_checkpoint, write_checkpoint
+from ...drafters.eagle.checkpoint_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, read_json
+from ...drafters.eagle.conversion import convert_checkpoint, read_output_rows, speculators_config
+from ...drafters.eagle.trimming import has_target_rows, trim_checkpoint
+from ...errors import ArtifactError, DynSpecError
+from ...shortlists import FrequencyShortlist
+from ..folder import is_folder
+from ..hub import download_snapshot
+from .static import StaticShortlist
+
+
+def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pickle: bool = False) -> EagleCheckpoint:
+    """Read a head that vLLM can be given a part of.
+
+    Args:
+        head: folder or Hub id of an EAGLE-3 head, official or of speculators.
+        revision: the branch, tag or commit of a repository.
+        allow_pickle: as `read_checkpoint`.
+
+    Raises:
+        ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names the
+            nearest thing that a server can do with it.
+    """
+    folder = Path(head) if is_folder(head) else download_snapshot(str(head), [CONFIG_FILE], revision, None, None)
+    config = read_json(Path(folder), CONFIG_FILE)
+    whole = (
+        "vLLM drafts with such a model from its whole vocabulary, and takes it as it is: there is nothing to export "
+        '(--speculative-config \'{"method": "draft_model", "model": …}\').'
+    )
+    is_whole = config.get("num_hidden_layers", 1) != 1 and "speculators_model_type" not in config
+    if is_whole:
+        raise ArtifactError(str(head), "is a model of its own, and no EAGLE head", whole)
+    try:
+        checkpoint = read_checkpoint(head, revision=revision, allow_pickle=allow_pickle)
+    except ArtifactError as error:
+        if NO_HEAD not in str(error):
+            raise
+        raise ArtifactError(error.field, NO_HEAD, f"Give an EAGLE-3 head. {whole}") from error
+    if checkpoint.settings.generation != 3:
+        problem = "is an EAGLE-2 head, and vLLM has no map of draft tokens for those"
+        fix = (
+            "SGLang has one: `hf-dynspec export sglang` and `hf-dynspec convert eagle --to sglang`. Or use an EAGLE-3 "
+            "head."
+        )
+        raise ArtifactError(str(head), problem, fix)
+    return checkpoint
+
+
+def trimmed_for_vllm(
+    head: EagleCheckpoint,
+    shortlist: StaticShortlist,
+    target: str | os.PathLike,
+    *,
+    verifier: str | None = None,
+    speculative_tokens: int = 5,
+) -> EagleCheckpoint:
+    """The head with no more tokens than a shortlist's, in speculators' layout.
+
+    Its `lm_head` holds the target's rows of these tokens or, where it has an output projection of its own, its own
+    rows; such a head can draft those of the shortlist's tokens that it has, and `size` of them are taken.
+
+    Args:
+        head: see `read_head`.
+        shortlist: which tokens.
+        target: folder or Hub id of the model that it drafts for.
+        verifier: what the configuration calls the target (None: `target`).
+        speculative_tokens: tokens to draft unless the server is told otherwise.
+
+    Raises:
+        ArtifactError: the head was made for another target, or speculators' layout cannot express it.
+        ConfigurationError: the head can draft fewer of the ranking's tokens than the shortlist is to have.
+    """
+    folder = Path(target) if is_folder(target) else Path(download_snapshot(str(target), HEAD_FILES, None, None, None))
+    rows, architectures = read_output_rows(folder)
+    layers = _require_made_for(head, folder, rows)
+    lent = has_target_rows(head, rows)
+    own = None if lent else head.token_ids()
+    trimmed = trim_checkpoint(head, shortlist.token_ids(own), rows if lent else None)
+    name = verifier or str(target)
+    as_speculators = convert_checkpoint(trimmed, "speculators", verifier=name, architectures=architectures)
+    config: dict[str, Any] = dict(as_speculators.config)
+    # Nothing is left to a server's own defaults, of which there are several.
+    config["transformer_layer_config"] |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config.setdefault("architectures", ["Eagle3Speculator"])
+    config["norm_before_residual"] = head.settings.norm_before_residual
+    config["eagle_aux_hidden_state_layer_ids"] = list(head.settings.target_layer_ids or layers)
+    config["speculators_config"] = speculators_config(name, architectures, speculative_tokens)
+    return EagleCheckpoint.from_parts(config, as_speculators.named_tensors())
+
+
+def write_head(folder: Path, head: EagleCheckpoint) -> None:
+    """Write a head and read it back by the rules of its layout, bit for bit.
+
+    Raises:
+        ArtifactError: what was read is not what was written.
+        OSError: a file cannot be written.
+    """
+    write_checkpoint(folder, head)
+    found = read_checkpoint(folder)
+    same = found.settings == head.settings and found.tensors.keys() == head.tensors.keys()
+    if not same or not all(torch.equal(tensor, head.tensors[name]) for name, tensor in found.tensors.items()):
+        raise ArtifactError(WEIGHTS_FILE, "was not read back as it was written", "Write it to another disk.")
+
+
+def require_equal_drafts(
+    original: EagleCheckpoint,
+    trimmed: EagleCheckpoint,
+    shortlist: FrequencyShortlist,
+    target: PreTrainedModel,
+    texts: Sequence[torch.Tensor],
+) -> int:
+    """Draft with the trimmed head, from its own rows and maps alone, what the original drafts from the shortlist.
+
+    Args:
+        original: the head as it was read.
+        trimmed: the head as it was written.
+        shortlist: the policy that drafts the same tokens here.
+        target: the model, in fp32: in 16 bit, scores tie that do not elsewhere.
+        texts: each int64 `[1, n]`: token ids to draft after.
+
+    Returns:
+        How many tokens were compared.
+
+    Raises:
+        DynSpecError: a draft differs.
+    """
+    drafts = []
+    for checkpoint, policy in ((original, shortlist), (trimmed, "full")):
+        drafter = EagleDrafter(checkpoint, target, only_own_tokens=checkpoint is trimmed)
+        assistant = DynSpecAssistant(drafter, policy, target=target)
+        try:
+            drafts.append([assistant.draft_round(text).token_ids.tolist() for text in texts])
+        finally:
+            assistant.unbind()
+    for index, (expected, found) in enumerate(zip(*drafts, strict=True)):
+        if expected != found:
+            raise DynSpecError(f"after text {index} the head drafts {found}, and with its shortlist here {expected}")
+    return sum(map(len, drafts[0]))
+
+
+def _require_made_for(head: EagleCheckpoint, folder: Path, rows: torch.Tensor) -> tuple[int, ...]:
+    """Compare the sizes that a head was made for with a target's.
+
+    Returns:
+        The hidden states of the target that heads read unless they say otherwise.
+
+    Raises:
+        ArtifactError: they differ, or the target has fewer layers than the head reads.
+    """
+    settings, config = head.settings, read_json(folder, CONFIG_FILE)
+    text_config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    layers = text_config.get("num_hidden_layers")
+    fix = "Give the target that the head was made for."
+    for name, own, its in (
+        ("vocab_size", settings.vocab_size, rows.shape[0]),
+        ("hidden_size", settings.target_hidden_size, text_config.get("hidden_size")),
+    ):
+        if own != its:
+            raise ArtifactError(f"{CONFIG_FILE}: {name}", f"of the head is {own}, and the target's is {its}", fix)
+    usual = (2, layers // 2, layers - 3) if isinstance(layers, int) else ()
+    reads = settings.target_layer_ids or usual
+    if not reads or max(reads) > layers or min(reads) < 0:
+        problem = f"is {layers} in the target, and the head reads the hidden states {list(reads)}"
+        raise ArtifactError(f"{CONFIG_FILE}: num_hidden_layers", problem, fix)
+    return usual

@@ -1,0 +1,147 @@
+"""`hf-dynspec trace`: what a policy did for one prompt, token by token."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    AllowPickle,
+    ChatTemplate,
+    Device,
+    DrafterModel,
+    Dtype,
+    JsonFile,
+    MaxNewTokens,
+    MaxPromptTokens,
+    ResultsFile,
+    Seed,
+    Target,
+    Threads,
+    about,
+    command_line,
+    progress_bar,
+)
+from .running import claim_file
+
+if TYPE_CHECKING:
+    from ..evaluation.trace.result import Trace
+
+
+def trace(
+    *,
+    context: typer.Context,
+    target: Target,
+    drafter: DrafterModel = None,
+    eagle: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
+    ] = None,
+    prompt_id: Annotated[
+        str | None, typer.Option(metavar="FILE/QUESTION_ID", help="Which of the prompts. Default: the first.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself, in place of a file.")] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="The policy to trace, as for bench.")
+    ] = "retrieval",
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="Draft trees of this shape; the word default means 60/5/10."
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
+    chat_template: ChatTemplate = False,
+    max_prompt_tokens: MaxPromptTokens = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    seed: Seed = 0,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page that needs nothing else, with everything.")
+    ] = None,
+    json_file: JsonFile = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a round's time: .svg, .png or .pdf.")
+    ] = None,
+) -> None:
+    """Generate once and show what the policy did: which tokens were out of vocabulary, what was retrieved there and in
+    which way, what of it was drafted and accepted later, and where a round's time went.
+
+    The tokens are those of a call that nobody traces.
+    """
+    from ..errors import ConfigurationError
+    from ..evaluation.plots import require_plot_file
+    from ..evaluation.prompts import WorkloadPrompt, read_workload
+    from ..evaluation.trace.measure import trace_prompt
+    from ..evaluation.trace.settings import TraceSettings
+
+    if (prompts is None) == (prompt is None):
+        raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
+    settings = TraceSettings(
+        target=target,
+        drafter=drafter,
+        eagle=eagle,
+        allow_pickle=allow_pickle,
+        prompts=[] if prompts is None else [prompts],
+        prompt_id=prompt_id,
+        policies=(policy,),
+        tree=tree,
+        max_new_tokens=max_new_tokens,
+        num_assistant_tokens=num_assistant_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        chat_template=chat_template,
+        max_prompt_tokens=max_prompt_tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
+        claim_file(context, path, option)
+    if timeline is not None:
+        require_plot_file(timeline)
+    given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
+    words = command_line(context)
+    with progress_bar() as report:
+        result = trace_prompt(settings, prompts=given, report=report)
+    _print(result)
+    _write(result, words, html, json_file, timeline)
+
+
+def _print(result: "Trace") -> None:
+    from rich.console import Console
+
+    from ..evaluation.trace.report import text_report
+
+    console, settings = Console(), result.settings
+    chain_length = None if settings.tree is not None else settings.num_assistant_tokens
+    line = about(result.models, result.threads, settings.max_new_tokens, chain_length)
+    console.print(line, highlight=False)
+    for part in text_report(result):
+        console.print(part)
+
+
+def _write(
+    result: "Trace", words: list[str], html: Path | None, json_file: Path | None, timeline: Path | None
+) -> None:
+    from ..evaluation.trace.page import write_page
+    from ..evaluation.trace.report import to_dict
+    from ..evaluation.trace.timeline import write_timeline
+
+    results = ResultsFile(json_file)
+    results.save(lambda: to_dict(result, words))
+    if html is not None:
+        write_page(html, result)
+    if timeline is not None and result.timeline is not None:
+        write_timeline(timeline, result)
+    elif timeline is not None:
+        typer.echo(f"note: {timeline} was not drawn: no round after the first drafted anything", err=True)
+    results.require_saved()

@@ -1,0 +1,237 @@
+"""What is noted while a traced call runs, at the seams that every call has: what a policy is shown and selects, what
+retrieval says, and the sections of the stopwatch. Nothing is read from the device but what a change of the shortlist
+copies, so that the times stay those of a call that nobody traces, and everything else is worked out afterwards."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ...assistant import DynSpecAssistant
+from ...generation.generate_call import GenerateCall
+from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...shortlists import RetrievalShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
+from ...shortlists.retrieval.retriever import Retrieval, RetrievalListener
+from ...stats import Stopwatch
+
+
+@dataclass
+class RecordedRound:
+    """One round.
+
+    Args:
+        has_begun: whether anything was to be drafted in it.
+        shortlists: what was selected before each of its draft steps.
+        prompts: what the policy was shown of the prompt, in this round or before the first.
+        verdict: what came of it.
+        end: when the policy had seen the verdict, in seconds of `time.perf_counter`.
+    """
+
+    has_begun: bool = False
+    shortlists: list[Shortlist] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    verdict: Verdict | None = None
+    end: float = 0.0
+
+
+@dataclass(frozen=True)
+class RecordedSpan:
+    """A section of the stopwatch, from `start` to `end` in seconds of `time.perf_counter`."""
+
+    name: str
+    start: float
+    end: float
+
+
+class SpanStopwatch(Stopwatch):
+    """A stopwatch that keeps each section's beginning and end, beside the sums."""
+
+    def __init__(self, devices: tuple[torch.device, ...] = ()):
+        super().__init__(True, devices)
+        self.spans: list[RecordedSpan] = []
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start = self.now()
+        try:
+            with super().section(name):
+                yield
+        finally:
+            self.spans.append(RecordedSpan(name, start, self.now()))
+
+
+class HeardRetrievals(RetrievalListener):
+    """What one part of a policy told of its retrievals.
+
+    Attributes:
+        retrievals: what was retrieved, in order.
+        taken: for each of the first of them the round that took it up.
+    """
+
+    def __init__(self, recording: "Recording"):
+        self.retrievals: list[Retrieval] = []
+        self.taken: list[int] = []
+        self._recording = recording
+
+    def hear(self, retrieval: Retrieval) -> None:
+        # By the worker's thread, while nobody else looks.
+        self.retrievals.append(retrieval)
+
+    def take_up(self, count: int) -> None:
+        self.taken += [len(self._recording.rounds) - 1] * count
+
+
+class Recording:
+    """What was noted of one call.
+
+    Attributes:
+        vocabulary: what the policy was told when the session began.
+        first_ids: int64 `[n]`, what the policy's shortlists hold before there is any context; None where they depend
+            on the draft step, so that no token ever comes in.
+        rounds: the rounds, in order. The last one may be empty.
+        heard: what each part of the policy told that retrieves.
+        stopwatch: the sections of the generating thread.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...] = ()):
+        self.vocabulary: VocabularyInfo | None = None
+        self.first_ids: torch.Tensor | None = None
+        self.rounds = [RecordedRound()]
+        self.heard: list[HeardRetrievals] = []
+        self.stopwatch = SpanStopwatch(devices)
+
+    def end_round(self, verdict: Verdict) -> None:
+        """Note what came of a round, and go on to the next."""
+        now = self.rounds[-1]
+        now.verdict, now.end = verdict, self.stopwatch.now()
+        self.rounds.append(RecordedRound())
+
+
+def recorded(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
+    """A policy that selects what another one does, and notes what goes in and out."""
+    return _RecordedPolicy(_heard(policy, recording), recording)
+
+
+def _heard(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
+    """The policy with those parts that retrieve telling what they do."""
+    if isinstance(policy, RetrievalShortlist):
+        recording.heard.append(HeardRetrievals(recording))
+        return policy.heard_by(recording.heard[-1])
+    if not isinstance(policy, UnionShortlist):
+        return policy
+    twin = copy.copy(policy)
+    twin.policies = tuple(_heard(part, recording) for part in policy.policies)
+    return twin
+
+
+class _RecordedPolicy(ShortlistPolicy):
+    name = "recorded"
+
+    def __init__(self, policy: ShortlistPolicy, recording: Recording):
+        self._policy, self._recording = policy, recording
+
+    @property
+    def needs(self) -> Needs:
+        return self._policy.needs | Needs(out_of_vocabulary=True)
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple:
+        return self._policy.tokenizer_fingerprints
+
+    def start(self, vocabulary: VocabularyInfo) -> "_RecordedState":
+        # Before the other one, which then shares what was made of the target's head.
+        state = self._policy.start(vocabulary)
+        self._recording.vocabulary, self._recording.first_ids = vocabulary, self._first_ids(vocabulary)
+        return _RecordedState(state, self._recording)
+
+    def _first_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor | None:
+        """See `Recording`: what a session that is given up at once selects."""
+        needs = self._policy.needs
+        if needs.draft_inputs or needs.drafter_rows or vocabulary.width is None:
+            return None
+        state = self._policy.start(vocabulary)
+        try:
+            state.begin_round()
+            token = torch.zeros(1, dtype=torch.int64, device=vocabulary.device)
+            features = torch.zeros(1, vocabulary.width, device=vocabulary.device)
+            shortlist = state.select(0, token, features)
+            return None if shortlist.is_transient else shortlist.ids().clone()
+        finally:
+            state.close()
+
+
+class _RecordedState(ShortlistState):
+    """Passes everything on to a state."""
+
+    def __init__(self, state: ShortlistState, recording: Recording):
+        self.layout = state.layout
+        self._state, self._recording = state, recording
+        self._last: tuple[Shortlist | None, Shortlist | None] = None, None
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        shortlist = self._state.select(depth, token_ids, features)
+        if shortlist is not self._last[0]:
+            self._last = shortlist, _kept(shortlist)
+        self._recording.rounds[-1].shortlists.append(self._last[1])
+        return shortlist
+
+    def begin_round(self) -> None:
+        self._recording.rounds[-1].has_begun = True
+        self._state.begin_round()
+
+    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
+        self._state.observe_draft_inputs(embeddings, features)
+
+    def restart(self) -> None:
+        self._state.restart()
+
+    def observe_prompt(self, prompt: Prompt) -> None:
+        self._recording.rounds[-1].prompts.append(prompt)
+        self._state.observe_prompt(prompt)
+
+    def observe(self, verdict: Verdict) -> None:
+        self._state.observe(verdict)
+        self._recording.end_round(verdict)
+
+    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
+        self._state.follow_weights(vocabulary)
+
+    def close(self) -> None:
+        self._state.close()
+
+
+def _kept(shortlist: Shortlist) -> Shortlist:
+    """What a shortlist is now, as slots may be changed in place."""
+    if type(shortlist) is not Shortlist:
+        return shortlist  # blocks, which are chosen anew for each draft step
+    occupied = shortlist.scored_occupied
+    return Shortlist(
+        shortlist.scored_slots.clone(),
+        shortlist.version,
+        occupied=None if occupied is None else occupied.clone(),
+        is_transient=shortlist.is_transient,
+    )
+
+
+class RecordedAssistant(DynSpecAssistant):
+    """An assistant whose calls are timed by a recording's stopwatch.
+
+    Args:
+        recording: of what the assistant's policy, `recorded`, does.
+    """
+
+    recording: Recording
+
+    def open_call(self) -> GenerateCall:
+        return _RecordedCall(self)
+
+
+class _RecordedCall(GenerateCall):
+    # The last round is shown to the policy too, which otherwise nothing would follow.
+    is_kept = True
+
+    def __init__(self, assistant: RecordedAssistant):
+        super().__init__(assistant)
+        self._stopwatch = assistant.recording.stopwatch

@@ -1,0 +1,96 @@
+"""What to trace."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from ...drafting.tree_config import TreeConfig
+from ...errors import ConfigurationError
+from ...shortlists import FullShortlist, ShortlistPolicy
+from ..pair import PairSettings, is_temperature
+from ..policy_text import named_policies, shorten_paths
+from ..prompts import WorkloadPrompt
+from ..tree_text import parse_trees
+
+DEFAULT_POLICY = "retrieval"
+
+
+@dataclass(frozen=True)
+class TraceSettings(PairSettings):
+    """What to trace. `PairSettings` has the models and prompts; of the policies there is one.
+
+    Args:
+        policies: one text that `parse_policy` understands, or one policy by the name to show.
+        prompt_id: the identifier of the prompt among those of the files (None: the first).
+        eagle: folder or Hub id of an EAGLE head for the target, in place of the drafter.
+        allow_pickle: read a head that is not in safetensors, as `EagleDrafter.from_pretrained`.
+        tree: draft trees of this shape: a `TreeConfig`, or what `parse_tree` understands (None: chains).
+        temperature: 0 decodes greedily.
+        top_k: for sampling: draw from the so many most probable tokens (0: from all).
+
+    Raises:
+        ConfigurationError: a setting is out of range, there is not one policy, or it has nothing to trace.
+    """
+
+    policies: tuple[str, ...] | Mapping[str, ShortlistPolicy] = (DEFAULT_POLICY,)
+    prompt_id: str | None = None
+    eagle: str | None = None
+    allow_pickle: bool = False
+    tree: str | TreeConfig | None = None
+    temperature: float = 0.0
+    top_k: int = 50
+
+    # The last token of a text is never drafted, nor the first where a head reads the target's states.
+    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "max_new_tokens": 3, "top_k": 0}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not is_temperature(self.temperature):
+            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
+        if self.drafter and self.eagle:
+            raise ConfigurationError("name a drafter or an EAGLE head, not both: one of them drafts")
+        if len(self.policies) != 1:
+            raise ConfigurationError(f"name one policy to trace, got {len(self.policies)}")
+        self.resolved_tree()
+        self.resolved_policy()
+
+    def resolved_tree(self) -> TreeConfig | None:
+        """The shape of the trees, None for chains."""
+        return None if self.tree is None else parse_trees([self.tree])[0]
+
+    def resolved_policy(self) -> tuple[str, ShortlistPolicy]:
+        """The policy and what it is shown as.
+
+        Raises:
+            ConfigurationError: it is `full`, or no policy.
+        """
+        ((label, policy),) = named_policies(self.policies).items()
+        if isinstance(policy, FullShortlist):
+            raise ConfigurationError(
+                "the policy 'full' holds every token, so there is nothing to trace: name another one, such as "
+                f"{DEFAULT_POLICY} or hybrid"
+            )
+        return label, policy
+
+    def chosen(self, prompts: list[WorkloadPrompt]) -> WorkloadPrompt:
+        """The prompt to trace.
+
+        Raises:
+            ConfigurationError: there is none of that identifier.
+        """
+        if not prompts:
+            raise ConfigurationError("there is no prompt to trace")
+        if self.prompt_id is None:
+            return prompts[0]
+        for prompt in prompts:
+            if prompt.identifier == self.prompt_id:
+                return prompt
+        known = ", ".join(prompt.identifier for prompt in prompts[:8])
+        more = ", …" if len(prompts) > 8 else ""
+        raise ConfigurationError(f"there is no prompt {self.prompt_id!r}; there are {known}{more}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PairSettings.to_dict`."""
+        eagle = None if self.eagle is None else shorten_paths(str(self.eagle))
+        tree = self.resolved_tree()
+        return {**super().to_dict(), "eagle": eagle, "tree": None if tree is None else asdict(tree)}

@@ -1,0 +1,152 @@
+"""How the target's token is drawn at a node so that it is the drafter's as often as can be: speculative sampling."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ..devices import is_free_to_look
+from ..drafting.processors import FewScores, draw, few_columns
+from ..protocol import Candidates
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What a token is drawn from at a node: tokens in proportion to weights, which need not add up to 1.
+
+    Args:
+        weights: fp32 `[n]`.
+        token_ids: int64 `[n]`, ascending: the tokens that they are of. None where token `i` has weight `i`.
+    """
+
+    weights: torch.Tensor
+    token_ids: torch.Tensor | None
+
+    @functools.cached_property
+    def total(self) -> torch.Tensor:
+        """fp32 `[1]`: the sum, by which weights are probabilities. That of a softmax over a large vocabulary is 1 only
+        to a few digits."""
+        return self.weights.sum(0, keepdim=True)
+
+    def at(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """fp32, of the shape of `token_ids`: their weights."""
+        if self.token_ids is None:
+            return self.weights.index_select(0, token_ids)
+        places, has_weight = self._places(token_ids)
+        return torch.where(has_weight, self.weights.index_select(0, places), 0.0)
+
+    def minus(self, token_ids: torch.Tensor, amounts: torch.Tensor) -> "Weights":
+        """The weights that are left, at least 0 each, where these tokens, int64 `[m]`, lose fp32 `[m]`."""
+        if self.token_ids is not None:
+            token_ids, has_weight = self._places(token_ids)
+            amounts = torch.where(has_weight, amounts, 0.0)
+        return Weights(self.weights.scatter_add(0, token_ids, -amounts).clamp_min_(0.0), self.token_ids)
+
+    def _places(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where tokens lie among those that have a weight, and whether they do."""
+        places = torch.searchsorted(self.token_ids, token_ids).clamp_max_(self.token_ids.shape[0] - 1)
+        return places, self.token_ids.index_select(0, places) == token_ids
+
+    def draw_what_is_left(self, left: "Weights") -> torch.Tensor:
+        """Draw from what is left of these weights. Where two distributions are equal to rounding, nothing is left over
+        and these themselves take its place."""
+        is_left = left.total > 0
+        if is_free_to_look(is_left.device):
+            return (left if is_left else self).draw()
+        return Weights(torch.where(is_left, left.weights, self.weights), self.token_ids).draw()
+
+    def draw(self) -> torch.Tensor:
+        """A token, int64 `[1]`."""
+        place = draw(self.weights)
+        return place if self.token_ids is None else self.token_ids.index_select(0, place)
+
+
+def weights_of(processed: torch.Tensor | FewScores) -> Weights:
+    """What to draw from by what `ProcessRow` returned."""
+    if isinstance(processed, FewScores):
+        return Weights(processed.scores.softmax(-1), processed.token_ids)
+    return Weights(processed[0].softmax(-1), None)
+
+
+def draw_at(candidates: Candidates, depth: int, p: Weights) -> torch.Tensor:
+    """Speculative sampling at one depth of a chain: a token, int64 `[1]`, distributed as `p` says."""
+    shortlist, logits = candidates.shortlists[depth], candidates.logits[depth]
+    possible = few_columns(logits > -torch.inf)
+    if possible is None:
+        token_ids, q = shortlist.scored_slots, logits.softmax(-1)
+    else:
+        token_ids, q = shortlist.ids_at(possible), logits[possible].softmax(-1)
+    device = p.weights.device
+    drafted = candidates.token_ids[depth : depth + 1]
+    # A token holds one occupied slot; unoccupied ones have probability 0.
+    of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(device)
+    drafted = drafted.to(device)
+    is_accepted = torch.rand(1, device=device) * of_drafter * p.total < p.at(drafted)
+    if is_free_to_look(device) and is_accepted:
+        return drafted
+    left = p.minus(token_ids.to(device), q.to(device) * p.total)
+    return torch.where(is_accepted, drafted, p.draw_what_is_left(left))
+
+
+def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: Weights) -> torch.Tensor:
+    """Speculative sampling among the drawn children of a node: a token, int64 `[1]`, distributed as `p` says.
+
+    Outside of the tokens that could have been drawn `p` is only ever scaled: one number stands for all of them.
+
+    Args:
+        candidates: a drawn tree.
+        depth: of the children.
+        is_child: bool `[k]`: which candidates they are.
+        p: of the target.
+    """
+    draws, device = candidates.draws, p.weights.device
+    count = is_child.sum()
+    most = int(count) if is_free_to_look(device) else draws.most_siblings
+    if most == 0:
+        return p.draw()
+    w, n = draws.probabilities[depth].shape
+    order = torch.arange(most, device=device)
+    # Siblings lie side by side. Past the last of them, and past the end of the walk, something is looked up that is
+    # not asked about, perhaps of a depth of another shape.
+    children = (is_child.to(torch.int8).argmax() + order).clamp_max(is_child.shape[0] - 1)
+    columns = draws.columns.to(device)[children].clamp_max(n - 1)
+    row = draws.rows.to(device)[children[:1]].clamp_max(w - 1)
+    token_ids = draws.token_ids[depth].to(device).index_select(0, row)[0]
+    q = draws.probabilities[depth].to(device).index_select(0, row)[0]
+    q_of_each = _without_elders(q, columns, order < count)
+
+    # A token that could not be drawn may stand here beside one that could: it belongs to the rest.
+    p_here = torch.where(q > 0, p.at(token_ids) / p.total, 0.0)
+    p_left = torch.cat([p_here, (1.0 - p_here.sum(0, keepdim=True)).clamp_min(0.0)])
+    p_of_children, masses = [], []
+    for q_of_child, column in zip(q_of_each.unbind(0), columns.split(1), strict=True):
+        p_of_children.append(p_left.index_select(0, column))
+        masses.append(p_left.sum(0, keepdim=True))
+        # If this child is refused; not scaled back to 1, instead q is scaled to what is left.
+        p_left = torch.addcmul(p_left, q_of_child, masses[-1], value=-1.0).clamp_min(0.0)
+    q_of_children = q_of_each.gather(1, columns.unsqueeze(1))[:, 0] * torch.cat(masses)
+    uniform = torch.rand(most, device=device)
+    is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
+    accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
+    if is_free_to_look(device) and is_accepted.any():
+        return accepted
+    left = p.minus(token_ids, (p_here - p_left[:-1]) * p.total)
+    return torch.where(is_accepted.any(), accepted, p.draw_what_is_left(left))
+
+
+def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    """fp32 `[c, n + 1]`: the distribution that each child was drawn from, 0 at the children before it and in the last
+    column. All 0 for what is no child, and where nothing was left to draw.
+
+    Args:
+        q: fp32 `[n]`: what the first child was drawn from.
+        columns: int64 `[c]`: the children, in the order in which they were drawn.
+        is_child: bool `[c]`: False past the last of them.
+    """
+    n, c = q.shape[0], columns.shape[0]
+    order = torch.arange(c, device=q.device)
+    place = order.new_full((n,), c).scatter_reduce(0, columns, torch.where(is_child, order, c), "amin")
+    left = torch.where(place >= order.unsqueeze(1), q, 0.0)
+    # Summed up and not taken from 1, of which rounding would leave something where nothing is left.
+    left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+    return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
