@@ -21,10 +21,11 @@ from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.shortlists import ShortlistPolicy
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.full import FullShortlist
+from hf_dynspec.shortlists.hybrid import HybridShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router.policy import Router, RouterShortlist
 from hf_dynspec.shortlists.screen.policy import ScreenShortlist
-from hf_dynspec.shortlists.union import HybridShortlist, UnionShortlist
+from hf_dynspec.shortlists.union import UnionShortlist
 from hf_dynspec.stats import Stopwatch
 
 VOCABULARY, WIDTH, CLUSTERS = 2048, 32, 16
@@ -36,7 +37,7 @@ POLICIES = {
     "full": FullShortlist,
     "frequency": lambda: FrequencyShortlist(size=256),
     "in_context": lambda: InContextShortlist(window=256),
-    "hybrid": lambda: HybridShortlist(core_size=256, window=128),
+    "hybrid": lambda: HybridShortlist(core_size=256, window=1536),
     "router": lambda: RouterShortlist(_random_router(), max_clusters=8),
     "router + in_context": lambda: UnionShortlist(
         RouterShortlist(_random_router(), max_clusters=8), InContextShortlist(window=128, eviction="lru")

@@ -132,7 +132,7 @@ class DynSpecAssistant(Assistant):
         if self.target is not None:
             if self._aligner is not None:
                 self._aligner.attach(twin, self.target)
-            twin._adopt(self.target, self._binding, self.forward)
+            twin._adopt(self.target, self._binding, self.forward, self.policy.new_memory())
         return twin
 
     def __copy__(self) -> "DynSpecAssistant":
@@ -253,16 +253,17 @@ class DynSpecAssistant(Assistant):
         forward.require_states((), self.policy.needs)
         # What a policy cannot do for this pair it says now, and not in the first call.
         eos = draftable_eos_token_ids(target.generation_config, self.drafter, size)
-        session = self._make_session(eos, size, forward)
+        memory = self.policy.new_memory()
+        session = self._make_session(eos, size, forward, memory)
         if self._aligner is not None:
             self._aligner.attach(self, target)
         self._tokenizer = tokenizer
-        self._adopt(target, _Binding(weakref.ref(target), size, pair), forward)
-        self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda: session))
+        self._adopt(target, _Binding(weakref.ref(target), size, pair), forward, memory)
+        self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda memory: session))
         return self
 
-    def _adopt(self, target: PreTrainedModel, binding: "_Binding", forward: TargetForward) -> None:
-        """Attach to a target, and only then leave the one before."""
+    def _adopt(self, target: PreTrainedModel, binding: "_Binding", forward: TargetForward, memory: Any) -> None:
+        """Attach to a target, and only then leave the one before, with all that was remembered of it."""
         hook = attach(target, self, forward)
         pool = weakref.ref(self._sessions)
 
@@ -275,7 +276,7 @@ class DynSpecAssistant(Assistant):
         before, self._binding = self._binding, binding
         if before is not None and before.hook() not in (None, hook):
             before.hook().remove(self)
-        self._sessions.clear()
+        self._sessions.clear(memory)
 
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""
@@ -293,6 +294,15 @@ class DynSpecAssistant(Assistant):
         the assistant itself starts every call anew.
         """
         return Conversation(self)
+
+    def forget(self) -> None:
+        """Forget what policies remember of earlier calls: to be called where another person's texts begin, before the
+        first of them, if the policy remembers from call to call (`memory="assistant"`) or conversations go on.
+
+        Whatever thread calls it: sessions that wait are given up, conversations begin anew at their next turn, and
+        what calls that still run learn is known to no later one. The output is the same either way.
+        """
+        self._sessions.clear(None if self.target is None else self.policy.new_memory())
 
     # Artifacts -----------------------------------------------------------------------------------------------------
 
@@ -422,7 +432,10 @@ class DynSpecAssistant(Assistant):
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
             raise UnsupportedError(f"draft_round takes one sequence, int64 [1, n >= 2], got {tuple(input_ids.shape)}.")
         eos = self.scored_eos_token_ids(self.target.generation_config)
-        session = self.take_session(eos)
+        if self._sessions.memory is None:
+            session = self.take_session(eos)
+        else:
+            session = self._make_session(eos, self._binding.vocabulary_size, self.forward, None)
         try:
             return draft_once(
                 self.forward,
@@ -454,16 +467,22 @@ class DynSpecAssistant(Assistant):
     def take_session(self, eos_token_ids: tuple[int, ...]) -> DraftSession:
         """Return an idle session for these EOS ids, or a new one."""
         size = self._binding.vocabulary_size
-        session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size, self.forward))
+
+        def make(memory: Any) -> DraftSession:
+            return self._make_session(eos_token_ids, size, self.forward, memory)
+
+        session = self._sessions.take(eos_token_ids, make)
         if session.vocabulary.device != self.drafter.head.device:
             # The drafter was moved to another device.
             session.close()
-            self._sessions.clear()
-            session = self._sessions.take(eos_token_ids, lambda: self._make_session(eos_token_ids, size, self.forward))
+            self.forget()
+            session = self._sessions.take(eos_token_ids, make)
         return session
 
     @outside_inference_mode
-    def _make_session(self, eos_token_ids: tuple[int, ...], size: int, forward: TargetForward) -> DraftSession:
+    def _make_session(
+        self, eos_token_ids: tuple[int, ...], size: int, forward: TargetForward, memory: Any
+    ) -> DraftSession:
         # Before the head is looked at, it has to be the one that the model has now.
         _ = self.drafter.weights_version
         head = self.drafter.head
@@ -472,7 +491,7 @@ class DynSpecAssistant(Assistant):
             vocabulary = replace(vocabulary, target_rows=forward.head_rows())
         policy = validated(self.policy) if self.validate else self.policy
         lock = None if self._aligner is None else self._aligner.drafting_lock
-        session = DraftSession(self.drafter, policy, vocabulary, lock)
+        session = DraftSession(self.drafter, policy, vocabulary, memory, lock)
         session.prepare()
         return session
 

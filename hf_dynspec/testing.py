@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -20,6 +20,7 @@ from .drafting.tree_config import TreeConfig
 from .errors import DynSpecError, PolicyError
 from .protocol import HeadRows, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from .shortlists import FrequencyShortlist, InContextShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
+from .shortlists.base import start_state
 from .shortlists.validation import validated
 from .stats import DraftingStatistics
 
@@ -296,6 +297,44 @@ def _check_restart(case: _Case) -> None:
     fresh.close()
 
 
+def _check_memory(case: _Case) -> None:
+    """What it keeps from call to call is in its memory, and nowhere else, whatever the end-of-sequence ids."""
+    memory, other = case.checked.new_memory(), case.checked.new_memory()
+    if memory is None:
+        return
+    used, apart, without = (start_state(case.checked, case.vocabulary(), known) for known in (memory, other, None))
+    for state in (used, apart, without):
+        state.restart()
+    _followed(case, used, 5)
+    used.end_call()
+    _require_equal(
+        case,
+        _followed(case, apart, 6),
+        _followed(case, without, 6),
+        "what one memory was told changes what a session with another memory selects",
+        "Keep it in the object that `new_memory` returns, a new one each time, and not in the policy or its class.",
+    )
+    late = start_state(case.checked, case.vocabulary(), memory)
+    used.restart()
+    late.restart()
+    _require_equal(
+        case,
+        _followed(case, used, 7),
+        _followed(case, late, 7),
+        "after restart() it remembers an earlier text beside its memory",
+        "Forget in `restart` whatever came from the context, and put into the memory in `end_call` what is to last.",
+    )
+    size = case.vocabulary_size
+    others = [case.vocabulary(()), case.vocabulary((size - 1,)), case.vocabulary((0,), torch.arange(0, size, 3))]
+    elsewhere = [start_state(case.checked, vocabulary, memory) for vocabulary in others]
+    for state in elsewhere:
+        state.restart()
+        _followed(case, state, 8)
+        state.end_call()
+    for state in (used, apart, without, late, *elsewhere):
+        state.close()
+
+
 def _check_settings(case: _Case) -> None:
     """settings() and tensors() rebuild it."""
     policy = case.policy
@@ -353,8 +392,11 @@ class _Counted(ShortlistPolicy):
     def needs(self) -> Needs:
         return self._policy.needs
 
-    def start(self, vocabulary: VocabularyInfo) -> ShortlistState:
-        state = self._policy.start(vocabulary)
+    def new_memory(self) -> Any:
+        return self._policy.new_memory()
+
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> ShortlistState:
+        state = start_state(self._policy, vocabulary, memory)
         self.started += 1
         state.close = self._counting("closed", state.close)
         state.follow_weights = self._counting("rows_followed", state.follow_weights)
@@ -454,6 +496,7 @@ _CHECKS = (
     _check_shortlists,
     _check_states_are_apart,
     _check_restart,
+    _check_memory,
     _check_settings,
     _check_drafting,
     _check_unions,

@@ -323,6 +323,11 @@ _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
 }
 _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency, position-aware": lambda: FrequencyShortlist(size=120, position_aware=True),
+    "hybrid, remembering": lambda: POLICIES["hybrid"](core_size=20, window=40, memory="assistant"),
+    "union, remembering": lambda: POLICIES["union"](
+        FrequencyShortlist(size=25), InContextShortlist(30, 2, 2, memory="assistant")
+    ),
+    "in_context, call by call": lambda: InContextShortlist(window=25, memory="call"),
     "in_context, lru": lambda: InContextShortlist(window=25, eviction="lru"),
     "in_context, nothing of the target": lambda: InContextShortlist(20, prompt_top_k=0, verify_top_k=0),
     "in_context, end of the prompt": lambda: InContextShortlist(60, prompt_top_k=5, prompt_positions=3),

@@ -735,7 +735,7 @@ def test_the_file_is_replaced_in_one_step(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("hybrid", "hybrid", {"core_size": 4096}),
+        ("hybrid", "hybrid", {"core_size": 1024}),
         ("hybrid:core_size=1024,window=2048", "hybrid", {"core_size": 1024, "window": 2048}),
         ("frequency:size=8,position_aware=true", "frequency", {"size": 8, "position_aware": True}),
         ("in_context:eviction=lru,prompt_positions=none", "in_context", {"eviction": "lru", "prompt_positions": None}),

@@ -991,8 +991,8 @@ class NotingShortlist(InContextShortlist):
         super().__init__(**settings)
         self.states: list[NotingState] = []
 
-    def start(self, vocabulary: VocabularyInfo) -> "NotingState":
-        self.states.append(NotingState(self.window, self.eviction == "lru", vocabulary))
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "NotingState":
+        self.states.append(NotingState(self.window, self.eviction == "stream", vocabulary, self.memory, memory))
         return self.states[-1]
 
 
@@ -1051,6 +1051,14 @@ def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, dra
 
     (backward,) = (measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1]) for _ in "1")
     assert [one for one in noting.states if one.prompts][-1].prompts == given[::-1] and backward.complete
+
+
+def test_a_window_that_keeps_nothing_sees_each_text_of_a_stream_anew(target, drafter):
+    noting, prompts = NotingShortlist(window=250, prompt_top_k=0, verify_top_k=0, memory="call"), words(3)
+    measure(target, drafter, {"window": noting}, stream=True, prompts=prompts)
+    (state,) = (one for one in noting.states if one.prompts)
+    assert len(state.prompts) == 3
+    assert state.first == [{*map(int, (word[1:] for word in one.text.split())), EOS} for one in prompts]
 
 
 def test_every_draw_and_every_round_of_texts_is_a_stream_of_its_own(target, drafter):

@@ -133,7 +133,7 @@ def dynamic_policies(ranking: torch.Tensor) -> dict[str, tuple[ShortlistPolicy, 
     return {
         "hybrid": (HybridShortlist(ranking, core_size=300), 300),
         "retrieval": (RetrievalShortlist(ranking, size=400), 400),
-        "union": (UnionShortlist(InContextShortlist(), FrequencyShortlist(ranking, 200), HybridShortlist()), 4096),
+        "union": (UnionShortlist(InContextShortlist(), FrequencyShortlist(ranking, 200), HybridShortlist()), 1024),
         "position-aware": (FrequencyShortlist(ranking, 500, position_aware=True), 500),
         "core of no tokens": (RetrievalShortlist(size=0), None),
         "in_context": (InContextShortlist(), None),

@@ -312,7 +312,7 @@ def test_a_window_takes_no_more_room_than_the_vocabulary(eviction):
     with within_limits():
         state = InContextShortlist(LARGEST_COUNT, 3, 3, eviction).start(INFO)
         shortlist = state.select(0, torch.tensor([5]), torch.zeros(1, 32))
-    assert shortlist.width == VOCABULARY + len(EOS)
+    assert shortlist.width == VOCABULARY
 
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, LARGEST_TOP_K])

@@ -247,11 +247,11 @@ class NeverDone(StoppingCriteria):
 # A little above what docs/on-a-gpu.md says: of a draft step and of a round.
 MOST_OPERATIONS = {
     ("independent", "full", "chain", False): (110, 790),
-    ("independent", "hybrid", "tree", False): (134, 1190),
+    ("independent", "hybrid", "tree", False): (132, 1120),
     ("EAGLE-3", "full", "chain", False): (42, 460),
-    ("EAGLE-3", "hybrid", "chain", True): (58, 840),
+    ("EAGLE-3", "hybrid", "chain", True): (56, 780),
     ("EAGLE-3", "router", "tree", False): (94, 890),
-    ("EAGLE-3", "in_context", "tree", True): (106, 1780),
+    ("EAGLE-3", "in_context", "tree", True): (106, 1720),
 }
 
 

@@ -13,7 +13,7 @@ from ..drafters.base import Drafter
 from ..kernels import top_k_ids
 from ..modeling.head import DynamicLMHead, PackedRows
 from ..protocol import Candidates, HeadRows, Prompt, Shortlist, Verdict, VocabularyInfo
-from ..shortlists.base import ShortlistPolicy
+from ..shortlists.base import ShortlistPolicy, start_state
 from ..stats import DraftingStatistics, Stopwatch
 from .tree_config import TreeConfig
 from .trees import DrawnTreeGrowth, TreeGrowth
@@ -103,6 +103,7 @@ class DraftSession:
         drafter: what drafts.
         policy: selects the shortlists.
         vocabulary: what they are selected from.
+        memory: what the policy keeps between calls, if anything.
         drafting_lock: is held by every draft (None: nobody writes to the drafter's weights meanwhile).
     """
 
@@ -111,6 +112,7 @@ class DraftSession:
         drafter: Drafter,
         policy: ShortlistPolicy,
         vocabulary: VocabularyInfo,
+        memory: Any = None,
         drafting_lock: AbstractContextManager[None] | None = None,
     ):
         self._drafting_lock = drafting_lock or nullcontext()
@@ -119,7 +121,7 @@ class DraftSession:
             vocabulary = replace(vocabulary, drafter_rows=_rows_of(drafter.head))
         self.vocabulary = vocabulary
         self._drafter = drafter
-        self._state = policy.start(vocabulary)
+        self._state = start_state(policy, vocabulary, memory)
         self._closing = weakref.finalize(self, self._state.close)
         self._observe_draft_inputs = self._state.observe_draft_inputs if self._needs.draft_inputs else None
         self._rows = PackedRows()
@@ -148,6 +150,11 @@ class DraftSession:
     def close(self) -> None:
         """Give the session up. Does nothing where that was done before."""
         self._closing()
+
+    @_closes_on_error
+    def end_call(self) -> None:
+        """Let the policy put what it learnt where other calls of the assistant find it."""
+        self._state.end_call()
 
     @_closes_on_error
     def rest(self) -> None:
@@ -179,6 +186,8 @@ class DraftSession:
             # The last token is processed again, for its hidden state.
             self._backbone.truncate(min(kept, self._backbone.length, prompt.shape[0] - 1))
             self._forget_features_past(kept)
+            with self.stopwatch.section("policy"):
+                self._state.resume(prompt[:kept])
         else:
             self._state.restart()
             self._backbone = self._drafter.start()

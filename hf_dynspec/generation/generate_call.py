@@ -116,5 +116,7 @@ class GenerateCall(Call):
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if self._aligner is not None:
             self._aligner.take(self._recorder, time.perf_counter() - self._began)
+        if not self._session.is_closed:
+            self._session.end_call()
         self.leave_session(self._session)
         self._assistant.publish(self._stats)

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import Any
 
 from ..drafting.session import DraftSession
 
@@ -13,6 +14,9 @@ class SessionPool:
 
     Args:
         most: how many may wait; of more the one that has waited longest is given up.
+
+    Attributes:
+        memory: what they share (`ShortlistPolicy.new_memory`).
     """
 
     def __init__(self, most: int = 4):
@@ -20,19 +24,20 @@ class SessionPool:
         # A session may be given back by the garbage collector, at any time.
         self._lock = threading.RLock()
         self._idle: list[DraftSession] = []
-        # Sessions that were made before the last `clear` are not taken back.
+        # Sessions that were made before the last `clear` are not taken back, and know another memory.
         self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
+        self.memory: Any = None
         # Sessions that conversations keep between two calls.
         self._held: weakref.WeakSet[DraftSession] = weakref.WeakSet()
 
-    def take(self, eos_token_ids: tuple[int, ...], make: Callable[[], DraftSession]) -> DraftSession:
-        """Return a waiting session for these EOS ids, or one that `make` makes."""
+    def take(self, eos_token_ids: tuple[int, ...], make: Callable[[Any], DraftSession]) -> DraftSession:
+        """Return a waiting session for these EOS ids, or one that `make` makes, given the memory."""
         with self._lock:
             for place in reversed(range(len(self._idle))):
                 if self._idle[place].vocabulary.eos_token_ids == eos_token_ids:
                     return self._idle.pop(place)
-            made = self._made
-        session = make()
+            made, memory = self._made, self.memory
+        session = make(memory)
         made.add(session)
         return session
 
@@ -63,11 +68,15 @@ class SessionPool:
             self._held.discard(session)
             return session in self._made and not session.is_closed
 
-    def clear(self) -> None:
-        """Give up all sessions, those that are in use when they are given back."""
+    def clear(self, memory: Any = None) -> None:
+        """Give up all sessions, those that are in use when they are given back.
+
+        Args:
+            memory: what those that are made from now on share.
+        """
         with self._lock:
             given_up, self._idle = [*self._idle, *self._held], []
-            self._made, self._held = weakref.WeakSet(), weakref.WeakSet()
+            self._made, self._held, self.memory = weakref.WeakSet(), weakref.WeakSet(), memory
         _close(given_up)
 
 

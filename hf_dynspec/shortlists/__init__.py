@@ -8,13 +8,14 @@ from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
 from .base import ShortlistPolicy, ShortlistState
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
+from .hybrid import HybridShortlist
 from .in_context import InContextShortlist
 from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
 from .screen import ScreenFactor, ScreenShortlist
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
-from .union import HybridShortlist, UnionShortlist
+from .union import UnionShortlist
 
 register_policy(FullShortlist)
 register_policy(FrequencyShortlist)

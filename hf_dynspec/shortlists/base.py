@@ -46,7 +46,20 @@ class ShortlistState(ABC):
         """
 
     def restart(self) -> None:  # noqa: B027
-        """Forget the context: what follows is another text. Slots that keep their ids keep their version."""
+        """Forget the context: what follows is another text. Slots that keep their ids keep their version. A state that
+        was started with a memory takes up what is there now."""
+
+    def resume(self, token_ids: torch.Tensor) -> None:  # noqa: B027
+        """Another call goes on with the text, in a conversation. Called in place of `restart`, before the state is
+        shown what is new; those that are to begin each call anew override it.
+
+        Args:
+            token_ids: int64 `[n]`: the beginning of the text that earlier calls had too, which is not shown again.
+        """
+
+    def end_call(self) -> None:  # noqa: B027
+        """A call is over, without an error: the place to put into the memory what other calls are to know. It may wait
+        for the device, which has nothing else to do then."""
 
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
         """Take in new context. Called with the tokens before the first draft step and, where the policy needs to know
@@ -84,9 +97,23 @@ class ShortlistPolicy(Storable, ABC):
         """What the policy asks to be shown of the target."""
         return Needs()
 
+    def new_memory(self) -> Any:
+        """Make what all states within one assistant are to share from call to call; None, as here, where they share
+        nothing. The assistant hands it to `start`, and lets go of it, and of all sessions that know it, when somebody
+        calls `DynSpecAssistant.forget`, when it gets another policy, drafter, target or tokenizer, when the drafter is
+        moved to another device, and when it is unbound. Several threads use it at once, and sessions with different
+        EOS ids."""
+        return None
+
     @abstractmethod
-    def start(self, vocabulary: VocabularyInfo) -> ShortlistState:
-        """Begin a session over `vocabulary`."""
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> ShortlistState:
+        """Begin a session over `vocabulary`.
+
+        Args:
+            vocabulary: what to select from.
+            memory: what `new_memory` returned, the same for all sessions of an assistant. Given only where that is
+                not None, so that policies without a memory need no such argument; a session may be begun without.
+        """
 
     @property
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:
@@ -103,3 +130,8 @@ class ShortlistPolicy(Storable, ABC):
     def __repr__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
         return f"{type(self).__name__}({shown})"
+
+
+def start_state(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any) -> ShortlistState:
+    """Begin a session of a policy, with its memory where it has one."""
+    return policy.start(vocabulary) if memory is None else policy.start(vocabulary, memory)

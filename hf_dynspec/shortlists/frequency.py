@@ -77,10 +77,15 @@ class FrequencyShortlist(ShortlistPolicy):
         """
         return FrequencyState(self.leading_ids(vocabulary), vocabulary, self.position_aware)
 
-    def leading_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
-        """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it."""
+    def leading_ids(self, vocabulary: VocabularyInfo, size: int | None = None) -> torch.Tensor:
+        """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it.
+
+        Args:
+            vocabulary: what to select from.
+            size: how many, in place of the policy's own size.
+        """
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64)
-        size = max(self.size, len(eos))
+        size = max(size or self.size, len(eos))
         ranking = torch.arange(vocabulary.size) if self.ranking is None else self.ranking
         ranking = ranking[vocabulary.can_draft(ranking.to(vocabulary.device)).cpu()]
         ranking = ranking[~torch.isin(ranking, eos)]

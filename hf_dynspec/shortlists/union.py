@@ -1,19 +1,17 @@
-"""Unions of policies, and the hybrid of an in-context window with a static core, which is the default policy."""
+"""Unions of policies: whatever any of them selects."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ..errors import ConfigurationError, shown_value
 from ..fields import FieldError
 from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import ShortlistPolicy, ShortlistState, start_state
 from .frequency import FrequencyShortlist
-from .in_context import InContextShortlist
 from .registry import UNKNOWN_POLICY_FIX, policy_class
 from .storage import Storable, TensorRule
 
@@ -62,11 +60,15 @@ class UnionShortlist(ShortlistPolicy):
         cores = [core for core in (policy.static_core for policy in self.policies) if core is not None]
         return max(cores, key=lambda core: core.size, default=None)
 
-    def start(self, vocabulary: VocabularyInfo) -> "UnionState":
+    def new_memory(self) -> tuple[Any, ...] | None:
+        memories = tuple(policy.new_memory() for policy in self.policies)
+        return None if all(memory is None for memory in memories) else memories
+
+    def start(self, vocabulary: VocabularyInfo, memory: tuple[Any, ...] | None = None) -> "UnionState":
         with ExitStack() as stack:
             parts = []
-            for policy in self.policies:
-                parts.append(policy.start(vocabulary))
+            for policy, own in zip(self.policies, memory or (None,) * len(self.policies), strict=True):
+                parts.append(start_state(policy, vocabulary, own))
                 # Where a later one cannot be started, nobody else would know of this one.
                 stack.callback(parts[-1].close)
             stack.pop_all()
@@ -174,6 +176,14 @@ class UnionState(ShortlistState):
         for part in self._parts:
             part.restart()
 
+    def resume(self, token_ids: torch.Tensor) -> None:
+        for part in self._parts:
+            part.resume(token_ids)
+
+    def end_call(self) -> None:
+        for part in self._parts:
+            part.end_call()
+
     def close(self) -> None:
         with ExitStack() as stack:
             for part in self._parts:
@@ -266,76 +276,3 @@ def _occupied(shortlist: Shortlist) -> torch.Tensor:
         occupied = occupied.clone()
         occupied[shortlist.width :] = False
     return occupied
-
-
-class HybridShortlist(UnionShortlist):
-    """A static core of frequent tokens beside an in-context window of distinct tokens. Nothing to train.
-
-    A window alone is too small after a short prompt, and a static list misses what the context makes likely; each
-    covers the other's gap. More of the target's tokens are taken than MicroSpec's 3. A token of the core that is in
-    the window too takes a place there, and is scored once. `hf-dynspec bench` compares sizes on your own pair:
-    `--policy hybrid:core_size=1024 --policy hybrid:core_size=4096,window=2048`.
-
-    Args:
-        ranking: token ids, most frequent first, as for `FrequencyShortlist` (None: the tokenizer's merge order).
-        core_size: tokens of the static core.
-        window: distinct tokens of the in-context window.
-        prompt_top_k: the target's most probable tokens taken at each prompt position.
-        verify_top_k: the target's most probable tokens taken at each verified position.
-        prompt_positions: take `prompt_top_k` at the last so many prompt positions only (None: at all of them).
-
-    Raises:
-        ConfigurationError: a setting is mistyped or out of range.
-    """
-
-    name = "hybrid"
-    tensor_rules = FrequencyShortlist.tensor_rules
-    card_summary = (
-        "A static core of frequent tokens beside a sliding window over the context's tokens and what the target found "
-        "likely there."
-    )
-    card_tags = ("fr-spec", "microspec")
-    setting_rules: ClassVar = {
-        "core_size": FrequencyShortlist.setting_rules["size"],
-        **{name: rule for name, rule in InContextShortlist.setting_rules.items() if name != "eviction"},
-    }
-
-    def __init__(
-        self,
-        ranking: Sequence[int] | torch.Tensor | str | os.PathLike | None = None,
-        core_size: int = 4096,
-        window: int = 1024,
-        prompt_top_k: int = 50,
-        verify_top_k: int = 50,
-        prompt_positions: int | None = 32,
-    ):
-        # The core calls its size by another name.
-        self.require_settings({"core_size": core_size})
-        self._core = FrequencyShortlist(ranking, size=core_size)
-        self._window = InContextShortlist(window, prompt_top_k, verify_top_k, "lru", prompt_positions)
-        super().__init__(self._core, self._window)
-
-    def settings(self) -> dict[str, Any]:
-        window = self._window.settings()
-        del window["eviction"]
-        return {"core_size": self._core.size, **window}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self._core.tensors()
-
-    # One policy to whoever stores it: what it is made of is not told.
-    @classmethod
-    def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        super(UnionShortlist, cls).require_settings(settings)
-
-    @classmethod
-    def tensor_rules_for(cls, settings: Mapping[str, Any]) -> Mapping[str, TensorRule]:
-        return super(UnionShortlist, cls).tensor_rules_for(settings)
-
-    @classmethod
-    def classes_in(cls, settings: Mapping[str, Any]) -> tuple[type[Storable], ...]:
-        return super(UnionShortlist, cls).classes_in(settings)
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "HybridShortlist":
-        return super(UnionShortlist, cls).from_settings(settings, tensors)

@@ -1,13 +1,13 @@
 """Checks that a policy keeps its contract, shortlist by shortlist: for those who write policies, as it takes time."""
 
 import copy
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import PolicyError
 from ..protocol import BlockShortlist, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import ShortlistPolicy, ShortlistState
+from .base import ShortlistPolicy, ShortlistState, start_state
 from .union import UnionShortlist
 
 
@@ -49,8 +49,11 @@ class _ValidatedPolicy(ShortlistPolicy):
             )
         return needs
 
-    def start(self, vocabulary: VocabularyInfo) -> "ValidatedState":
-        state = self._policy.start(vocabulary)
+    def new_memory(self) -> Any:
+        return self._policy.new_memory()
+
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "ValidatedState":
+        state = start_state(self._policy, vocabulary, memory)
         if not isinstance(state, ShortlistState):
             raise PolicyError(
                 self._label, None, f"`start` returned {type(state).__name__}", "Return a ShortlistState."
@@ -91,6 +94,12 @@ class ValidatedState(ShortlistState):
 
     def restart(self) -> None:
         self.state.restart()
+
+    def resume(self, token_ids: torch.Tensor) -> None:
+        self.state.resume(token_ids)
+
+    def end_call(self) -> None:
+        self.state.end_call()
 
     def observe_prompt(self, prompt: Prompt) -> None:
         self.state.observe_prompt(prompt)

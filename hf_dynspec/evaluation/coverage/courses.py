@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ...protocol import VocabularyInfo
 from ...shortlists import ShortlistPolicy, ShortlistState
 from .rounds import RoundFigures, RoundsAlongText, learns_from_verdicts
@@ -42,7 +44,10 @@ class States:
         if not self._is_stream:
             return self._start(policy), 0
         key = (label, id(policy), draw)
-        state, shown = self._kept[key] if key in self._kept else (self._start(policy), 0)
+        state, shown = self._kept.get(key) or (self._start(policy), 0)
+        if shown:
+            # As a turn of a conversation that has nothing in common with the one before.
+            state.resume(torch.empty(0, dtype=torch.int64, device=self._vocabularies[id(policy)].device))
         self._kept[key] = state, shown + length
         return state, shown
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from ...assistant import DynSpecAssistant
 from ...generation.generate_call import GenerateCall
 from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...shortlists import RetrievalShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
+from ...shortlists.base import start_state
 from ...shortlists.retrieval.retriever import Retrieval, RetrievalListener
 from ...stats import Stopwatch
 
@@ -140,9 +142,12 @@ class _RecordedPolicy(ShortlistPolicy):
     def tokenizer_fingerprints(self) -> tuple:
         return self._policy.tokenizer_fingerprints
 
-    def start(self, vocabulary: VocabularyInfo) -> "_RecordedState":
+    def new_memory(self) -> Any:
+        return self._policy.new_memory()
+
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_RecordedState":
         # Before the other one, which then shares what was made of the target's head.
-        state = self._policy.start(vocabulary)
+        state = start_state(self._policy, vocabulary, memory)
         self._recording.vocabulary, self._recording.first_ids = vocabulary, self._first_ids(vocabulary)
         return _RecordedState(state, self._recording)
 
@@ -186,6 +191,12 @@ class _RecordedState(ShortlistState):
 
     def restart(self) -> None:
         self._state.restart()
+
+    def resume(self, token_ids: torch.Tensor) -> None:
+        self._state.resume(token_ids)
+
+    def end_call(self) -> None:
+        self._state.end_call()
 
     def observe_prompt(self, prompt: Prompt) -> None:
         self._recording.rounds[-1].prompts.append(prompt)
