@@ -23,6 +23,7 @@ _HOMES = {
     "InContextShortlist": ".shortlists",
     "Needs": ".protocol",
     "NotBoundError": ".errors",
+    "OnlineAlignment": ".alignment.settings",
     "PolicyError": ".errors",
     "Prompt": ".protocol",
     "RetrievalShortlist": ".shortlists",
@@ -54,6 +55,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .alignment.settings import OnlineAlignment as OnlineAlignment
     from .artifacts.config import DynSpecConfig as DynSpecConfig
     from .assistant import DynSpecAssistant as DynSpecAssistant
     from .drafters import EagleDrafter as EagleDrafter

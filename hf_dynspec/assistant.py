@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .alignment.aligner import Aligner
+from .alignment.settings import OnlineAlignment
 from .drafters import Drafter, as_drafter
 from .drafting.session import DraftSession, outside_inference_mode
 from .drafting.settings import as_tree_config, drafting_config
@@ -76,6 +78,8 @@ class DynSpecAssistant(Assistant):
             merit of speculation; `hf-dynspec bench` tells the two apart.
         validate: check every shortlist that the policy returns, for those who write policies: a broken contract raises
             `PolicyError` at the draft step where it breaks. Slows the call down (default False).
+        alignment: let the drafter learn, while it generates, from what the target says of its drafts (default None:
+            it stays as it is). `assistant.alignment` is then an `alignment.aligner.Aligner`.
 
     Raises:
         UnsupportedError: the drafter or the target cannot be used, or they do not share a tokenizer.
@@ -97,6 +101,7 @@ class DynSpecAssistant(Assistant):
         measure_coverage: bool = False,
         fast_target_head: bool = True,
         validate: bool = False,
+        alignment: OnlineAlignment | None = None,
     ):
         self._policy = as_policy(policy)
         self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
@@ -114,6 +119,7 @@ class DynSpecAssistant(Assistant):
         self._lock = threading.RLock()
         self._binding: _Binding | None = None
         self._sessions = SessionPool()
+        self._aligner = None if alignment is None else Aligner(self._drafter, alignment)
         if target is not None:
             self.bind(target)
 
@@ -124,6 +130,8 @@ class DynSpecAssistant(Assistant):
         twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
         twin._lock, twin._sessions, twin._binding = threading.RLock(), SessionPool(), None
         if self.target is not None:
+            if self._aligner is not None:
+                self._aligner.attach(twin, self.target)
             twin._adopt(self.target, self._binding, self.forward, self.policy.new_memory())
         return twin
 
@@ -148,7 +156,18 @@ class DynSpecAssistant(Assistant):
 
     @drafter.setter
     def drafter(self, drafter: PreTrainedModel | Drafter) -> None:
-        self._change(_drafter=as_drafter(drafter))
+        drafter, before = as_drafter(drafter), self._aligner
+        if before is None or drafter is self._drafter:
+            self._change(_drafter=drafter)
+            return
+        with before.standing_aside():
+            self._change(_drafter=drafter, _aligner=Aligner(drafter, before.settings, before))
+        before.close()
+
+    @property
+    def alignment(self) -> Aligner | None:
+        """What aligns the drafter, None where nothing does. Another drafter that is assigned learns anew."""
+        return self._aligner
 
     @property
     def tree(self) -> TreeConfig | None:
@@ -236,6 +255,8 @@ class DynSpecAssistant(Assistant):
         eos = draftable_eos_token_ids(target.generation_config, self.drafter, size)
         memory = self.policy.new_memory()
         session = self._make_session(eos, size, forward, memory)
+        if self._aligner is not None:
+            self._aligner.attach(self, target)
         self._tokenizer = tokenizer
         self._adopt(target, _Binding(weakref.ref(target), size, pair), forward, memory)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda memory: session))
@@ -263,6 +284,8 @@ class DynSpecAssistant(Assistant):
         if binding is not None and binding.hook() is not None:
             binding.hook().remove(self)
         self._sessions.clear()
+        if self._aligner is not None:
+            self._aligner.detach(self)
 
     def conversation(self) -> Conversation:
         """Return something to pass as `assistant_model` in every turn of one conversation.
@@ -467,7 +490,8 @@ class DynSpecAssistant(Assistant):
         if self.policy.needs.target_rows:
             vocabulary = replace(vocabulary, target_rows=forward.head_rows())
         policy = validated(self.policy) if self.validate else self.policy
-        session = DraftSession(self.drafter, policy, vocabulary, memory)
+        lock = None if self._aligner is None else self._aligner.drafting_lock
+        session = DraftSession(self.drafter, policy, vocabulary, memory, lock)
         session.prepare()
         return session
 

@@ -91,6 +91,22 @@ class Share(SettingRule):
 
 
 @dataclass(frozen=True)
+class Number(SettingRule):
+    """A number above `least` and up to `most`; `least` itself only where it is `or_least`."""
+
+    least: float
+    most: float
+    or_least: bool = False
+
+    def allows(self, value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (self.least < value <= self.most or (self.or_least and value == self.least))
+
+    def __str__(self) -> str:
+        return f"a number {'from' if self.or_least else 'above'} {self.least:g} and up to {self.most:g}"
+
+
+@dataclass(frozen=True)
 class Switch(SettingRule):
     """True or False."""
 

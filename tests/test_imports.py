@@ -25,6 +25,7 @@ ROOMS = (
     "stats",
     "shortlists",
     "modeling",
+    "alignment",
     "drafters",
     "drafting",
     "loading",
@@ -41,6 +42,7 @@ CLIMBS = {
     ("shortlists.registry", "artifacts"),
     ("drafters.eagle.checkpoint", "artifacts"),
     ("assistant", "artifacts"),
+    ("alignment.aligner", "artifacts"),
 }
 # Of the rooms that hold several implementations, a draft knows the contracts only.
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
@@ -57,6 +59,8 @@ THIRD_PARTIES = {
     # The index of one policy is hnswlib's, and lies in the Hub's home folder.
     "shortlists": {"torch", "hnswlib", "huggingface_hub"},
     "stats": {"torch"},
+    # It takes drafters by what they do; adapters are peft's, and commits the Hub's.
+    "alignment": {"torch", "peft", "huggingface_hub"},
 }
 # A Triton kernel cannot be written without triton. The files with one are imported where they are of use, and lazily.
 OF_TRITON = {"kernels.triton_blocks", "kernels.triton_best_rows"}

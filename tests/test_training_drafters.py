@@ -143,6 +143,19 @@ def test_with_and_without_gradients_the_steps_are_those_of_drafts(kind, target):
             torch.testing.assert_close(trained[depth].hidden[start], expected, **EQUAL)
 
 
+@pytest.mark.parametrize("kind", ["llama", "eagle2-attention-bias", "eagle3", "speculators-qwen3"])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_prompt_is_read_without_drafting_from_it(kind, with_gradients, target):
+    drafter, text = make(kind, target), prompt(LENGTH)[0]
+    features = features_for(drafter)
+    with torch.set_grad_enabled(with_gradients):
+        for first in (0, 4, LENGTH - 1 - DEPTH):
+            everywhere = drafter.unroll(text, features, DEPTH)
+            for step, here in zip(everywhere, drafter.unroll(text, features, DEPTH, first), strict=True):
+                for expected, actual in zip(step, here, strict=True):
+                    torch.testing.assert_close(actual, expected[first:], **EQUAL)
+
+
 def test_a_head_feeds_its_own_outputs_back_while_it_is_trained(target):
     """EAGLE-3 its output before the norm, EAGLE-2 what the projection reads, with the gradients that they carry."""
     drafter = make("eagle3", target)

@@ -14,7 +14,9 @@ from eagle_heads import agreeing_head, soft
 from models import EOS, POLICY_CASES, character_tokenizer, perturbed, prompt, tiny
 from transformers import PreTrainedModel, StoppingCriteria
 
-from hf_dynspec import DynSpecAssistant, EagleDrafter, TreeConfig
+from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
+from hf_dynspec.alignment import training
+from hf_dynspec.alignment.aligner import Aligner
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -119,9 +121,10 @@ def test_the_device_refuses_what_lies_elsewhere():
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 
-def rounds(target, drafter, policy="full", tree=CHAIN, **arguments) -> list[count_operations.Round]:
+def rounds(target, drafter, policy="full", tree=CHAIN, alignment=None, **arguments) -> list[count_operations.Round]:
     """The rounds of a call on the device. A greedy text must be what plain `generate` writes on the CPU."""
-    input_ids, assistant_settings = prompt(), {"tree": tree, "num_assistant_tokens": 3}
+    input_ids = prompt()
+    assistant_settings = {"tree": tree, "num_assistant_tokens": 3, "alignment": alignment}
     arguments = {"max_new_tokens": 14, "do_sample": False} | arguments
     there = move(copy.deepcopy(target))
     with pretended_device() as device:
@@ -190,6 +193,17 @@ class TestWaits:
         # What criteria and processors hold is moved to the device when they first see something there.
         assert_waits(rounds(target, drafter, "full", tree, **arguments)[1:])
 
+    @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+    @pytest.mark.parametrize("policy", ["full", "router"])
+    def test_of_a_call_that_is_recorded(self, policy, tree, target, drafter, monkeypatch):
+        """The device cannot train; what is recorded is counted. Only the end, when the request is over, waits more."""
+        monkeypatch.setattr(training, "Learner", LearnsNothing)
+        monkeypatch.setattr(Aligner, "learn", lambda aligner: taken.append(aligner._take_out()))
+        taken = []
+        recorded = rounds(target, drafter, POLICY_CASES[policy](), tree, OnlineAlignment(top_k=8))
+        assert_waits(recorded[:-1])
+        assert taken[0][0].log_probabilities.shape == (14,)
+
     def test_of_a_streamer(self, target, drafter):
         streamer = Streamer()
         assert_waits(rounds(target, drafter, streamer=streamer), most=2)
@@ -202,6 +216,14 @@ class TestWaits:
             for one in rounds(target, drafter, stopping_criteria=[NeverDone()], max_new_tokens=20)
         ]
         assert max(waits) > 2
+
+
+class LearnsNothing:
+    def __init__(self, drafter, settings):
+        pass
+
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        return {}
 
 
 class Streamer:

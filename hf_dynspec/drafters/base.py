@@ -1,13 +1,14 @@
 """The contract of drafters: tokens in, hidden states out, and never a projection to the vocabulary."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..modeling.head import DynamicLMHead
+from .weights_watch import stamp
 
 # Takes in what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
 # was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
@@ -16,12 +17,12 @@ ObserveDraftInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 class UnrolledStep(NamedTuple):
     """One draft step after every prefix of a text: row `i` of step `depth` is the one that reads token
-    `i + 1 + depth`, after a prefix whose last token is `i + 1`.
+    `i + 1 + depth`, after a prefix whose last token is `i + 1`. Rows before `first` are left out (`Drafter.unroll`).
 
     Args:
-        embeddings: `[n − 1 − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
-        features: `[n − 1 − depth, d]`, likewise.
-        hidden: `[n − 1 − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
+        embeddings: `[n − 1 − first − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
+        features: `[n − 1 − first − depth, d]`, likewise.
+        hidden: `[n − 1 − first − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
 
     All of them carry gradients where gradients are enabled.
     """
@@ -137,7 +138,9 @@ class Drafter(ABC):
         """`[m, d]`: the embeddings that the drafter reads for tokens, int64 `[m]` on its device."""
 
     @abstractmethod
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
         """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
         drafted: a head reads its own outputs as it does when it drafts. For training and for study.
 
@@ -148,7 +151,8 @@ class Drafter(ABC):
             token_ids: int64 `[n]`, `n > depth`, on the drafter's device: a text from its beginning.
             features: `[n, d_target · layers]`: the target's hidden states at these tokens, for drafters that read
                 them.
-            depth: how many steps.
+            depth: how many steps, at most `n − 1 − first`.
+            first: the rows before it are read, and no drafts begin there: a prompt costs little then.
 
         Yields:
             The steps, from depth 0 on.
@@ -175,6 +179,29 @@ class Drafter(ABC):
             NotImplementedError: it cannot be copied.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be copied")
+
+    def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]:
+        """The parameters of the `module` by name, and of each what tells it from a changed one (`stamp`)."""
+        return {name: (one, stamp([one], samples=True)) for name, one in self.module.named_parameters()}
+
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Make ready to draft with other numbers in parameters of the `module`.
+
+        Args:
+            weights: by the parameters' names, each of its parameter's shape, dtype and device. They are not copied.
+
+        Returns:
+            What puts them in the place of those that are there, at once and without copying any. `weights_version`
+            then is another one. Nothing may be drafting meanwhile.
+        """
+        parameters = dict(self.module.named_parameters())
+        places = [(parameters[name], tensor.detach()) for name, tensor in weights.items()]
+
+        def replace() -> None:
+            for parameter, tensor in places:
+                parameter.data = tensor
+
+        return replace
 
     @abstractmethod
     def start(self) -> DrafterState:

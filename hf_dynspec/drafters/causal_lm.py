@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -195,10 +195,12 @@ class CausalLMDrafter(Drafter):
         # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
 
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
         # Its hidden states depend on the text alone, and not on where a draft began.
         embedded, hidden = self.embed(token_ids), self.start().advance(token_ids)
-        for step in range(depth):
+        for step in range(first, first + depth):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
 
     def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -206,6 +208,26 @@ class CausalLMDrafter(Drafter):
 
     def copy(self) -> "CausalLMDrafter":
         return CausalLMDrafter(copy.deepcopy(self.model))
+
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        # What others have changed is taken up first: after this, no more than numbers is known to have changed, and
+        # neither a trace, whose inputs they are, nor what the logits are made by has to be found out again.
+        _ = self.weights_version
+        replace = super().prepare_weights(weights)
+        parameters = dict(self.module.named_parameters())
+        projection = self.model.get_output_embeddings()
+        has_projection = any(parameters[name] is one for name in weights for one in projection.parameters())
+
+        def replace_and_accept() -> None:
+            with self._lock:
+                replace()
+                self._watch.accept_weights()
+                if has_projection:
+                    self._projection_watch.accept_weights()
+                    self.head = self.head.anew(projection.weight, projection.bias)
+                self._version += 1
+
+        return replace_and_accept
 
     def start(self) -> "CausalLMState":
         if self.step is None:

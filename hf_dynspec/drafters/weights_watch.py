@@ -43,6 +43,11 @@ class WeightsWatch:
         self._remember()
         return True
 
+    def accept_weights(self) -> None:
+        """Take what the parameters hold now for unchanged."""
+        if not self._is_offloaded:
+            self._stamp_then = stamp(self._weights_now(), self._samples)
+
     def parameters(self) -> list[torch.Tensor]:
         """All parameters and buffers as they are now, in an order that depends on the modules' classes alone."""
         return [one for one in chain.from_iterable(map(dict.values, self._tensor_dicts)) if one is not None]

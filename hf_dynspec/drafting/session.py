@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -60,6 +61,17 @@ def _closes_on_error(method: _Method) -> _Method:
     return run
 
 
+def _while_weights_stand(method: _Method) -> _Method:
+    """Whoever writes weights of the drafter in place does so between drafts."""
+
+    @functools.wraps(method)
+    def run(self: "DraftSession", *args: Any, **kwargs: Any) -> Any:
+        with self._drafting_lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 @dataclass(frozen=True, eq=False)
 class Feedback:
     """What the target said in one round. Tensors are on the drafter's device.
@@ -86,9 +98,24 @@ class DraftSession:
     A session can be used again for another text, and then keeps its buffers; or be continued with a longer text, and
     then keeps what it knows of the part that stayed the same. It is closed once: by whoever gives it up, by an error,
     or when nobody holds it any more, at the latest at the interpreter's exit.
+
+    Args:
+        drafter: what drafts.
+        policy: selects the shortlists.
+        vocabulary: what they are selected from.
+        memory: what the policy keeps between calls, if anything.
+        drafting_lock: is held by every draft (None: nobody writes to the drafter's weights meanwhile).
     """
 
-    def __init__(self, drafter: Drafter, policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any = None):
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: ShortlistPolicy,
+        vocabulary: VocabularyInfo,
+        memory: Any = None,
+        drafting_lock: AbstractContextManager[None] | None = None,
+    ):
+        self._drafting_lock = drafting_lock or nullcontext()
         self._needs = policy.needs
         if self._needs.drafter_rows:
             vocabulary = replace(vocabulary, drafter_rows=_rows_of(drafter.head))
@@ -187,6 +214,7 @@ class DraftSession:
             self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
 
     @_closes_on_error
+    @_while_weights_stand
     def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
         """Draft a chain.
 
@@ -214,6 +242,7 @@ class DraftSession:
         return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
 
     @_closes_on_error
+    @_while_weights_stand
     def draft_tree(
         self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
     ) -> Candidates:

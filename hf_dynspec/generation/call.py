@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..alignment.aligner import Aligner
 from ..drafters import Drafter
 from ..drafting.session import DraftSession
 from ..drafting.tree_config import TreeConfig
@@ -32,6 +33,10 @@ class Call(ABC):
         model_kwargs: dict[str, Any],
     ) -> Drafting:
         """Return the object that drafts, given the decoding loop's own arguments."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Tidy up after a call that is over, without learning from it now: the garbage collector may do this."""
 
 
 class Bindable(ABC):
@@ -81,6 +86,7 @@ class Assistant(Bindable):
         stats: counts of the last call.
         profile: measure where the time goes.
         measure_coverage: measure the target's probability mass on the shortlists.
+        alignment: aligns the drafter with what calls leave, None where nothing does.
     """
 
     generation_config: GenerationConfig
@@ -91,6 +97,7 @@ class Assistant(Bindable):
     stats: DraftingStatistics
     profile: bool
     measure_coverage: bool
+    alignment: Aligner | None
 
     @property
     @abstractmethod

@@ -75,7 +75,11 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             )
         calls = ExitStack()
         with calls:
-            self._drafting: Drafting = calls.enter_context(assistant.open_call()).drafting(
+            call = assistant.open_call()
+            # Nothing tells here whether the loop was interrupted. What it leaves is learnt from after the next call of
+            # the assistant's own loop.
+            calls.callback(call.close)
+            self._drafting: Drafting = call.drafting(
                 generation_config=generation_config,
                 input_ids=input_ids,
                 logits_processor=processors,

@@ -1,10 +1,12 @@
 """One `generate` call of an assistant: its session, its counts, and what drafts in it."""
 
+import time
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from ..alignment.recording import Recorder
 from ..drafting.session import DraftSession
 from ..drafting.settings import require_drafting_settings
 from ..stats import DraftingStatistics, Stopwatch
@@ -30,13 +32,20 @@ class GenerateCall(Call):
         self._stats.calls = 1
         devices = (assistant.drafter.head.device, assistant.target.device)
         self._stopwatch = Stopwatch(assistant.profile, devices)
-        self._start = 0.0
+        self._start = self._began = 0.0
+        self._aligner = assistant.alignment
+        self._recorder: Recorder | None = None
 
     def __enter__(self) -> "GenerateCall":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._close()
+        if raised[0] is not None:
+            # What was interrupted leaves nothing to learn from.
+            self._recorder = None
+        self.close()
+        if self._aligner is not None and raised[0] is None:
+            self._aligner.learn()
 
     def kept_session(self) -> DraftSession | None:
         """The session to go on with, if it still fits."""
@@ -71,6 +80,8 @@ class GenerateCall(Call):
         assistant.forward.require_states(assistant.drafter.reads, assistant.policy.needs)
         if self._stopwatch.enabled:
             self._start = self._stopwatch.now()
+        self._recorder = self._aligner and self._aligner.recorder()
+        self._began = time.perf_counter()
         self._drafting = Drafting(
             self._session,
             assistant.policy.needs,
@@ -85,11 +96,12 @@ class GenerateCall(Call):
             is_kept=self.is_kept,
             continues=continues,
             measure_coverage=assistant.measure_coverage,
+            recorder=self._recorder,
         )
         return self._drafting
 
-    def _close(self) -> None:
-        """Leave the session and publish the counts."""
+    def close(self) -> None:
+        """Leave the session, publish the counts, and hand over what was recorded."""
         if self._drafting is None:
             if self._session is not None:
                 # It was interrupted before it could begin.
@@ -102,6 +114,8 @@ class GenerateCall(Call):
         config = self._assistant.generation_config
         if config.num_assistant_tokens_schedule == "heuristic":
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
+        if self._aligner is not None:
+            self._aligner.take(self._recorder, time.perf_counter() - self._began)
         if not self._session.is_closed:
             self._session.count_background_work()
             self._session.end_call()

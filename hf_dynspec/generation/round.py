@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
+from ..alignment.recording import Recorder
 from ..drafting.session import DraftSession, Feedback, outside_inference_mode
 from ..drafting.token_choice import TokenChoice
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
@@ -39,6 +40,7 @@ class Drafting:
         continues: it goes on with a longer text in this call.
         measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
             vocabulary for every verified position.
+        recorder: takes in what the target says, to learn from it (None: nobody does).
     """
 
     @outside_inference_mode
@@ -57,6 +59,7 @@ class Drafting:
         is_kept: bool = False,
         continues: bool = False,
         measure_coverage: bool = False,
+        recorder: Recorder | None = None,
     ):
         self.num_assistant_tokens = int(drafting_config.num_assistant_tokens)
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
@@ -72,6 +75,7 @@ class Drafting:
         self._mask_length = getattr(generation_config, "_mask_length", None)
         self._prefill_chunk_size = generation_config.prefill_chunk_size
         self._measure_coverage = measure_coverage
+        self._recorder = recorder
         self._logits = RowsBuffer()
         # What the target returned for the chunks of the prompt before the last one.
         self._read_ahead: list[Any] = []
@@ -80,6 +84,9 @@ class Drafting:
         # Of the round's last verified token: see `Candidates.has_missed`.
         self._has_missed: torch.Tensor | None = None
         self._prefix_length = input_ids.shape[1]
+        if recorder is not None and generation_config.do_sample:
+            # Where it is None, transformers leaves logits as they are.
+            recorder.temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
         if needs.target_rows:
             session.follow_target(target.head_rows())
         self._begin(input_ids, model_kwargs, continues)
@@ -200,10 +207,12 @@ class Drafting:
         Args:
             outputs: the target's.
             outcome: the tokens that came out.
-            is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more.
+            is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more,
+                unless the call is recorded.
         """
         counts = self._counts(outcome)
-        feedback = self._feedback(outputs, outcome) if not is_done or self._is_kept else None
+        is_of_use = not is_done or self._is_kept or self._recorder is not None
+        feedback = self._feedback(outputs, outcome) if is_of_use else None
         self._session.count(*counts)
         if feedback is not None:
             self._session.learn(feedback)
@@ -230,6 +239,8 @@ class Drafting:
             self._is_token = mask[0, mask.shape[1] - self._padded_length :].to(input_ids.device).bool()
             self._prompt = self._prompt[self._is_token]
         self._prompt = self._prompt.to(device=self._device, dtype=torch.int64)
+        if self._recorder is not None:
+            self._recorder.begin(self._prompt)
         self._kept = self._session.begin(self._prompt, continues)
         self._settle_cached(input_ids, model_kwargs)
 
@@ -272,9 +283,18 @@ class Drafting:
         features = self._features(outputs, outcome) if self._reads else None
         length = self._prompt.shape[0] + self._prefix_length - self._padded_length
         self._read_ahead = []
+        verified, end = outcome.token_ids.to(self._device), length + outcome.accepted
         with self._session.stopwatch.section("policy"):
-            shown = self._shown(outputs, outcome)
-        return Feedback(outcome.token_ids.to(self._device), shown, prompt, features, length + outcome.accepted)
+            recorded = 0 if self._recorder is None else self._recorder.top_k
+            count, top = max(recorded, self._needs.verify_top_k), {}
+            if count:
+                logits = self._verified_logits(outputs, outcome)
+                top = self._most_probable(logits, count, self._needs.top_logits or recorded > 0)
+            shown = self._shown(outputs, outcome, top)
+        if self._recorder is not None:
+            shortlist = None if self._candidates is None else self._candidates.shortlists[0]
+            self._recorder.add(logits, top, verified, shortlist, features, end)
+        return Feedback(verified, shown, prompt, features, end)
 
     def _features(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
         """`[m, d · layers]`: the hidden states at the tokens that the drafter will read, the prompt's at first."""
@@ -287,17 +307,12 @@ class Drafting:
                 features = features[self._is_token[self._padded_length - features.shape[0] :].to(features.device)]
         return features.to(self._device)
 
-    def _shown(self, outputs: Any, outcome: Outcome) -> dict[str, torch.Tensor]:
+    def _shown(self, outputs: Any, outcome: Outcome, top: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
         shown: dict[str, torch.Tensor] = {}
         if self._needs.verify_top_k:
-            logits = outputs.logits[0]
-            if self._candidates is None or self._candidates.is_chain:
-                # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
-                logits = logits[: outcome.accepted + 1]
-            else:
-                logits = logits.index_select(0, outcome.rows.to(logits.device))
-            shown = self._most_probable(logits, self._needs.verify_top_k)
+            names = ("top_ids", "top_logits") if self._needs.top_logits else ("top_ids",)
+            shown = {name: top[name][:, : self._needs.verify_top_k] for name in names}
         if self._needs.hidden_states:
             states = self._target.state(outputs, self._target.num_layers)[-outputs.logits.shape[1] :]
             shown["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)
@@ -315,11 +330,18 @@ class Drafting:
             self._has_missed = self._candidates.has_missed(outcome.token_ids.to(self._device))
         return self._has_missed
 
-    def _most_probable(self, logits: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-        """The most probable tokens of rows of logits `[m, V]`, and if the policy asks for them, their logits."""
+    def _verified_logits(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
+        """`[a + 1, V]`: the target's where the verified tokens were chosen."""
+        if self._candidates is None or self._candidates.is_chain:
+            # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
+            return outputs.logits[0, : outcome.accepted + 1]
+        return outputs.logits[0].index_select(0, outcome.rows.to(outputs.logits.device))
+
+    def _most_probable(self, logits: torch.Tensor, count: int, with_logits: bool) -> dict[str, torch.Tensor]:
+        """The most probable tokens of rows of logits `[m, V]`, and where asked for, their logits."""
         top_ids = top_k_ids(logits, min(count, logits.shape[1]))
         shown = {"top_ids": top_ids.to(self._device)}
-        if self._needs.top_logits:
+        if with_logits:
             shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
         return shown
 
@@ -331,7 +353,7 @@ class Drafting:
             if logits is None:
                 return None
             with self._session.stopwatch.section("policy"):
-                return self._most_probable(logits, self._needs.prompt_top_k)
+                return self._most_probable(logits, self._needs.prompt_top_k, self._needs.top_logits)
         states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
         first_read = self._padded_length - end
@@ -349,10 +371,9 @@ class Drafting:
         if self._needs.prompt_top_k:
             model = self._target.model
             head = model.get_output_embeddings()
+            wanted = self._needs.prompt_top_k, self._needs.top_logits
             # A scale or cap after the projection does not change which tokens are the most probable.
-            chunks = [
-                self._most_probable(head(chunk), self._needs.prompt_top_k) for chunk in states.split(_PROMPT_CHUNK)
-            ]
+            chunks = [self._most_probable(head(chunk), *wanted) for chunk in states.split(_PROMPT_CHUNK)]
             shown = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
             if self._needs.top_logits:
                 shown["top_logits"] = finish_logits(shown["top_logits"], *scale_and_cap(model))

@@ -177,8 +177,12 @@ class DynamicLMHead:
             logits = projection(hidden.to(like) if like.is_floating_point() else hidden).index_select(1, rows)
             logits = logits.to(hidden.device)
         logits = self._finish(logits if logits.dtype == torch.float64 else logits.float())
-        logits = logits.masked_fill(~has_row, -torch.inf)
-        return logits[:, places] if token_ids.dim() == 1 else logits.gather(1, places)
+        if not bool(has_row.all()):
+            logits = logits.masked_fill(~has_row, -torch.inf)
+        if token_ids.dim() > 1:
+            return logits.gather(1, places)
+        # Sorted ids without repeats need no copy, whose gradients would take longer than the product's.
+        return logits if torch.equal(wanted, token_ids) else logits[:, places]
 
     def prepare_blocks(self, layout: BlockLayout) -> None:
         """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
@@ -241,6 +245,10 @@ class DynamicLMHead:
             is_exact = self.weight.dtype == torch.float32 and is_plain(model.get_output_embeddings())
             tolerance = (1e-3 if is_exact else 5e-2) * expected.abs().max()
             return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
+
+    def anew(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "DynamicLMHead":
+        """The same projection with other numbers."""
+        return DynamicLMHead(weight, bias, self.logit_scale, self.soft_cap, self.token_ids)
 
     def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""

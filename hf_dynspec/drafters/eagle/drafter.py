@@ -14,7 +14,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch, stamp
 from .checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
 from .checkpoint_files import CONFIG_FILE
-from .module import EagleModule
+from .module import EagleModule, side_by_side
 from .settings import EagleSettings
 from .state import EagleState
 from .trimming import are_copies
@@ -117,20 +117,21 @@ class EagleDrafter(Drafter):
         self._follow_weights()
         return self._version
 
-    def _follow_weights(self) -> None:
-        """Take up what changed in the module or in what the target lends."""
+    def _follow_weights(self, of_module: bool = True) -> None:
+        """Take up what changed in what the target lends and, where `of_module`, in the module, whose weights are fused
+        anew then."""
         with self._lock:
             target = self._target()
             # A target that is gone lends what it lent last.
-            if target is not None and self._has_changed(target):
+            if target is not None and self._has_changed(target, of_module):
                 self._take_up(target)
                 self._version += 1
 
-    def _has_changed(self, target: PreTrainedModel) -> bool:
+    def _has_changed(self, target: PreTrainedModel, of_module: bool) -> bool:
         return (
             not self._is_current
             or target.get_output_embeddings() is not self._watches[0].module
-            or any(watch.has_changed() for watch in self._watches)
+            or any(watch.has_changed() for watch in (self._watches if of_module else self._watches[:1]))
             or self._stamp_of_embedding(target) != self._lent_stamp
         )
 
@@ -207,6 +208,25 @@ class EagleDrafter(Drafter):
         other._take_up(target)
         return other
 
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        self._follow_weights()
+        weights = side_by_side(weights)
+        replace = super().prepare_weights(weights)
+        tensors = self.module.merged_tensors()
+        if not weights.keys() <= tensors.keys() or "lm_head.weight" in weights:
+            # An adapter lies around a layer, or the projection is another one: `weights_version` looks at all of it.
+            return replace
+        fused = self.weights.anew({**tensors, **weights})
+
+        def replace_and_accept() -> None:
+            with self._lock:
+                replace()
+                self.weights = fused
+                self._watches[1].accept_weights()
+                self._version += 1
+
+        return replace_and_accept
+
     def require_target(self, target: PreTrainedModel) -> None:
         _require_fit(self.settings, self.module.tensor_names, target)
         _hidden_states_read(self.settings, target.config.get_text_config().num_hidden_layers)
@@ -218,25 +238,31 @@ class EagleDrafter(Drafter):
         """`[w, H]`, in the dtype and on the device that the head drafts in: embeddings of tokens, int64 `[w]`."""
         return self.weights.embed(token_ids)
 
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int) -> Iterator[UnrolledStep]:
-        self._follow_weights()
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
+        # With gradients the module itself runs, and its weights need not be fused after each step of an optimizer.
+        with_gradients = torch.is_grad_enabled()
+        self._follow_weights(of_module=not with_gradients)
+        layer: FusedWeights | EagleModule = self.module if with_gradients else self.weights
         rows = token_ids.shape[0] - 1
-        layer: FusedWeights | EagleModule = self.module if torch.is_grad_enabled() else self.weights
         embedded = self._embedded_for(layer, token_ids[1:])
         hidden = features[:rows].to(embedded)
         cos, sin = (table[: rows + depth].to(embedded) for table in self.weights.rotary.tables(rows + depth))
         drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(depth):
-            width = rows - step
-            feature = layer.feature(hidden[:width], fed_back=step > 0)
-            joined, residual = layer.combine(embedded[step:], feature)
-            queries, keys, values = layer.project(joined, width, cos[step:rows], sin[step:rows])
+            # The first step reads all rows; of those before `first` only the keys and values are needed.
+            start, width = first + step if step else 0, rows - first - step
+            feature = layer.feature(hidden[: rows - start], fed_back=step > 0)
+            joined, residual = layer.combine(embedded[start:], feature)
+            queries, keys, values = layer.project(joined, width, cos[start:rows], sin[start:rows])
             if step == 0:
                 stable = keys, values
             else:
                 drafted = [(key[:width], value[:width]) for key, value in [*drafted, (keys, values)]]
-            hidden = layer.finish(_attend_from_everywhere(queries, *stable, drafted), residual)
-            yield UnrolledStep(embedded[step:], feature, layer.final_norm(hidden).to(self.head.weight))
+            hidden = layer.finish(_attend_from_everywhere(queries, *stable, drafted, first), residual[-width:])
+            outputs = layer.final_norm(hidden).to(self.head.weight)
+            yield UnrolledStep(embedded[first + step :], feature if step else feature[first:], outputs)
 
     def _embedded_for(self, layer: FusedWeights | EagleModule, token_ids: torch.Tensor) -> torch.Tensor:
         """`[w, H]`, with gradients where the module has an embedding of its own."""
@@ -255,19 +281,20 @@ def _attend_from_everywhere(
     keys: torch.Tensor,
     values: torch.Tensor,
     drafted: list[tuple[torch.Tensor, torch.Tensor]],
+    first: int,
 ) -> torch.Tensor:
     """`[w, heads · head_dim]`: attention of rows that belong to `w` different drafts.
 
     Args:
         queries: `[w, heads, head_dim]`.
-        keys, values: `[n, kv_heads, head_dim]`: of the stable rows; draft `i` sees the first `i + 1`.
+        keys, values: `[n, kv_heads, head_dim]`: of the stable rows; draft `i` sees the leading `first + i + 1`.
         drafted: keys and values, each `[w, kv_heads, head_dim]`, of the drafts' own rows, one of each draft per step.
     """
     width, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     queries = queries.view(width, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("wkgd,nkd->wkgn", queries, keys)
-    is_later = torch.ones(width, keys.shape[0], dtype=torch.bool, device=keys.device).triu(1)
+    is_later = torch.ones(width, keys.shape[0], dtype=torch.bool, device=keys.device).triu(first + 1)
     scores = scores.masked_fill(is_later[:, None, None], -torch.inf)
     own = [torch.einsum("wkgd,wkd->wkg", queries, key).unsqueeze(-1) for key, _ in drafted]
     weights = (torch.cat([scores, *own], -1) * head_dim**-0.5).softmax(-1)

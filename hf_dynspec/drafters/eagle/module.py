@@ -168,6 +168,19 @@ class _Mlp(nn.Module):
         return self.down_proj(self._activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
+def side_by_side(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights by name; of those that drafting fuses, where all are there, copies that lie side by side in
+    memory."""
+    laid = dict(weights)
+    for names in _SIDE_BY_SIDE:
+        for kind in ("weight", "bias"):
+            parts = {f"{name}.{kind}": weights.get(f"{name}.{kind}") for name in names}
+            if all(part is not None for part in parts.values()):
+                joined = torch.cat([part.detach() for part in parts.values()])
+                laid |= dict(zip(parts, joined.split([part.shape[0] for part in parts.values()]), strict=True))
+    return laid
+
+
 def _linear(tensors: Mapping[str, torch.Tensor], name: str) -> nn.Linear | None:
     weight = tensors.get(f"{name}.weight")
     return None if weight is None else nn.Linear(weight.shape[1], weight.shape[0], f"{name}.bias" in tensors)

@@ -54,6 +54,7 @@ class FusedWeights:
         output_dtype: torch.dtype,
         device: torch.device,
         dtype: torch.dtype,
+        rotary: Rotary | None = None,
     ) -> "FusedWeights":
         """Fuse a head's tensors.
 
@@ -62,6 +63,7 @@ class FusedWeights:
             embedding: the target's, `[V, H]`, for heads that have none.
             output_dtype: what the output projection reads.
             device, dtype: what to draft with.
+            rotary: of these settings, device and dtype, where there is one already.
 
         Raises:
             ArtifactError: the rotary embedding is unknown.
@@ -84,7 +86,7 @@ class FusedWeights:
         attention = "layer.self_attn."
         return cls(
             settings=settings,
-            rotary=Rotary(settings, device, dtype),
+            rotary=rotary or Rotary(settings, device, dtype),
             embedding=one("embed_tokens.weight") if "embed_tokens.weight" in tensors else embedding,
             output_dtype=output_dtype,
             fc=one("fc.weight"),
@@ -103,6 +105,11 @@ class FusedWeights:
             norm=norm("norm"),
             activation=silu if settings.hidden_act == "silu" else ACT2FN[settings.hidden_act],
         )
+
+    def anew(self, tensors: Mapping[str, torch.Tensor]) -> "FusedWeights":
+        """The same, of other tensors of the head's."""
+        device, dtype = self.qkv.device, self.qkv.dtype
+        return self.fuse(self.settings, tensors, self.embedding, self.output_dtype, device, dtype, self.rotary)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: the embeddings of tokens, int64 `[w]`."""

@@ -1,0 +1,275 @@
+"""Trains a copy of a drafter, which drafts nothing, on what requests left."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, shown_text
+from .objectives import OBJECTIVES, Horizon, TrainableDrafter, unroll
+from .replay import Trajectory
+from .settings import ALL_LINEAR, OnlineAlignment
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+LARGEST_GRADIENT_NORM = 1.0
+# peft's name of the only adapter, and what it puts before the names of modules in an adapter's file.
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+class Learner:
+    """Trains a copy of a drafter: LoRA on some of its modules, or all of its weights.
+
+    The drafter itself is read once, here, and never written to; what was learnt is `weights`, to be copied into it by
+    whoever drafts with it. The copy's weights are fp32 where the drafter's have 16 bits. Not for several threads at
+    once.
+
+    Args:
+        drafter: what it is a copy of.
+        settings: of training: see `OnlineAlignment`.
+
+    Attributes:
+        drafter: the copy.
+        dropped: how many steps were dropped, as loss or gradients were not finite.
+
+    Raises:
+        ConfigurationError: the drafter has no modules of the names in `settings.modules`, or peft cannot adapt them.
+        NotImplementedError: the drafter cannot be copied.
+    """
+
+    def __init__(self, drafter: TrainableDrafter, settings: OnlineAlignment):
+        self.settings = settings
+        self.dropped = 0
+        with torch.inference_mode(False):
+            self.drafter = drafter.copy()
+            module = self.drafter.module
+            self._dtypes = {name: one.dtype for name, one in module.named_parameters()}
+            if any(dtype in _16_BITS for dtype in self._dtypes.values()):
+                module.float()
+                # What the copy holds of its weights beside its module is made anew.
+                _ = self.drafter.weights_version
+            self._adapted = {} if settings.trains_all_parameters else self._inject()
+            if settings.trains_all_parameters and not any(one.requires_grad for one in module.parameters()):
+                module.requires_grad_(True)
+            self._trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+            # LoRA leaves what it adapts as it was; weights that are trained themselves have to be remembered.
+            self._base = {} if self._adapted else {name: one.detach().clone() for name, one in self._trained.items()}
+            self.reset()
+
+    def _inject(self) -> dict[str, nn.Module]:
+        """Put LoRA around the modules of the settings; returns its layers by these modules' names."""
+        from peft import inject_adapter_in_model
+
+        names = _modules_named(self.drafter.module, self.settings.modules)
+        self._adapter_config = self._lora_config(names)
+        try:
+            # peft draws first matrices from the generator that users seed; they are drawn anew by our own.
+            with torch.random.fork_rng(devices=()):
+                inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER)
+        except ValueError as error:
+            raise ConfigurationError(f"modules: peft cannot adapt {', '.join(names)}: {error}") from error
+        return {name: self.drafter.module.get_submodule(name) for name in names}
+
+    def _lora_config(self, names: list[str]) -> "LoraConfig":
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.settings.alpha,
+            lora_dropout=0.0,
+            target_modules=names,
+            fan_in_fan_out=any(_is_transposed(self.drafter.module.get_submodule(name)) for name in names),
+        )
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def step(self, trajectories: Sequence[Trajectory]) -> float | None:
+        """One optimizer step on the mean loss of some trajectories, gradients clipped to a norm of 1.
+
+        Returns:
+            The loss before the step; None where there was nothing to learn from, or the step was dropped as loss or
+            gradients were not finite, which leaves the weights as they were.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            try:
+                losses = [loss for one in trajectories if (loss := self._backward(one, len(trajectories))) is not None]
+                return self._descend(float(torch.stack(losses).mean())) if losses else None
+            finally:
+                self._scored.clear()
+                self._optimizer.zero_grad(set_to_none=True)
+
+    def _descend(self, loss: float) -> float | None:
+        """The optimizer's part of a step; the loss, or None where the step is dropped."""
+        self._gradient_bytes = sum(one.grad.nbytes for one in self._trained.values() if one.grad is not None)
+        norm = nn.utils.clip_grad_norm_(self._trained.values(), LARGEST_GRADIENT_NORM)
+        if not math.isfinite(loss) or not bool(norm.isfinite()):
+            self.dropped += 1
+            return None
+        self._optimizer.step()
+        return loss
+
+    def _backward(self, trajectory: Trajectory, among: int) -> torch.Tensor | None:
+        horizon = self._scored.pop(trajectory, None) or unroll(self.drafter, trajectory, self.settings)
+        if horizon is None:
+            return None
+        loss = OBJECTIVES[self.settings.objective].loss(horizon, self.settings)
+        (loss / among).backward()
+        return loss.detach()
+
+    def acceptance(self, trajectory: Trajectory) -> tuple[float, float] | None:
+        """`acceptance_of` a trajectory before anything was learnt, and with what has been learnt: what a gate
+        compares. None where nothing could be scored. A step on the trajectory that follows costs less."""
+        # With gradients, without which an EAGLE head would fuse its weights anew each time.
+        with torch.inference_mode(False), torch.enable_grad():
+            with self._unlearnt():
+                before = unroll(self.drafter, trajectory, self.settings)
+            learnt = unroll(self.drafter, trajectory, self.settings)
+            if before is None or learnt is None:
+                return None
+            self._scored = {trajectory: learnt}
+            return float(before.acceptance()), float(learnt.acceptance())
+
+    @contextmanager
+    def _unlearnt(self) -> Iterator[None]:
+        """The copy as it was before anything was learnt."""
+        learnt = {name: one.data for name, one in self._trained.items()} if self._base else {}
+        try:
+            for layer in self._adapted.values():
+                layer.enable_adapters(False)
+            for name in learnt:
+                self._trained[name].data = self._base[name]
+            yield
+        finally:
+            for layer in self._adapted.values():
+                layer.enable_adapters(True)
+            for name, tensor in learnt.items():
+                self._trained[name].data = tensor
+
+    def reset(self) -> None:
+        """Forget everything that was learnt, and the optimizer's state; `weights` are `base_weights` again."""
+        random = torch.Generator().manual_seed(self.settings.seed)
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._adapted.values():
+                first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+                # As peft does, which draws from the generator of the process.
+                drawn = torch.empty(first.shape, dtype=first.dtype)
+                first.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random))
+                second.zero_()
+            for name, tensor in self._base.items():
+                self._trained[name].copy_(tensor)
+        self._start_optimizer()
+
+    def _start_optimizer(self) -> None:
+        # What was unrolled to be scored, with the weights that there are.
+        self._scored: dict[Trajectory, Horizon] = {}
+        self._gradient_bytes = 0
+        parameters = list(self._trained.values())
+        self._optimizer = torch.optim.AdamW(parameters, lr=self.settings.learning_rate, weight_decay=0.0)
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a drafter that is to draft with what was learnt holds, by the names of its `module`'s parameters: those
+        that are trained or adapted and no others, adapters merged into them, in the drafter's dtypes. New tensors."""
+        if not self._adapted:
+            return {name: one.detach().to(self._dtypes[name], copy=True) for name, one in self._trained.items()}
+        merged = {}
+        for name, layer in self._adapted.items():
+            weight = layer.get_base_layer().weight
+            merged[f"{name}.weight"] = (weight + layer.get_delta_weight(_ADAPTER)).to(self._dtypes[f"{name}.weight"])
+        return merged
+
+    @torch.no_grad()
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        """What the drafter held before anything was learnt: the names of `weights`, and the very bits. Not to be
+        written to."""
+        adapted = {f"{name}.weight": layer.get_base_layer().weight for name, layer in self._adapted.items()}
+        return {name: one.detach().to(self._dtypes[name]) for name, one in (self._base or adapted).items()}
+
+    def adapter_config(self) -> "LoraConfig | None":
+        """peft's configuration of the adapter; None where there is no LoRA."""
+        return self._adapter_config if self._adapted else None
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """Copies of the LoRA matrices by the names that peft has in an adapter's file; of all trained weights by their
+        own names where there is no LoRA."""
+        return {name: one.detach().clone() for name, one in self._named_state().items()}
+
+    def load_adapter_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Take up what `adapter_state` gave, and begin with a new optimizer.
+
+        Raises:
+            ConfigurationError: names or shapes are not those of this learner, or a value is not finite. It names them,
+                and nothing was changed.
+        """
+        own = self._named_state()
+        wrong = sorted(set(own) ^ set(state)) or [name for name in own if own[name].shape != state[name].shape]
+        if wrong:
+            shown = shown_text(", ".join(wrong), 400)
+            raise ConfigurationError(
+                f"the adapter is of another drafter, or of other modules or another rank: {shown}. Load it with the "
+                "settings that it was learnt with."
+            )
+        if broken := [name for name in own if not bool(state[name].isfinite().all())]:
+            raise ConfigurationError(f"the adapter holds NaN or infinity: {shown_text(', '.join(broken), 400)}.")
+        with torch.inference_mode(False), torch.no_grad():
+            for name, one in own.items():
+                one.copy_(state[name])
+        self._start_optimizer()
+
+    def _named_state(self) -> dict[str, nn.Parameter]:
+        if not self._adapted:
+            return self._trained
+        return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): one for name, one in self._trained.items()}
+
+    # What it takes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the optimizer's state, and of the gradients that the last step had."""
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        return self._gradient_bytes + sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+
+    def base_digest(self) -> str:
+        """SHA-256 of what the drafter held before anything was learnt, by name: of the weights that are not trained,
+        and of those that are as they were. Unchanged for as long as this learns."""
+        digest = hashlib.sha256()
+        frozen = {name: one for name, one in self.drafter.module.named_parameters() if name not in self._trained}
+        for name, one in sorted((frozen | self._base).items()):
+            digest.update(f"{name} {tuple(one.shape)} {one.dtype}".encode())
+            digest.update(one.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is transformers' linear layer of GPT-2, whose weight is laid out the other way round."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str]:
+    """The full names of the linear layers that are to be adapted.
+
+    Raises:
+        ConfigurationError: a name is that of none. Says which there are.
+    """
+    find_projection = getattr(module, "get_output_embeddings", None)
+    projection = getattr(module, "lm_head", None) if find_projection is None else find_projection()
+    linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) or _is_transposed(one)}
+    if wanted == ALL_LINEAR:
+        return [name for name, one in linear.items() if one is not projection]
+    found: list[str] = []
+    for last in wanted:
+        of_this = [name for name in linear if name == last or name.endswith(f".{last}")]
+        if not of_this:
+            there_are = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigurationError(f"modules: the drafter has no linear layer {last!r}. There are {there_are}.")
+        found += [name for name in of_this if name not in found]
+    return found

@@ -1,0 +1,221 @@
+"""What objectives share: drafts unrolled over a request's own tokens, and the target's distributions beside them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..replay import LARGEST_SHORTLIST, Trajectory
+
+# Stands for the temperature of greedy requests: all but the most probable token have next to no probability.
+_COLDEST = 0.02
+
+
+class TrainableDrafter(Protocol):
+    """What alignment uses of a drafter: see `drafters.base.Drafter`."""
+
+    module: nn.Module
+    reads: tuple[int, ...]
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def copy(self) -> "TrainableDrafter": ...
+
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int
+    ) -> Iterator[Any]: ...
+
+    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class ObjectiveSettings(Protocol):
+    """What objectives read of `OnlineAlignment`."""
+
+    objective: str
+    support: str
+    horizon: int
+    decay: float
+    temperature: float
+    fill: str
+    align_threshold: float
+
+
+@dataclass(frozen=True, eq=False)
+class Horizon:
+    """Drafts of a request, one from each place where a verified token was chosen, unrolled over its own tokens.
+
+    All `r` predictions that there are lie in one dimension; `steps[j]` says which of them step `j` of the drafts made,
+    in the order of the places where the drafts began. A step has one less than that before it, as the request ends.
+
+    Args:
+        logits: fp32 `[r, s]`, with gradients: the draft's, of the ids that take part; −inf for those that it cannot
+            propose.
+        kept: int64 `[r, K]`: the columns of the target's most probable ids.
+        target_logits: fp32 `[r, K]`: the target's logits of these; −inf for those that the draft cannot propose.
+        target_log_normalisers: fp32 `[r]`: what they are less by as log-probabilities over the full vocabulary.
+        verified: int64 `[r]`: the columns of the verified tokens.
+        is_wrong: bool `[r]`: the draft was rejected there, or there was none.
+        in_shortlist: bool `[r]`: the verified token could have been drafted.
+        steps: slices of the `r` predictions.
+        temperature: what the request was generated at.
+        could_be_drafted: bool `[s]`: the ids of the request's shortlist.
+    """
+
+    logits: torch.Tensor
+    kept: torch.Tensor
+    target_logits: torch.Tensor
+    target_log_normalisers: torch.Tensor
+    verified: torch.Tensor
+    is_wrong: torch.Tensor
+    in_shortlist: torch.Tensor
+    steps: tuple[slice, ...]
+    temperature: float
+    could_be_drafted: torch.Tensor
+
+    def target(self, temperature: float) -> torch.Tensor:
+        """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
+        that have none."""
+        return (self.target_logits / temperature).softmax(-1).masked_fill(self._is_out, 0.0)
+
+    def draft_log_probabilities(self, support: str, temperature: float) -> torch.Tensor:
+        """`[r, K]`: the draft's of the kept ids; 0 for those that it cannot propose."""
+        kept = self.logits.gather(1, self.kept) / temperature
+        if support == "kept":
+            log_normalisers = kept.masked_fill(self._is_out, -torch.inf).logsumexp(-1)
+        elif temperature == 1.0:
+            log_normalisers = self.log_normalisers
+        else:
+            log_normalisers = (self.logits / temperature).logsumexp(-1)
+        return (kept - log_normalisers[:, None]).masked_fill(self._is_out, 0.0)
+
+    @cached_property
+    def _is_out(self) -> torch.Tensor:
+        """bool `[r, K]`: places for kept ids that are empty, or that the draft cannot propose."""
+        return self.target_logits == -torch.inf
+
+    @cached_property
+    def log_normalisers(self) -> torch.Tensor:
+        """`[r]`: of the draft over all ids that take part."""
+        return self.logits.logsumexp(-1)
+
+    def divergence(self, support: str, temperature: float) -> torch.Tensor:
+        """`[r]`, in nats: the Kullback-Leibler divergence of the draft from the target."""
+        target = self.target(temperature)
+        entropy = torch.special.entr(target).sum(-1)
+        return -(target * self.draft_log_probabilities(support, temperature)).sum(-1) - entropy
+
+    def acceptance(self) -> torch.Tensor:
+        """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request."""
+        temperature = max(self.temperature, _COLDEST)
+        target = self.target(temperature)
+        if temperature == 1.0:
+            target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
+        # What is learnt of ids that the request could not draft makes no difference to it.
+        logits = self.logits.detach().masked_fill(~self.could_be_drafted, -torch.inf) / temperature
+        draft = logits.softmax(-1).gather(1, self.kept)
+        # Where the draft cannot propose, the target's is 0 here.
+        accepted = torch.minimum(target, draft).sum(-1)
+        return torch.cat([accepted[step] for step in self.steps]).mean()
+
+    def chosen(self, settings: ObjectiveSettings) -> torch.Tensor:
+        """bool `[r]`: which predictions are learnt from (`OnlineAlignment.fill`)."""
+        if settings.fill == "all":
+            return torch.ones_like(self.is_wrong)
+        diverges = self.divergence(settings.support, settings.temperature).detach() > settings.align_threshold
+        return self.in_shortlist & (self.is_wrong | diverges)
+
+    def weigh(self, losses: torch.Tensor, settings: ObjectiveSettings) -> torch.Tensor:
+        """Sum over the steps by the weights of equation 4, `w_j = exp(−β · L_base · (j − 1))`, and take the mean over
+        the drafts. L_base is the cross-entropy of a draft's first step against the verified token; no gradients run
+        through it.
+
+        Args:
+            losses: `[r]`.
+        """
+        losses = torch.where(self.chosen(settings), losses, 0.0)
+        first = self.steps[0]
+        verified = self.logits[first].detach().gather(1, self.verified[first, None])[:, 0]
+        # A token that cannot be proposed has an infinite one: such a draft counts by its first step alone.
+        base = (self.log_normalisers[first].detach() - verified).clamp(0.0, 1e4)
+        total = losses.new_zeros(())
+        for depth, step in enumerate(self.steps):
+            of_step = losses[step]
+            total = total + ((-settings.decay * depth * base[: of_step.shape[0]]).exp() * of_step).sum()
+        return total / base.shape[0]
+
+
+class Objective(ABC):
+    """What a drafter is trained to do."""
+
+    @abstractmethod
+    def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
+        """A scalar with gradients."""
+
+
+def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Horizon | None:
+    """Draft from every place of a request where a verified token was chosen, as if its own tokens had been drafted:
+    the draft from there on reads what a session's draft would.
+
+    Returns:
+        None where no draft could have begun.
+    """
+    n, verified = trajectory.token_ids.shape[0], trajectory.log_probabilities.shape[0]
+    # Row i of `Drafter.unroll` drafts from token i + 2 on; nothing drafts before the text has two tokens.
+    first_row = max(0, trajectory.first - 2)
+    drafts = n - 2 - first_row
+    if drafts < 1 or verified < 1:
+        return None
+    depth = min(settings.horizon, drafts)
+    # An independent model says the same of a token at whatever step of a draft it comes: once is enough.
+    unrolled = drafter.unroll(trajectory.token_ids, trajectory.features, depth if drafter.reads else 1, first_row)
+    hidden = [step.hidden[: drafts - at] for at, step in enumerate(unrolled)]
+    places = [torch.arange(at, drafts, device=rows.device) for at, rows in enumerate(hidden)]
+    ends = list(accumulate(drafts - at for at in range(depth))) if drafter.reads else [drafts] * depth
+    steps = tuple(slice(end - drafts + at, end) for at, end in enumerate(ends))
+    begin = first_row + 2 - trajectory.first
+    return _beside_the_target(drafter, trajectory, torch.cat(hidden), begin + torch.cat(places), steps)
+
+
+def _beside_the_target(
+    drafter: TrainableDrafter,
+    trajectory: Trajectory,
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    steps: tuple[slice, ...],
+) -> Horizon:
+    """The predictions of hidden states, `[r, d]`, of the verified tokens at `places`, int64 `[r]`."""
+    top_ids, tokens = trajectory.top_ids, trajectory.token_ids[trajectory.first :]
+    shortlist = trajectory.shortlist_ids[:LARGEST_SHORTLIST]
+    ids, columns = torch.cat([top_ids.flatten(), tokens, shortlist]).unique(return_inverse=True)
+    logits = drafter.token_logits(hidden, ids)
+    kept = columns[: top_ids.numel()].view(top_ids.shape)
+    verified = columns[top_ids.numel() :][: tokens.shape[0]]
+    can_propose = logits[0].detach() != -torch.inf
+    target_logits = trajectory.top_logits.masked_fill(~can_propose[kept], -torch.inf)
+    return Horizon(
+        logits,
+        kept[places],
+        target_logits[places],
+        _log_normalisers(trajectory)[places],
+        verified[places],
+        trajectory.is_wrong[places],
+        torch.isin(tokens, trajectory.shortlist_ids)[places],
+        steps,
+        trajectory.temperature,
+        torch.isin(ids, shortlist),
+    )
+
+
+def _log_normalisers(trajectory: Trajectory) -> torch.Tensor:
+    """fp32 `[v]`: of the target over its full vocabulary, as the verified token's logit and probability tell; over the
+    kept ids where it is not one of them."""
+    is_verified = trajectory.top_ids == trajectory.token_ids[trajectory.first :, None]
+    logit = trajectory.top_logits.masked_fill(~is_verified, -torch.inf).amax(-1)
+    known = logit - trajectory.log_probabilities
+    return torch.where(logit > -torch.inf, known, trajectory.top_logits.logsumexp(-1))

@@ -1,0 +1,168 @@
+"""What a request leaves to learn from is collected round by round, without waiting for the device."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..protocol import Shortlist
+from .replay import LARGEST_SHORTLIST, Trajectory
+
+# Of a longer request, what its end was verified by is learnt from.
+MOST_VERIFIED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """What one verification said of `v` tokens: see `Trajectory`."""
+
+    token_ids: torch.Tensor
+    top_ids: torch.Tensor
+    top_logits: torch.Tensor
+    log_probabilities: torch.Tensor
+
+
+class Recorder:
+    """Collects the verdicts of one request. For one thread.
+
+    Args:
+        top_k: the target's most probable ids that are kept at each position.
+        context: tokens before the first verified one that are kept.
+        adapter: what the request is to be learnt into, an `Adapter`.
+
+    Attributes:
+        temperature: what the request is generated at, 0 where it is greedy.
+        seconds: that recording took.
+    """
+
+    def __init__(self, top_k: int, context: int, adapter: Any):
+        self.top_k = top_k
+        self.adapter = adapter
+        self.temperature = 0.0
+        self.seconds = 0.0
+        self._context = context
+        self._prompt = torch.empty(0, dtype=torch.int64)
+        # How many tokens of the text come before the first recorded round.
+        self._first = 0
+        self._verified = 0
+        self._rounds: deque[_Round] = deque()
+        self._shortlist: Shortlist | None = None
+        self._failure: Exception | None = None
+        # Hidden states of the target, and of which token of the text their first row is.
+        self._features: deque[tuple[int, torch.Tensor]] = deque()
+
+    def begin(self, prompt: torch.Tensor) -> None:
+        """Take in the text before the first round, int64 `[n]`, without padding."""
+        self._first = prompt.shape[0]
+        self._prompt = prompt[-self._context :].clone()
+
+    def add(
+        self,
+        logits: torch.Tensor,
+        top: Mapping[str, torch.Tensor],
+        verified: torch.Tensor,
+        shortlist: Shortlist | None,
+        features: torch.Tensor | None,
+        features_end: int,
+    ) -> None:
+        """Take in a round.
+
+        Args:
+            logits: `[v, V]`: the target's where the verified tokens were chosen, before any processor.
+            top: `top_ids` and `top_logits` of at least `top_k` ids, most probable first, on the drafter's device.
+            verified: int64 `[v]`, on the drafter's device.
+            shortlist: what the first of them was drafted from (None: nothing was drafted).
+            features: `[m, d · layers]`: what the drafter reads of the target.
+            features_end: one past the token of the text that the last of these is of.
+        """
+        start = time.perf_counter()
+        try:
+            self._add(logits, top, verified, shortlist, features, features_end)
+        except Exception as error:
+            # Generation goes on, whatever becomes of learning.
+            self._failure = error
+        self.seconds += time.perf_counter() - start
+
+    def _add(
+        self,
+        logits: torch.Tensor,
+        top: Mapping[str, torch.Tensor],
+        verified: torch.Tensor,
+        shortlist: Shortlist | None,
+        features: torch.Tensor | None,
+        features_end: int,
+    ) -> None:
+        chosen = logits.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0]
+        log_probabilities = (chosen.float() - logits.float().logsumexp(-1)).to(verified.device)
+        ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
+        self._rounds.append(_Round(verified.clone(), ids, values, log_probabilities))
+        self._verified += verified.shape[0]
+        if shortlist is not None:
+            self._shortlist = shortlist
+        if features is not None:
+            kept = features[-(self._context + MOST_VERIFIED) :]
+            self._features.append((features_end - kept.shape[0], kept.clone()))
+        self._forget_beginning()
+
+    def _forget_beginning(self) -> None:
+        """Of a long text, keep the end."""
+        while self._verified - self._rounds[0].token_ids.shape[0] >= MOST_VERIFIED:
+            oldest = self._rounds.popleft().token_ids
+            self._prompt = torch.cat([self._prompt, oldest])[-self._context :]
+            self._first += oldest.shape[0]
+            self._verified -= oldest.shape[0]
+        while self._features and self._features[0][0] + self._features[0][1].shape[0] <= self._first - self._context:
+            self._features.popleft()
+
+    def finish(self) -> Trajectory | None:
+        """What the request left; None where nothing was verified after a prompt. Waits for the device.
+
+        Raises whatever went wrong while it was recorded.
+        """
+        if self._failure is not None:
+            raise self._failure
+        start = time.perf_counter()
+        prompt = self._prompt[self._without_features() :]
+        if not self._rounds or not prompt.shape[0]:
+            return None
+        rounds = list(self._rounds)
+        # The last token of a round is the target's own: what was drafted there was rejected, or nothing was.
+        is_wrong = torch.zeros(self._verified, dtype=torch.bool)
+        is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds]).cumsum(0) - 1] = True
+        shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.ids()[:LARGEST_SHORTLIST]
+        token_ids = torch.cat([prompt, *[one.token_ids for one in rounds]])
+        trajectory = Trajectory(
+            token_ids,
+            prompt.shape[0],
+            torch.cat([one.top_ids for one in rounds]),
+            torch.cat([one.top_logits for one in rounds]),
+            torch.cat([one.log_probabilities for one in rounds]),
+            is_wrong.to(prompt.device),
+            shortlist_ids.clone(),
+            self._joined_features(self._first - prompt.shape[0], token_ids.shape[0]),
+            float(self.temperature),
+        )
+        self.seconds += time.perf_counter() - start
+        return trajectory
+
+    def _without_features(self) -> int:
+        """How many of the kept tokens of the prompt come before those that an EAGLE head has features of, and could
+        not draft after: a passed-in cache held them. One is kept, so that there is a text to begin with."""
+        if not self._features:
+            return 0
+        begin = self._first - self._prompt.shape[0]
+        return max(0, min(self._features[0][0] - begin, self._prompt.shape[0] - 1))
+
+    def _joined_features(self, begin: int, length: int) -> torch.Tensor | None:
+        """`[length, d · layers]`: of the text's tokens from `begin` on, zeros where they are not known."""
+        if not self._features:
+            return None
+        joined = self._features[0][1].new_zeros(length, self._features[0][1].shape[1])
+        for start, rows in self._features:
+            place = max(0, start - begin)
+            kept = rows[max(0, begin - start) :][: length - place]
+            joined[place : place + kept.shape[0]] = kept
+        return joined

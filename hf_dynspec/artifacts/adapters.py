@@ -1,0 +1,147 @@
+"""What alignment has learnt, in files that others read: a PEFT adapter, an EAGLE head, or a whole model."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants
+from safetensors.torch import save_file
+
+from ..alignment.learner import Learner
+from ..drafters.eagle.checkpoint import read_checkpoint
+from ..drafters.eagle.checkpoint_files import load_tensors, read_json, safetensors_files
+from ..drafters.eagle.drafter import EagleDrafter
+from ..errors import ArtifactError, shown_value
+from ..files import is_there, replacing, write_json
+from .folder import is_folder, missing_file
+from .hub import download_snapshot, naming_hub_errors, usual_hub
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# What has to be the same for the matrices to mean the same.
+_SAME = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
+
+
+def save_learnt(directory: str | os.PathLike, learner: Learner) -> Path:
+    """Write what was learnt.
+
+    By LoRA: a PEFT adapter, which `peft.PeftModel.from_pretrained(model, directory)` puts on the drafter's model. Of
+    an EAGLE head also the head with the adapter merged into it, in its own layout, which loads as any head. Where all
+    weights are trained: the model, which transformers loads, or the head.
+
+    Args:
+        directory: made if needed.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ArtifactError: it is a file; a weight of an EAGLE head is not finite.
+    """
+    directory = Path(directory)
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
+    directory.mkdir(parents=True, exist_ok=True)
+    drafter, config = learner.drafter, learner.adapter_config()
+    if isinstance(drafter, EagleDrafter):
+        drafter.save_pretrained(directory)
+    elif config is None:
+        drafter.module.save_pretrained(directory)
+    if config is not None:
+        # First the tensors: a folder without its configuration is no adapter.
+        tensors = {name: one.cpu().contiguous() for name, one in learner.adapter_state().items()}
+        with replacing(directory / ADAPTER_WEIGHTS) as scratch:
+            save_file(tensors, scratch, metadata={"format": "pt"})
+        write_json(directory / ADAPTER_CONFIG, _config_values(config, drafter))
+    return directory
+
+
+def _config_values(config: Any, drafter: Any) -> dict[str, Any]:
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    if not isinstance(drafter, EagleDrafter):
+        name = drafter.module.config.name_or_path or None
+        values |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": name}
+    return values | {"inference_mode": True}
+
+
+def read_learnt(directory_or_repo: str | os.PathLike, learner: Learner, **options: Any) -> dict[str, torch.Tensor]:
+    """Read what `save_learnt` wrote, of which nothing is believed.
+
+    Args:
+        directory_or_repo: a folder, or a repository on the Hub.
+        learner: of the same settings, and of a drafter of the same shape.
+        options: `revision`, `cache_dir` and `token`, for a repository.
+
+    Returns:
+        What `Learner.load_adapter_state` takes, which compares names and shapes.
+
+    Raises:
+        ArtifactError: a file is missing, damaged or a pickle, or the adapter has other settings. Names it.
+    """
+    config = learner.adapter_config()
+    if config is None and isinstance(learner.drafter, EagleDrafter):
+        tensors = dict(read_checkpoint(directory_or_repo, **options).tensors)
+        return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
+    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if config is not None else ["*.safetensors", "*.safetensors.index.json"]
+    if is_folder(directory_or_repo):
+        folder = Path(directory_or_repo)
+    else:
+        folder = download_snapshot(str(directory_or_repo), names, **options)
+    if config is None:
+        files = safetensors_files(folder)
+        if files is None:
+            raise missing_file("model.safetensors", str(folder), os.listdir(folder))
+        tensors = load_tensors(files)
+        return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not is_there(folder / name):
+            raise missing_file(name, str(folder), os.listdir(folder))
+    _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict())
+    return load_tensors([folder / ADAPTER_WEIGHTS])
+
+
+def _require_same_settings(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name in _SAME:
+        if stored.get(name, own[name]) != own[name]:
+            problem = f"is {shown_value(stored[name])}, and this drafter learns with {shown_value(own[name])}"
+            fix = "Load the adapter with the rank, alpha and modules that it was learnt with."
+            raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", problem, fix)
+
+
+def push_learnt(
+    learner: Learner,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    api: HfApi | None = None,
+) -> CommitInfo:
+    """Write what was learnt and publish it in one commit. The repository is made if needed.
+
+    Args:
+        repo_id: the repository.
+        private: whether a repository that is made is private (None: your account's default).
+        token: the Hub token (None: the one that you are logged in with).
+        commit_message: for the history (None: a plain sentence).
+        api: the client of another Hub than the usual one.
+
+    Raises:
+        ArtifactError: as `save_learnt`, or the Hub is not to be asked.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
+    api = api or usual_hub()
+    with TemporaryDirectory(prefix="hf_dynspec-") as folder:
+        files = sorted(one for one in save_learnt(folder, learner).iterdir() if one.is_file())
+        with naming_hub_errors(repo_id, ADAPTER_CONFIG):
+            repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+            return api.create_commit(
+                repo_id,
+                [CommitOperationAdd(one.name, one) for one in files],
+                commit_message=commit_message or "Upload a drafter's alignment with hf_dynspec",
+                token=token,
+            )

@@ -1,0 +1,271 @@
+"""The objectives of online alignment, against drafts made a token at a time and against finite differences."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import prompt, tiny
+from test_training_drafters import LAYERS, features_for, make
+from transformers import PreTrainedModel
+
+from hf_dynspec.alignment import OBJECTIVES, OnlineAlignment, Trajectory, acceptance_of, loss_of
+from hf_dynspec.drafters import Drafter
+
+LENGTH, FIRST, KEPT = 14, 6, 7
+VOCABULARY = 301
+# Scaled logits; an EAGLE-2 and an EAGLE-3 head, and one that leaves most of the vocabulary out.
+KINDS = ("llama", "granite", "eagle2", "eagle3", "eagle3-trimmed")
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+# A directional derivative of a loss near 1 by central differences in fp64.
+STEP, NEAR = 1e-6, {"rtol": 1e-5, "atol": 1e-8}
+SETTINGS = OnlineAlignment(horizon=3)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", num_hidden_layers=LAYERS).double()
+
+
+def trajectory_for(drafter: Drafter, kept: int = KEPT, length: int = LENGTH, first: int = FIRST) -> Trajectory:
+    """A request of which the drafter can propose most, with made-up verdicts."""
+    random = torch.Generator().manual_seed(11)
+    text, verified = prompt(length)[0], length - first
+    logits = torch.randn(verified, VOCABULARY, generator=random, dtype=torch.float64).mul(3)
+    draftable = torch.arange(VOCABULARY) if drafter.head.token_ids is None else drafter.head.token_ids
+    logits[:, draftable] += 2
+    top_logits, top_ids = logits.topk(kept)
+    log_probabilities = logits.log_softmax(-1).gather(1, text[first:, None])[:, 0]
+    is_wrong = torch.rand(verified, generator=random) < 0.5
+    shortlist = draftable[torch.randperm(draftable.shape[0], generator=random)[:20]]
+    features = features_for(drafter, length)
+    return Trajectory(text, first, top_ids, top_logits, log_probabilities, is_wrong, shortlist, features)
+
+
+def drafted_logits(drafter: Drafter, trajectory: Trajectory, start: int, steps: int) -> torch.Tensor:
+    """`[steps, V]`: what a session drafts from the prefix of `start` tokens on, a token at a time."""
+    text, state = trajectory.token_ids, drafter.start()
+    features = None if trajectory.features is None else trajectory.features[: start - 1]
+    hidden = [state.advance(text[:start], features)[-1]]
+    hidden += [state.draft(token[None])[0] for token in text[start : start + steps - 1]]
+    return drafter.token_logits(torch.stack(hidden), torch.arange(VOCABULARY))
+
+
+def one_position(objective: str, logits: torch.Tensor, trajectory: Trajectory, at: int, settings: OnlineAlignment):
+    """Loss and `Σ min(p, q)` of one draft step: `[V]` logits at the `at`-th verified token, over sets of ids."""
+    can_propose = logits > -torch.inf
+    kept = dict(zip(trajectory.top_ids[at].tolist(), trajectory.top_logits[at], strict=True))
+    kept = {i: z for i, z in kept.items() if z > -torch.inf and i < VOCABULARY and can_propose[i]}
+    everything = {*trajectory.top_ids.flatten().tolist(), *trajectory.shortlist_ids.tolist()}
+    everything |= set(trajectory.token_ids[trajectory.first :].tolist())
+    everything = {i for i in everything if i < VOCABULARY and can_propose[i]}
+    support = sorted(kept if settings.support == "kept" else everything)
+    ids, temperature = sorted(kept), settings.temperature
+    p = torch.stack([kept[i] for i in ids]).div(temperature).softmax(0)
+    q = (logits[support] / temperature).log_softmax(0)[[support.index(i) for i in ids]]
+    whole = logits[sorted(everything)].log_softmax(0)
+    divergence = (p * (p.log() - q)).sum()
+    losses = {
+        "horizon_kl": temperature**2 * divergence,
+        "cross_entropy": -(temperature**2) * (p * q).sum() * trajectory.is_wrong[at],
+        "total_variation": (p - torch.minimum(p, q.exp())).sum(),
+    }
+    token = int(trajectory.token_ids[trajectory.first + at])
+    chosen = settings.fill == "all" or (
+        token in trajectory.shortlist_ids.tolist()
+        and (bool(trajectory.is_wrong[at]) or float(divergence) > settings.align_threshold)
+    )
+    base = whole.logsumexp(0) - whole[sorted(everything).index(token)] if token in everything else torch.inf
+    return losses[objective] * chosen, base
+
+
+def naive_loss(drafter: Drafter, trajectory: Trajectory, settings: OnlineAlignment) -> torch.Tensor:
+    n, total, drafts = trajectory.token_ids.shape[0], torch.zeros((), dtype=torch.float64), 0
+    for start in range(trajectory.first, n):
+        steps = min(settings.horizon, n - start)
+        logits, base, drafts = drafted_logits(drafter, trajectory, start, steps), 0.0, drafts + 1
+        for step in range(steps):
+            at = start + step - trajectory.first
+            loss, here = one_position(settings.objective, logits[step], trajectory, at, settings)
+            base = float(torch.as_tensor(here).detach()) if step == 0 else base
+            total = total + (1.0 if step == 0 else math.exp(-settings.decay * base * step)) * loss
+    return total / drafts
+
+
+def gradients_of(loss: torch.Tensor, drafter: Drafter) -> torch.Tensor:
+    drafter.module.zero_grad(set_to_none=True)
+    loss.backward()
+    return torch.cat([one.grad.flatten() for one in drafter.module.parameters() if one.grad is not None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"support": "kept", "temperature": 2.0, "decay": 0.1},
+        {"fill": "gate", "align_threshold": 1.5, "temperature": 0.5},
+        {"objective": "cross_entropy", "decay": 0.0, "horizon": 1},
+        {"objective": "cross_entropy", "support": "kept"},
+        {"objective": "total_variation"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "default",
+)
+def test_a_loss_is_that_of_drafts_made_a_token_at_a_time(kind, changes, target):
+    drafter, settings = make(kind, target), replace(SETTINGS, **changes)
+    trajectory = trajectory_for(drafter)
+    expected = naive_loss(drafter, trajectory, settings)
+    loss = loss_of(drafter, trajectory, settings)
+    assert float(loss) > 0
+    torch.testing.assert_close(loss, expected.detach(), **CLOSE)
+    if kind not in ("llama", "granite"):
+        return  # a session of a head runs fused weights, without gradients
+    ours = gradients_of(loss, drafter)
+    torch.testing.assert_close(ours, gradients_of(expected, drafter), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("support", ["kept", "shortlist"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_are_those_of_differences(kind, support, objective, target):
+    """Along a random direction through all weights. With weights of 1: through those of equation 4 none may run."""
+    drafter = make(kind, target)
+    settings = replace(SETTINGS, objective=objective, support=support, decay=0.0, temperature=1.5)
+    trajectory = trajectory_for(drafter)
+    loss_of(drafter, trajectory, settings).backward()
+    trained = [one for one in drafter.module.parameters() if one.grad is not None]
+    random = torch.Generator().manual_seed(2)
+    direction = [torch.randn(one.shape, generator=random, dtype=one.dtype) for one in trained]
+    along = sum(float((one.grad * way).sum()) for one, way in zip(trained, direction, strict=True))
+    losses = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for one, way in zip(trained, direction, strict=True):
+                one.add_(way, alpha=sign * STEP)
+        losses.append(float(loss_of(drafter, trajectory, settings)))
+    assert along != 0
+    torch.testing.assert_close(along, (losses[0] - losses[1]) / (2 * STEP), **NEAR)
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite", "eagle2", "eagle3"])
+def test_where_everything_is_kept_it_is_the_divergence_over_the_vocabulary(kind, target):
+    drafter = make(kind, target)
+    trajectory = trajectory_for(drafter, kept=VOCABULARY)
+    settings = replace(SETTINGS, horizon=1)
+    p = torch.empty_like(trajectory.top_logits).scatter(1, trajectory.top_ids, trajectory.top_logits).softmax(-1)
+    (step,) = drafter.unroll(trajectory.token_ids, trajectory.features, 1)
+    q = drafter.token_logits(step.hidden[FIRST - 2 : -1], torch.arange(VOCABULARY)).log_softmax(-1)
+    expected = torch.nn.functional.kl_div(q, p, reduction="batchmean")
+    twin = gradients_of(expected, drafter)
+    for support in ("kept", "shortlist"):
+        loss = loss_of(drafter, trajectory, replace(settings, support=support))
+        torch.testing.assert_close(loss, expected, **CLOSE)
+        torch.testing.assert_close(gradients_of(loss, drafter), twin, rtol=1e-7, atol=1e-12)
+    trajectory = replace(trajectory, shortlist_ids=torch.arange(VOCABULARY))
+    rejected = loss_of(drafter, trajectory, replace(settings, objective="total_variation"))
+    torch.testing.assert_close(rejected, 0.5 * (p - q.exp()).abs().sum(-1).mean(), **CLOSE)
+    assert acceptance_of(drafter, trajectory, settings) == pytest.approx(1 - float(rejected))
+
+
+def test_a_drafter_that_is_the_target_is_accepted_whole(target):
+    drafter = make("llama", target)
+    trajectory = trajectory_for(drafter, kept=VOCABULARY)
+    with torch.no_grad():
+        logits = drafter.model(input_ids=trajectory.token_ids[None]).logits[0, FIRST - 1 : -1]
+    top_logits, top_ids = logits.topk(VOCABULARY)
+    chosen = logits.log_softmax(-1).gather(1, trajectory.token_ids[FIRST:, None])[:, 0]
+    everything = torch.arange(VOCABULARY)
+    trajectory = replace(
+        trajectory, top_ids=top_ids, top_logits=top_logits, log_probabilities=chosen, shortlist_ids=everything
+    )
+    assert acceptance_of(drafter, trajectory, SETTINGS) == pytest.approx(1.0)
+    assert float(loss_of(drafter, trajectory, SETTINGS)) == pytest.approx(0.0, abs=1e-9)
+    # Of what is kept the target's own probabilities count, and not what they sum to.
+    few = replace(trajectory, top_ids=top_ids[:, :5], top_logits=top_logits[:, :5])
+    is_kept = (few.top_ids == trajectory.token_ids[FIRST:, None]).any(-1)
+    few = replace(few, token_ids=few.token_ids.clone(), shortlist_ids=torch.arange(VOCABULARY))
+    mass = logits.softmax(-1).gather(1, few.top_ids).sum(-1)
+    expected = torch.where(is_kept, mass, 1.0)
+    assert acceptance_of(drafter, few, replace(SETTINGS, horizon=1)) <= float(expected.mean()) + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["llama", "eagle3-trimmed"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("support", ["kept", "shortlist"])
+def test_ids_that_no_draft_can_hold_change_nothing(kind, objective, support, target):
+    """Padding, ids past the drafter's vocabulary, and those that a trimmed head leaves out."""
+    drafter, settings = make(kind, target), replace(SETTINGS, objective=objective, support=support)
+    draftable = torch.arange(VOCABULARY) if drafter.head.token_ids is None else drafter.head.token_ids
+    plain = trajectory_for(drafter)
+    plain = replace(plain, top_ids=draftable[:KEPT].repeat(plain.top_ids.shape[0], 1))
+    odd_ids, odd_logits = [VOCABULARY, 10**6, 3], [9.0, 3.0, -torch.inf]
+    if kind == "eagle3-trimmed":
+        outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, draftable, False).nonzero()[:2, 0]
+        odd_ids, odd_logits = odd_ids + outside.tolist(), [*odd_logits, 7.0, 1.0]
+    verified = plain.top_ids.shape[0]
+    odd = replace(
+        plain,
+        top_ids=torch.cat([plain.top_ids, torch.tensor(odd_ids).repeat(verified, 1)], 1),
+        top_logits=torch.cat([plain.top_logits, plain.top_logits.new_tensor(odd_logits).repeat(verified, 1)], 1),
+        shortlist_ids=torch.cat([plain.shortlist_ids, torch.tensor(odd_ids)]),
+    )
+    # An id that one of the two has in its normaliser and the other has not would tell nothing.
+    plain = replace(plain, shortlist_ids=torch.cat([plain.shortlist_ids, torch.tensor([3])]))
+    expected, loss = loss_of(drafter, plain, settings), loss_of(drafter, odd, settings)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    wanted = gradients_of(expected, drafter)
+    ours = gradients_of(loss, drafter)
+    assert bool(ours.isfinite().all())
+    torch.testing.assert_close(ours, wanted, **CLOSE)
+    assert acceptance_of(drafter, odd, settings) > 0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("support", ["kept", "shortlist"])
+def test_places_where_nothing_can_be_proposed_are_left_out(objective, support, target):
+    drafter = make("llama", target)
+    trajectory = trajectory_for(drafter)
+    hopeless = trajectory.top_ids.clone()
+    hopeless[2] = torch.arange(KEPT) + VOCABULARY
+    settings = replace(SETTINGS, objective=objective, support=support)
+    loss = loss_of(drafter, replace(trajectory, top_ids=hopeless), settings)
+    gradients = gradients_of(loss, drafter)
+    assert bool(loss.isfinite()) and bool(gradients.isfinite().all()) and bool(gradients.any())
+
+
+@pytest.mark.parametrize("kind", ["llama", "eagle3"])
+def test_a_request_may_be_short(kind, target):
+    drafter = make(kind, target)
+    for length, first in ((3, 2), (2, 1), (4, 1)):
+        trajectory = trajectory_for(drafter, length=length, first=first)
+        scored = length - max(first, 2)
+        loss = loss_of(drafter, trajectory, SETTINGS)
+        assert (loss is None) == (scored < 1) == (acceptance_of(drafter, trajectory, SETTINGS) is None)
+        if loss is not None and first > 1:
+            torch.testing.assert_close(loss, naive_loss(drafter, trajectory, SETTINGS), **CLOSE)
+
+
+def test_a_target_that_says_nothing_of_use_gives_no_finite_loss(target):
+    """So that it is seen and dropped, and not taken for nothing."""
+    drafter = make("llama", target)
+    trajectory = trajectory_for(drafter)
+    trajectory.top_logits[3, 1] = torch.nan
+    for objective in ("horizon_kl", "total_variation"):
+        assert not bool(loss_of(drafter, trajectory, replace(SETTINGS, objective=objective)).isfinite())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 0.0])
+def test_what_would_be_accepted_goes_by_the_temperature_of_the_request(temperature, target):
+    drafter = make("llama", target)
+    trajectory = replace(trajectory_for(drafter, kept=VOCABULARY), temperature=temperature)
+    trajectory = replace(trajectory, shortlist_ids=torch.arange(VOCABULARY))
+    p = torch.empty_like(trajectory.top_logits).scatter(1, trajectory.top_ids, trajectory.top_logits)
+    (step,) = drafter.unroll(trajectory.token_ids, trajectory.features, 1)
+    q = drafter.token_logits(step.hidden[FIRST - 2 : -1], torch.arange(VOCABULARY)).detach()
+    if temperature:
+        expected = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum(-1).mean()
+    else:
+        expected = (p.argmax(-1) == q.argmax(-1)).double().mean()
+    # Logits that lie close together share even the smallest temperature.
+    near = pytest.approx(float(expected), abs=1e-9 if temperature else 0.1)
+    assert acceptance_of(drafter, trajectory, replace(SETTINGS, horizon=1)) == near
