@@ -12,6 +12,7 @@ from models import FAMILIES, tiny
 from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.generation.target import TargetForward
 from hf_dynspec.kernels import (
+    argmax_rows,
     argmax_rows_for,
     cpu,
     cpu_top_k,
@@ -368,14 +369,6 @@ def test_replace_rows(poisoned_memory):
     assert packed[[1, 2, *range(4, 19)]].isnan().all()
 
 
-@pytest.mark.parametrize("columns", [1, 5, 127, 128, 129, 1000, 1024, 3001])
-@pytest.mark.parametrize("m", [1, 3])
-def test_argmax_rows(columns, m):
-    scores = torch.randperm(m * columns, generator=torch.Generator().manual_seed(columns)).view(m, columns).float()
-    for block in (4, 128):
-        assert torch.equal(cpu.argmax_rows(scores, block), reference.argmax_rows(scores))
-
-
 @pytest.fixture
 def compiled_top_k(compiled_kernels, monkeypatch):
     """torch's own choice, which must not run."""
@@ -384,6 +377,7 @@ def compiled_top_k(compiled_kernels, monkeypatch):
         raise AssertionError("the plain choice of top tokens ran")
 
     monkeypatch.setattr(reference, "top_k_ids", must_not_run)
+    monkeypatch.setattr(reference, "argmax_rows", must_not_run)
 
 
 def leading(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -403,6 +397,7 @@ def test_top_k_ids(columns, m, compiled_top_k, poisoned_memory):
         two[:, 3], two[:, columns // 2] = 2.0, 1.0
         for kind in (scores, (2 * scores).round(), torch.zeros_like(scores), rising, -rising, two):
             assert torch.equal(top_k_ids(kind, k), leading(kind, k))
+            assert torch.equal(argmax_rows(kind), kind.argmax(-1))
 
 
 def test_top_k_ids_of_rows_that_lie_apart_and_of_16_bits(compiled_top_k):
@@ -415,19 +410,21 @@ def test_what_is_no_number_is_the_largest_as_it_is_to_torch(compiled_top_k):
     scores = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(1))
     scores[0, [7, 9]] = torch.nan
     scores[0, 3], scores[1, 5], scores[1, 6] = torch.inf, -torch.inf, torch.inf
+    assert argmax_rows(scores).tolist() == [7, 6]
     assert top_k_ids(scores, 3)[0].tolist() == [7, 9, 3] and top_k_ids(scores, 20_000)[1, [0, -1]].tolist() == [6, 5]
 
 
 @pytest.mark.parametrize("scores", [torch.randn(2, 2047), torch.randn(2, 3000).double(), torch.randn(0, 3000)])
 def test_other_scores_are_chosen_from_by_torch(scores):
-    assert torch.equal(top_k_ids(scores, 9), reference.top_k_ids(scores, 9))
+    assert torch.equal(top_k_ids(scores, 9), scores.topk(9).indices)
+    assert torch.equal(argmax_rows(scores), scores.argmax(-1))
 
 
 def test_top_tokens_are_chosen_by_device():
     assert top_k_ids_for(torch.device("cpu")) is cpu_top_k.top_k_ids
     assert top_k_ids_for(torch.device("meta")) is reference.top_k_ids
-    for kind, kernels in (("cpu", cpu), ("meta", reference)):
-        assert argmax_rows_for(torch.device(kind)) is kernels.argmax_rows
+    assert argmax_rows_for(torch.device("cpu")) is cpu_top_k.argmax_rows
+    assert argmax_rows_for(torch.device("meta")) is reference.argmax_rows
 
 
 def test_top_k_ids_among_forbidden_tokens():

@@ -68,7 +68,7 @@ def top_k_ids_for(device: torch.device) -> Callable[[torch.Tensor, int], torch.T
 
 def argmax_rows_for(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the fastest implementation of `reference.argmax_rows` for a device."""
-    return cpu.argmax_rows if device.type == "cpu" else reference.argmax_rows
+    return cpu_top_k.argmax_rows if device.type == "cpu" else reference.argmax_rows
 
 
 def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:

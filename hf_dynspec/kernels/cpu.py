@@ -241,16 +241,3 @@ def thread_count(products: int) -> int:
 def described(tensor: torch.Tensor) -> str:
     """`float32 [3, 4] on cpu`, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-
-
-def argmax_rows(scores: torch.Tensor, block: int = 128) -> torch.Tensor:
-    """`reference.argmax_rows`. torch's argmax compares one by one, its maximum many at a time; so the maxima
-    of blocks are compared."""
-    m, columns = scores.shape
-    blocks = columns // block
-    if blocks < 2:
-        return scores.argmax(-1)
-    best = scores[:, : blocks * block].view(m, blocks, block).amax(-1).argmax(-1, keepdim=True) * block
-    leftover = torch.arange(blocks * block, columns, device=scores.device)
-    candidates = torch.cat([best + torch.arange(block, device=scores.device), leftover.expand(m, -1)], dim=1)
-    return candidates.gather(1, scores.gather(1, candidates).argmax(-1, keepdim=True)).squeeze(1)

@@ -37,12 +37,24 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     Of equal scores the leftmost are then chosen, and come first. What is no number counts as the largest, as it does
     to torch.
     """
+    ids = _compiled_top_k(scores, k)
+    return reference.top_k_ids(scores, k) if ids is None else ids
+
+
+def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
+    """`reference.argmax_rows`, compiled likewise."""
+    ids = _compiled_top_k(scores, 1)
+    return reference.argmax_rows(scores) if ids is None else ids.squeeze(1)
+
+
+def _compiled_top_k(scores: torch.Tensor, k: int) -> torch.Tensor | None:
+    """None where the kernel cannot be had, or is of no use."""
     m, columns = scores.shape
     # The kernel reads memory by these numbers, unchecked.
     fits = m > 0 and 0 < k <= columns and FEWEST_COLUMNS <= columns <= _MOST_COLUMNS and scores.is_cpu
     kernel = _kernel() if fits and scores.dtype in _DTYPES else None
     if kernel is None:
-        return reference.top_k_ids(scores, k)
+        return None
     scores = scores.float()
     if scores.stride(1) != 1:
         scores = scores.contiguous()

@@ -78,6 +78,10 @@ class ShortlistState(ABC):
             vocabulary: as at the start, with the rows as they are now.
         """
 
+    def finish_background_work(self) -> None:  # noqa: B027
+        """Wait for what a thread of the policy's own was given, which the next round then takes up. Not called while
+        texts are generated, but where a state is led along a text and no model takes its time between the rounds."""
+
     def take_background_work(self) -> BackgroundWork:
         """What a thread of the policy's own did since this was last asked, for the statistics of a call. Asked when
         the call ends; must wait for nothing."""

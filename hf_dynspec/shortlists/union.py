@@ -202,6 +202,10 @@ class UnionState(ShortlistState):
         for part in self._parts:
             part.follow_weights(vocabulary)
 
+    def finish_background_work(self) -> None:
+        for part in self._parts:
+            part.finish_background_work()
+
     def take_background_work(self) -> BackgroundWork:
         return sum((part.take_background_work() for part in self._parts), BackgroundWork())
 

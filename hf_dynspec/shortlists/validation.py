@@ -120,6 +120,9 @@ class ValidatedState(ShortlistState):
         self._vocabulary = vocabulary
         self.state.follow_weights(vocabulary)
 
+    def finish_background_work(self) -> None:
+        self.state.finish_background_work()
+
     def take_background_work(self) -> BackgroundWork:
         return self.state.take_background_work()
 

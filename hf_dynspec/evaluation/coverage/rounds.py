@@ -109,6 +109,8 @@ class RoundsAlongText:
         start, count, weight = self._start, self._count(), self._is_start[self._start].item()
         rows = rows.of_round(start, count)
         if count:
+            # Nothing takes time here while a thread works that has the time of a verification and a draft step.
+            self._state.finish_background_work()
             self._state.begin_round()
         shortlists = [self._select(rows, depth) for depth in range(count)]
         steps = self._draft_steps(rows, shortlists)

@@ -209,6 +209,9 @@ class _RecordedState(ShortlistState):
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self._state.follow_weights(vocabulary)
 
+    def finish_background_work(self) -> None:
+        self._state.finish_background_work()
+
     def take_background_work(self) -> BackgroundWork:
         return self._state.take_background_work()
 

@@ -1,32 +1,26 @@
-"""Which retrieved tokens stay: an adaptive replacement cache (ARC) of token ids, and a least-recently-used one.
+"""Which retrieved tokens stay: those that were worth most lately (LRFU), those used last (LRU), or an adaptive
+replacement cache (ARC).
 
-Both live on the CPU and hold a few hundred plain numbers. What they hold lies in slots that keep their place, so that
+All live on the CPU and hold a few hundred plain numbers. What they hold lies in slots that keep their place, so that
 a packed copy of the head's rows changes only where a token was evicted for another.
 """
 
+import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class TokenCache(ABC):
-    """At most `capacity` token ids, each in a slot of its own, with three safeguards against thrashing (EvoSpec,
-    appendix A.3): an event counts each token once, inserts at most `most_insertions`, and evicts nothing that came in
-    less than `residency` decoding steps ago; what then finds no place is left out.
+    """At most `capacity` token ids, each in a slot of its own.
 
     Args:
         capacity: how many token ids.
-        most_insertions: how many an event may bring in (None: all).
-        residency: decoding steps that a token stays for at least.
     """
 
-    def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
+    def __init__(self, capacity: int):
         self.capacity = capacity
-        self._most_insertions = most_insertions
-        self._residency = residency
-        self._step = 0
         self._slot_of: dict[int, int] = {}
-        self._inserted_at: dict[int, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._changed: dict[int, int] = {}
 
@@ -36,30 +30,21 @@ class TokenCache(ABC):
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._slot_of
 
-    def advance(self, steps: int = 1) -> None:
+    def advance(self, steps: int = 1) -> None:  # noqa: B027
         """Let decoding steps go by."""
-        self._step += steps
 
-    def add(self, token_ids: Iterable[int]) -> int:
+    @abstractmethod
+    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
         """Take in one event's tokens, the most wanted first. Those that are here already are refreshed.
 
-        Returns:
-            How many came in.
+        Args:
+            token_ids: each counts once.
+            weights: what each of them is worth, for caches that weigh (None: little, and alike).
         """
-        inserted = 0
-        for token_id in dict.fromkeys(token_ids):
-            if token_id in self._slot_of:
-                self._hit(token_id)
-            elif self._most_insertions is None or inserted < self._most_insertions:
-                inserted += self._insert(token_id)
-        self._end_event()
-        return inserted
 
+    @abstractmethod
     def refresh(self, token_ids: Iterable[int]) -> None:
         """Note that tokens were of use. Those that are not here are passed over."""
-        for token_id in dict.fromkeys(token_ids):
-            if token_id in self._slot_of:
-                self._hit(token_id)
 
     def take_changes(self) -> dict[int, int]:
         """The slots whose token is another than when this was last asked, with the tokens that they hold now."""
@@ -73,11 +58,124 @@ class TokenCache(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget all tokens."""
-        self._step = 0
         self._slot_of.clear()
-        self._inserted_at.clear()
         self._free = list(range(self.capacity - 1, -1, -1))
         self._changed.clear()
+
+    def _place(self, token_id: int) -> None:
+        slot = self._free.pop()
+        self._slot_of[token_id] = slot
+        self._changed[slot] = token_id
+
+    def _evict(self, token_id: int) -> None:
+        self._free.append(self._slot_of.pop(token_id))
+
+
+class RecencyFrequencyCache(TokenCache):
+    """LRFU (Lee et al., 2001, "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently
+    Used Policies"): the tokens whose mentions are worth most together, where what a mention is worth fades from event
+    to event. Here a mention is worth the token's probability, so that a position's many unlikely tokens do not drive
+    out the likely ones of the positions before. What is held changes when the changes are taken.
+
+    Args:
+        capacity: as for every cache.
+        decay: what is left of a mention's worth after an event whose tokens had weights.
+        unweighted: what a mention without a weight is worth.
+    """
+
+    # Tokens that are remembered for each that can be held, and how much less is rescaled to stay within floats.
+    _REMEMBERED, _LARGEST_UNIT = 64, 1e100
+
+    def __init__(self, capacity: int, decay: float = 0.95, unweighted: float = 0.1):
+        super().__init__(capacity)
+        self._decay, self._unweighted = decay, unweighted
+        # What mentions are worth together, in units that grow, in place of all of them fading.
+        self._worth: dict[int, float] = {}
+        self._unit = 1.0
+        # Mentioned since the changes were taken, in order.
+        self._mentioned: dict[int, None] = {}
+
+    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
+        if weights is None:
+            weights = [self._unweighted] * len(token_ids)
+        else:
+            self._unit /= self._decay
+        mentioned = dict(zip(reversed(token_ids), reversed(weights), strict=True))
+        for token_id, weight in mentioned.items():
+            self._worth[token_id] = self._worth.get(token_id, 0.0) + weight * self._unit
+        self._mentioned.update(dict.fromkeys(mentioned))
+
+    def refresh(self, token_ids: Iterable[int]) -> None:
+        # Of those that were of use the same is said by the event that brings them.
+        pass
+
+    def take_changes(self) -> dict[int, int]:
+        # Whoever is neither held nor mentioned was worth less before, and has faded as much as all.
+        wanted = heapq.nlargest(self.capacity, {**self._slot_of, **self._mentioned}, key=self._worth.__getitem__)
+        self._mentioned.clear()
+        for token_id in self._slot_of.keys() - set(wanted):
+            self._evict(token_id)
+        for token_id in wanted:
+            if token_id not in self._slot_of:
+                self._place(token_id)
+        self._forget_worthless()
+        return super().take_changes()
+
+    def _forget_worthless(self) -> None:
+        if len(self._worth) > self._REMEMBERED * self.capacity:
+            kept = heapq.nlargest(self._REMEMBERED * self.capacity // 2, self._worth, key=self._worth.__getitem__)
+            self._worth = {token_id: self._worth[token_id] for token_id in {*kept, *self._slot_of}}
+        if self._unit > self._LARGEST_UNIT:
+            self._worth = {token_id: worth / self._unit for token_id, worth in self._worth.items()}
+            self._unit = 1.0
+
+    def clear(self) -> None:
+        super().clear()
+        self._worth.clear()
+        self._mentioned.clear()
+        self._unit = 1.0
+
+
+class GuardedCache(TokenCache):
+    """A cache with three safeguards against thrashing (EvoSpec, appendix A.3): an event counts each token once,
+    inserts at most `most_insertions`, and evicts nothing that came in less than `residency` decoding steps ago; what
+    then finds no place is left out.
+
+    Args:
+        capacity: as for every cache.
+        most_insertions: how many an event may bring in (None: all).
+        residency: decoding steps that a token stays for at least.
+    """
+
+    def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
+        super().__init__(capacity)
+        self._most_insertions = most_insertions
+        self._residency = residency
+        self._step = 0
+        self._inserted_at: dict[int, int] = {}
+
+    def advance(self, steps: int = 1) -> None:
+        self._step += steps
+
+    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
+        inserted = 0
+        for token_id in dict.fromkeys(token_ids):
+            if token_id in self._slot_of:
+                self._hit(token_id)
+            elif self._most_insertions is None or inserted < self._most_insertions:
+                inserted += self._insert(token_id)
+        self._end_event()
+
+    def refresh(self, token_ids: Iterable[int]) -> None:
+        for token_id in dict.fromkeys(token_ids):
+            if token_id in self._slot_of:
+                self._hit(token_id)
+
+    @abstractmethod
+    def clear(self) -> None:
+        super().clear()
+        self._step = 0
+        self._inserted_at.clear()
 
     @abstractmethod
     def _hit(self, token_id: int) -> None:
@@ -87,7 +185,7 @@ class TokenCache(ABC):
     def _insert(self, token_id: int) -> bool:
         """Bring in a token that is not here. Returns whether there was a place."""
 
-    def _end_event(self) -> None:  # noqa: B027
+    def _end_event(self) -> None:
         """All tokens of an event were taken in."""
 
     def _oldest_free_to_go(self, tokens: Iterable[int]) -> int | None:
@@ -96,17 +194,15 @@ class TokenCache(ABC):
         return next((one for one in tokens if self._inserted_at[one] <= newest), None)
 
     def _place(self, token_id: int) -> None:
-        slot = self._free.pop()
-        self._slot_of[token_id] = slot
+        super()._place(token_id)
         self._inserted_at[token_id] = self._step
-        self._changed[slot] = token_id
 
     def _evict(self, token_id: int) -> None:
+        super()._evict(token_id)
         del self._inserted_at[token_id]
-        self._free.append(self._slot_of.pop(token_id))
 
 
-class LeastRecentlyUsedCache(TokenCache):
+class LeastRecentlyUsedCache(GuardedCache):
     """Evicts the token that was asked for longest ago."""
 
     def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
@@ -132,7 +228,7 @@ class LeastRecentlyUsedCache(TokenCache):
         return True
 
 
-class AdaptiveReplacementCache(TokenCache):
+class AdaptiveReplacementCache(GuardedCache):
     """ARC (Megiddo and Modha, 2003) as EvoSpec uses it (appendix A.3): `T1` holds tokens asked for once lately, `T2`
     those asked for again, and two ghost lists remember which tokens were evicted from either. A ghost that comes back
     shifts the target size of `T1`: the list that it was evicted from was too small.
@@ -144,8 +240,8 @@ class AdaptiveReplacementCache(TokenCache):
         capacity: as for every cache.
         ghosts: how many evicted tokens each of the two lists remembers (None: as many as there is room for).
         warm_up: the target size stays at half the capacity for so many events.
-        most_insertions: as for every cache.
-        residency: as for every cache.
+        most_insertions: as for every guarded cache.
+        residency: likewise.
     """
 
     def __init__(
@@ -221,4 +317,4 @@ class AdaptiveReplacementCache(TokenCache):
         return False
 
 
-CACHES = {"arc": AdaptiveReplacementCache, "lru": LeastRecentlyUsedCache}
+CACHES = {"lrfu": RecencyFrequencyCache, "lru": LeastRecentlyUsedCache, "arc": AdaptiveReplacementCache}

@@ -46,7 +46,8 @@ class RetrievalShortlist(ShortlistPolicy):
             and the nearest rows of the target's head to its hidden state, by an HNSW index (the paper); `"token"`: and
             the nearest rows to that of the verified token, exactly.
         trigger: `"every"` verified position, or only those whose token was out of the shortlist, `"oov"` (the paper).
-        cache: `"lru"`, or `"arc"` (the paper).
+        cache: which of the retrieved tokens stay: `"lrfu"`, those that were most probable lately; `"lru"`, those that
+            were retrieved last; or `"arc"` (the paper).
         likely: the target's most probable tokens that are taken at a position, at most 1,024.
         neighbours: what the index or the table of neighbours gives for a position.
         successors: tokens that are taken from the graph for each of the others.
@@ -87,8 +88,8 @@ class RetrievalShortlist(ShortlistPolicy):
         dynamic: int = 256,
         semantic: str = "logits",
         trigger: str = "every",
-        cache: str = "lru",
-        likely: int = 50,
+        cache: str = "lrfu",
+        likely: int = 100,
         neighbours: int = 10,
         successors: int = 8,
         prompt_positions: int = 64,
@@ -159,6 +160,7 @@ class RetrievalShortlist(ShortlistPolicy):
             verify_top_k=self.likely,
             prompt_top_k=self.likely if self.prompt_positions else 0,
             prompt_positions=self.prompt_positions or None,
+            top_logits=self.cache == "lrfu",
             out_of_vocabulary=self.trigger == "oov",
             hidden_states=self.semantic == "index",
             target_rows=self.semantic != "logits",
@@ -286,14 +288,27 @@ class RetrievalState(ShortlistState):
             no_tokens = torch.full_like(prompt.top_ids[:, 0], NO_TOKEN)
             # What is likely at a position of the prompt is likely to stand at the next one.
             start = prompt.start + 1 - no_tokens.shape[0]
-            self._give(RetrievalEvent(no_tokens, top_ids=prompt.top_ids[:, : self._policy.likely], start=start))
+            self._give(RetrievalEvent(no_tokens, **self._likely(prompt), start=start))
 
     def observe(self, verdict: Verdict) -> None:
-        # A part of a union may be shown more than it asked for.
         is_trigger = verdict.out_of_vocabulary if self._policy.trigger == "oov" else None
-        top_ids = None if verdict.top_ids is None else verdict.top_ids[:, : self._policy.likely]
-        states = verdict.hidden_states
-        self._give(RetrievalEvent(verdict.verified, is_trigger, top_ids, states, True, verdict.start))
+        self._give(
+            RetrievalEvent(
+                verdict.verified,
+                is_trigger,
+                **self._likely(verdict),
+                hidden_states=verdict.hidden_states,
+                is_verified=True,
+                start=verdict.start,
+            )
+        )
+
+    def _likely(self, shown: Prompt | Verdict) -> dict[str, torch.Tensor]:
+        """What was shown of the target's likeliest tokens. A part of a union may be shown more than it asked for."""
+        likely, asked = {"top_ids": shown.top_ids}, self._policy.likely
+        if self._policy.needs.top_logits:
+            likely["top_logits"] = shown.top_logits
+        return {name: tensor[:, :asked] for name, tensor in likely.items() if tensor is not None}
 
     def _give(self, event: RetrievalEvent) -> None:
         # The job must not hold this state, which would keep it from being given up.
@@ -315,6 +330,9 @@ class RetrievalState(ShortlistState):
         if rows is not None:
             # By the worker, between its other jobs, so that nothing is asked while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
+
+    def finish_background_work(self) -> None:
+        self._worker.wait()
 
     def take_background_work(self) -> BackgroundWork:
         return self._worker.take_work()

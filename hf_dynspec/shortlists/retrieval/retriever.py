@@ -23,6 +23,7 @@ class RetrievalEvent:
         token_ids: int64 `[n]`: the tokens that stand there, `NO_TOKEN` where they do not matter.
         is_trigger: bool `[n]`: which positions count (None: all).
         top_ids: int64 `[n, likely]`: the target's most probable tokens there (None: not asked for).
+        top_logits: fp32, of the shape of `top_ids`: their logits (None: not asked for).
         hidden_states: `[n, d]`: what the target's head was given there (None: not asked for).
         is_verified: whether the target chose the tokens. Those of a prompt have no neighbours looked up.
         start: the position in the text of the first of them; the others follow.
@@ -31,6 +32,7 @@ class RetrievalEvent:
     token_ids: torch.Tensor
     is_trigger: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
+    top_logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     is_verified: bool = False
     start: int = 0
@@ -44,6 +46,7 @@ class Retrieved:
         position: of the text.
         trigger: the token that stands there, `NO_TOKEN` where it does not matter.
         likely: what the target found most probable there.
+        probabilities: of these among each other; empty where nobody asked.
         near: what the index or the table of neighbours has near to it.
         following: what most often follows all of these.
     """
@@ -51,6 +54,7 @@ class Retrieved:
     position: int
     trigger: int
     likely: tuple[int, ...]
+    probabilities: tuple[float, ...]
     near: tuple[int, ...]
     following: tuple[int, ...]
 
@@ -134,7 +138,7 @@ class Retriever:
         self._cache.refresh(token_ids)
         found = self._found(event)
         for one in found:
-            self._cache.add(self._wanted([one.trigger, *one.likely, *one.near, *one.following]))
+            self._cache.add(*self._wanted(one))
         return found, self._cache.take_changes()
 
     def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
@@ -149,17 +153,24 @@ class Retriever:
         if not chosen.numel():
             return []
         token_ids = event.token_ids.cpu()[chosen].tolist()
-        columns = (chosen.tolist(), token_ids, self._likely(event, chosen), self._near(event, chosen))
+        columns = (self._likely(event, chosen), self._probabilities(event, chosen), self._near(event, chosen))
         found = []
-        for place, token_id, likely, near in zip(*columns, strict=True):
+        for place, token_id, *brought in zip(chosen.tolist(), token_ids, *columns, strict=True):
+            likely, probabilities, near = map(tuple, brought)
             seeds = [*likely, *near] if token_id == NO_TOKEN else [token_id, *likely, *near]
-            following = self._following(seeds)
-            found.append(Retrieved(event.start + place, token_id, tuple(likely), tuple(near), following))
+            position = event.start + place
+            found.append(Retrieved(position, token_id, likely, probabilities, near, self._following(seeds)))
         return found
 
     def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
         """The target's likeliest tokens at each of the chosen positions."""
         return [[]] * chosen.shape[0] if event.top_ids is None else event.top_ids.cpu()[chosen].tolist()
+
+    def _probabilities(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[float]]:
+        """Of the likeliest tokens among each other, at each of the chosen positions."""
+        if event.top_ids is None or event.top_logits is None:
+            return [[]] * chosen.shape[0]
+        return event.top_logits.cpu()[chosen].softmax(-1).tolist()
 
     def _near(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
         """What is near to what the target's head was given, or to the token, at each of the chosen positions."""
@@ -177,8 +188,15 @@ class Retriever:
         found, _ = self._graph.successors_of(torch.tensor(token_ids), self._successors)
         return tuple(dict.fromkeys(found.flatten().tolist()))
 
-    def _wanted(self, token_ids: list[int]) -> list[int]:
-        """Those that may come in, in their order."""
+    def _wanted(self, one: Retrieved) -> tuple[list[int], list[float] | None]:
+        """The tokens that may come in, in their order, and what they are worth: the likely ones their probability, and
+        the others what the least likely of them is."""
+        ids = torch.tensor([one.trigger, *one.likely, *one.near, *one.following])
         # The last entry stands for what is no token: past the vocabulary, or below 0, which finds it by itself.
-        ids = torch.tensor(token_ids).clamp_max(self._is_wanted.shape[0] - 1)
-        return ids[self._is_wanted[ids]].tolist()
+        is_wanted = self._is_wanted[ids.clamp_max(self._is_wanted.shape[0] - 1)]
+        if not one.probabilities:
+            return ids[is_wanted].tolist(), None
+        others = len(one.near) + len(one.following)
+        least = one.probabilities[-1]
+        weights = torch.tensor([least, *one.probabilities, *[least] * others])
+        return ids[is_wanted].tolist(), weights[is_wanted].tolist()

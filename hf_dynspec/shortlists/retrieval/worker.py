@@ -59,6 +59,12 @@ class Worker:
         self._exposed_seconds += time.perf_counter() - start
         return results
 
+    def wait(self) -> None:
+        """Wait for all jobs. Their results can be taken then."""
+        done = [self._done.get() for _ in range(self._running)]
+        for one in done:
+            self._done.put(one)
+
     def finish(self) -> None:
         """Wait for all jobs, and forget the results that were not taken.
 
