@@ -479,6 +479,27 @@ def test_an_error_while_recording_does_not_stop_generation(target, drafter, monk
     assert torch.equal(output, generated(target))
 
 
+def test_an_error_while_recording_keeps_no_draft_waiting_for_itself(target, drafter):
+    """The garbage collector ends a request that was given up, in whatever thread, perhaps in the middle of a draft."""
+    own = digest(drafter)
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    stream(target, assistant, 2)
+    recorder = assistant.alignment.recorder()
+    recorder._failure = MemoryError("no room for another round")
+
+    def draft_and_collect():
+        with assistant.alignment.drafting_lock:
+            assistant.alignment.take(recorder, 0.1)
+
+    thread = threading.Thread(target=draft_and_collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    with pytest.warns(UserWarning, match="no room for another round"):
+        generated(target, assistant)
+    assert digest(drafter) == own
+
+
 def test_memory_stays_where_it_was(target, drafter):
     settings = OnlineAlignment(**QUICK | {"steps": 1, "buffer": 4, "top_k": 4, "context": 4})
     assistant = DynSpecAssistant(drafter, target=target, alignment=settings)

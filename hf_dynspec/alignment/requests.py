@@ -61,8 +61,8 @@ class RequestLearner:
         self._training = Training(drafter, settings)
         # Held by whoever trains, and by whoever changes what is trained.
         self._learning = threading.RLock()
-        # With what the device has to have done before they can be read.
-        self._inbox: deque[tuple[Trajectory, Adapter, torch.cuda.Event | None]] = deque()
+        # With what the device has to have done before they can be read; or what went wrong while one was recorded.
+        self._inbox: deque[tuple[Trajectory, Adapter, torch.cuda.Event | None] | Exception] = deque()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._target: Callable[[], nn.Module | None] = lambda: None
         # Serves until this one is attached.
@@ -174,15 +174,22 @@ class RequestLearner:
         try:
             trajectory = recorder.finish()
         except Exception as error:
-            self._turn_off(error)
+            # To turn learning off is to wait for drafts, which this thread may be in the middle of.
+            self._inbox.append(error)
             return
         self._training.budget.spend(recorder.seconds)
         if trajectory is not None:
             self._inbox.append((trajectory, recorder.adapter, _work_given_to(self._device)))
 
     def _take_out(self) -> tuple[Trajectory, Adapter]:
-        """The oldest request of the inbox, and what it is learnt into."""
-        trajectory, adapter, given = self._inbox.popleft()
+        """The oldest request of the inbox, and what it is learnt into.
+
+        Raises whatever went wrong while it was recorded.
+        """
+        oldest = self._inbox.popleft()
+        if isinstance(oldest, Exception):
+            raise oldest
+        trajectory, adapter, given = oldest
         if given is not None:
             torch.cuda.current_stream(self._device).wait_event(given)
         return trajectory, adapter
