@@ -652,6 +652,23 @@ def test_copies_of_an_assistant_share_what_is_learnt(target, drafter):
     assert digest(drafter) == own
 
 
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_copy_that_gets_another_drafter_leaves_the_others_what_they_learn(is_bound, target, drafter):
+    own = digest(drafter)
+    settings = OnlineAlignment(**QUICK)
+    assistant = DynSpecAssistant(drafter, "full", target=target if is_bound else None, alignment=settings)
+    twin = copy.deepcopy(assistant)
+    if is_bound:
+        stream(target, assistant, 2)
+    learnt = digest(drafter)
+    twin.drafter = perturbed(target, 0.3, seed=3)
+    assert twin.alignment is not assistant.alignment and digest(drafter) == learnt
+    stream(target, assistant.bind(target), 2)
+    assert assistant.alignment.stats.requests == (4 if is_bound else 2) and digest(drafter) != own
+    assistant.unbind()
+    assert digest(drafter) == own
+
+
 def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
     stream(target, assistant, 2)

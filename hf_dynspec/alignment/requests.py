@@ -111,20 +111,29 @@ class RequestLearner:
         self._training.settle()
 
     @contextmanager
-    def standing_aside(self) -> Iterator[None]:
-        """The drafter has its own weights, while another aligner is made to take this one's place. Where that fails,
-        all is as before."""
+    def standing_aside(self, user: Any) -> Iterator[None]:
+        """The drafter has its own weights, while another aligner is made to take this one's place for an assistant.
+        Others are served as before, and where that fails all are."""
         with self._learning:
-            serves, self._training.serves = self._training.serves, False
+            self._training.serves = False
             self._training.settle()
             try:
                 yield
+                self._users.discard(user)
             except BaseException:
-                if serves:
+                if self._users:
                     _aligned[self._module] = weakref.ref(self)
-                self._training.serves = serves
-                self._training.settle()
                 raise
+            finally:
+                self._serve_users()
+
+    def _serve_users(self) -> None:
+        """Serve those that there are; nobody where another aligner serves the model by now."""
+        if self._users and _aligned[self._module]() is self:
+            self._training.serves = True
+            self._training.settle()
+        else:
+            self._withdraw()
 
     @alone
     def detach(self, user: Any) -> None:
@@ -132,15 +141,6 @@ class RequestLearner:
         self._users.discard(user)
         if not self._users:
             self._withdraw()
-
-    @alone
-    def close(self) -> None:
-        """Learn and serve nothing any more."""
-        self._is_paused = True
-        self._users.clear()
-        self._withdraw()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _withdraw(self) -> None:
         self._training.serves = False
