@@ -462,6 +462,8 @@ def test_an_error_turns_learning_off_and_not_generation(target, drafter, monkeyp
         stream(target, assistant, 2)
     assert "no memory left" in assistant.alignment.stats.error
     monkeypatch.undo()
+    assistant.policy = "full"
+    assert digest(drafter) == own, "binding anew is no reason to serve it"
     assistant.alignment.reset()
     stream(target, assistant, 1)
     assert assistant.alignment.stats.error is None and digest(drafter) != own
@@ -592,6 +594,49 @@ def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter)
     assistant.alignment.reset()
     for name, one in drafter.named_parameters():
         assert torch.equal(one, changed.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("change", ["in place", "another parameter", "cast"])
+@pytest.mark.parametrize("taken_up_by", ["bind", "set_adapter", "load_state_dict", "load"])
+def test_a_drafter_that_somebody_changes_is_not_drafted_with_what_was_learnt_before(
+    taken_up_by, change, target, drafter, tmp_path
+):
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    alignment = assistant.alignment
+    stream(target, assistant, 2)
+    state = alignment.state_dict()
+    alignment.save_pretrained(tmp_path)
+    alignment.add_adapter("law")
+    alignment.reset() if taken_up_by.startswith("load") else alignment.set_adapter("law")
+    if taken_up_by == "bind":
+        alignment.set_adapter("default")
+        assistant.unbind()
+    projection = drafter.model.layers[0].self_attn.q_proj
+    if change == "in place":
+        with torch.no_grad():
+            projection.weight.mul_(1.5)
+    elif change == "another parameter":
+        projection.weight = torch.nn.Parameter(projection.weight.detach() * 1.5)
+    else:
+        drafter.to(torch.bfloat16)
+    changed = digest(drafter)
+    with pytest.warns(UserWarning, match="learning begins anew"):
+        if taken_up_by == "bind":
+            assistant.bind(target)
+            assert digest(drafter) == changed
+        elif taken_up_by == "set_adapter":
+            alignment.set_adapter("default")
+            assert digest(drafter) == changed
+        elif taken_up_by == "load_state_dict":
+            alignment.load_state_dict(state)
+        else:
+            alignment.load(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the drafter's weights")
+        stream(target, assistant, 1)
+    assert digest(drafter) != changed and len({one.dtype for one in drafter.parameters()}) == 1
+    assistant.unbind()
+    assert digest(drafter) == changed
 
 
 def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter):

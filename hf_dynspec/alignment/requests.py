@@ -107,8 +107,11 @@ class RequestLearner:
             self._target = weakref.ref(target)
         _aligned[self._module] = weakref.ref(self)
         self._users.add(user)
-        self._training.serves = True
-        self._training.settle()
+        try:
+            self._training.follow_changes()
+        except Exception as error:
+            self._turn_off(error)
+        self._serve()
 
     @contextmanager
     def standing_aside(self, user: Any) -> Iterator[None]:
@@ -130,10 +133,14 @@ class RequestLearner:
     def _serve_users(self) -> None:
         """Serve those that there are; nobody where another aligner serves the model by now."""
         if self._users and _aligned[self._module]() is self:
-            self._training.serves = True
-            self._training.settle()
+            self._serve()
         else:
             self._withdraw()
+
+    def _serve(self) -> None:
+        """Draft with what was learnt where it has earned that, unless nobody knows what state it is in."""
+        self._training.serves = self._error is None
+        self._training.settle()
 
     @alone
     def detach(self, user: Any) -> None:
