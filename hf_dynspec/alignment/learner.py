@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigurationError, shown_text
 from .objectives import OBJECTIVES, Horizon, TrainableDrafter, unroll
 from .replay import Trajectory
-from .settings import ALL_LINEAR, OnlineAlignment
+from .settings import ALL_LINEAR, ALL_PARAMETERS, OnlineAlignment
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -68,6 +68,7 @@ class Learner:
         from peft import inject_adapter_in_model
 
         names = _modules_named(self.drafter.module, self.settings.modules)
+        _require_untied(self.drafter.module, names)
         self._adapter_config = self._lora_config(names)
         try:
             # peft draws first matrices from the generator that users seed; they are drawn anew by our own.
@@ -273,3 +274,21 @@ def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str
             raise ConfigurationError(f"modules: the drafter has no linear layer {last!r}. There are {there_are}.")
         found += [name for name in of_this if name not in found]
     return found
+
+
+def _require_untied(module: nn.Module, names: list[str]) -> None:
+    """Make sure that nothing else changes with the weights of the layers that are to be adapted.
+
+    Raises:
+        ConfigurationError: something would, as with an output projection that is the embedding too. Names both.
+    """
+    shares: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shares.setdefault(id(parameter), []).append(name)
+    for name in names:
+        others = [one for one in shares[id(module.get_submodule(name).weight)] if one != f"{name}.weight"]
+        if others:
+            raise ConfigurationError(
+                f"modules: the weight of {name} is {others[0]} too, which would change with it. Leave it out, or "
+                f'train all weights with "{ALL_PARAMETERS}".'
+            )
