@@ -114,6 +114,23 @@ def test_a_projection_that_is_the_embedding_too_is_refused_before_anything_is_ad
     assert "model.embed_tokens.weight" in Learner(drafter, WHOLE).weights()
 
 
+def test_whoever_draws_while_a_learner_is_made_draws_nothing_twice(target):
+    """A learner is made anew beside requests that sample where somebody changes the drafter's weights."""
+    drafter, drawn, is_over = make("llama", target), [], threading.Event()
+
+    def draw() -> None:
+        while not is_over.is_set():
+            drawn.append(torch.rand((), dtype=torch.float64).item())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(5):
+        Learner(drafter, LORA)
+    is_over.set()
+    thread.join()
+    assert len(set(drawn)) == len(drawn) > 100
+
+
 def test_the_modules_are_those_that_are_named(target):
     def adapted(kind: str, modules) -> set[str]:
         weights = Learner(make(kind, target), replace(LORA, modules=modules)).weights()

@@ -71,12 +71,15 @@ class Learner:
         _require_untied(self.drafter.module, names)
         self._adapter_config = self._lora_config(names)
         try:
-            # peft draws first matrices from the generator that users seed; they are drawn anew by our own.
-            with torch.random.fork_rng(devices=()):
-                inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER)
+            # Without storage: peft draws first matrices from the generator that users seed and other threads use.
+            inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigurationError(f"modules: peft cannot adapt {', '.join(names)}: {error}") from error
-        return {name: self.drafter.module.get_submodule(name) for name in names}
+        adapted = {name: self.drafter.module.get_submodule(name) for name in names}
+        for layer in adapted.values():
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices[_ADAPTER].to_empty(device=layer.get_base_layer().weight.device)
+        return adapted
 
     def _lora_config(self, names: list[str]) -> "LoraConfig":
         from peft import LoraConfig
@@ -159,7 +162,7 @@ class Learner:
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._adapted.values():
                 first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-                # As peft does, which draws from the generator of the process.
+                # As peft does, but for the generator.
                 drawn = torch.empty(first.shape, dtype=first.dtype)
                 first.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random))
                 second.zero_()
