@@ -675,6 +675,22 @@ def test_the_drafter_gets_its_own_weights_back(end, target, drafter, monkeypatch
     assert digest(drafter) == own
 
 
+@pytest.mark.parametrize("kind", ["causal", "eagle3"])
+def test_a_drafter_can_be_trained_after_its_assistant_was_dropped_in_inference_mode(kind, drafter):
+    target = tiny() if kind == "causal" else soft()
+    drafter = drafter if kind == "causal" else drafter_of(agreeing_head(kind), target)
+    module = drafter if kind == "causal" else drafter.module
+    own = digest(module)
+    with torch.inference_mode():
+        assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+        generated(target, assistant)
+        assert digest(module) != own
+        del assistant
+        gc.collect()
+    assert digest(module) == own
+    assert not any(one.is_inference() for one in module.parameters())
+
+
 def test_binding_again_serves_again(target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
     stream(target, assistant, 2)
