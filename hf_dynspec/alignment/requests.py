@@ -132,7 +132,7 @@ class RequestLearner:
 
     def _serve_users(self) -> None:
         """Serve those that there are; nobody where another aligner serves the model by now."""
-        if self._users and _aligned[self._module]() is self:
+        if self._users and _aligned.get(self._module, lambda: None)() is self:
             self._serve()
         else:
             self._withdraw()
