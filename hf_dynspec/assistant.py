@@ -160,9 +160,8 @@ class DynSpecAssistant(Assistant):
         if before is None or drafter is self._drafter:
             self._change(_drafter=drafter)
             return
-        with before.standing_aside():
+        with before.standing_aside(self):
             self._change(_drafter=drafter, _aligner=Aligner(drafter, before.settings, before))
-        before.close()
 
     @property
     def alignment(self) -> Aligner | None:

@@ -462,6 +462,8 @@ def test_an_error_turns_learning_off_and_not_generation(target, drafter, monkeyp
         stream(target, assistant, 2)
     assert "no memory left" in assistant.alignment.stats.error
     monkeypatch.undo()
+    assistant.policy = "full"
+    assert digest(drafter) == own, "binding anew is no reason to serve it"
     assistant.alignment.reset()
     stream(target, assistant, 1)
     assert assistant.alignment.stats.error is None and digest(drafter) != own
@@ -477,6 +479,27 @@ def test_an_error_while_recording_does_not_stop_generation(target, drafter, monk
     with pytest.warns(UserWarning, match="no room for another round"):
         output = generated(target, assistant)
     assert torch.equal(output, generated(target))
+
+
+def test_an_error_while_recording_keeps_no_draft_waiting_for_itself(target, drafter):
+    """The garbage collector ends a request that was given up, in whatever thread, perhaps in the middle of a draft."""
+    own = digest(drafter)
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    stream(target, assistant, 2)
+    recorder = assistant.alignment.recorder()
+    recorder._failure = MemoryError("no room for another round")
+
+    def draft_and_collect():
+        with assistant.alignment.drafting_lock:
+            assistant.alignment.take(recorder, 0.1)
+
+    thread = threading.Thread(target=draft_and_collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    with pytest.warns(UserWarning, match="no room for another round"):
+        generated(target, assistant)
+    assert digest(drafter) == own
 
 
 def test_memory_stays_where_it_was(target, drafter):
@@ -573,6 +596,49 @@ def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter)
         assert torch.equal(one, changed.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("change", ["in place", "another parameter", "cast"])
+@pytest.mark.parametrize("taken_up_by", ["bind", "set_adapter", "load_state_dict", "load"])
+def test_a_drafter_that_somebody_changes_is_not_drafted_with_what_was_learnt_before(
+    taken_up_by, change, target, drafter, tmp_path
+):
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    alignment = assistant.alignment
+    stream(target, assistant, 2)
+    state = alignment.state_dict()
+    alignment.save_pretrained(tmp_path)
+    alignment.add_adapter("law")
+    alignment.reset() if taken_up_by.startswith("load") else alignment.set_adapter("law")
+    if taken_up_by == "bind":
+        alignment.set_adapter("default")
+        assistant.unbind()
+    projection = drafter.model.layers[0].self_attn.q_proj
+    if change == "in place":
+        with torch.no_grad():
+            projection.weight.mul_(1.5)
+    elif change == "another parameter":
+        projection.weight = torch.nn.Parameter(projection.weight.detach() * 1.5)
+    else:
+        drafter.to(torch.bfloat16)
+    changed = digest(drafter)
+    with pytest.warns(UserWarning, match="learning begins anew"):
+        if taken_up_by == "bind":
+            assistant.bind(target)
+            assert digest(drafter) == changed
+        elif taken_up_by == "set_adapter":
+            alignment.set_adapter("default")
+            assert digest(drafter) == changed
+        elif taken_up_by == "load_state_dict":
+            alignment.load_state_dict(state)
+        else:
+            alignment.load(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the drafter's weights")
+        stream(target, assistant, 1)
+    assert digest(drafter) != changed and len({one.dtype for one in drafter.parameters()}) == 1
+    assistant.unbind()
+    assert digest(drafter) == changed
+
+
 def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter):
     own = {name: one.detach().clone() for name, one in drafter.named_parameters()}
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
@@ -609,6 +675,22 @@ def test_the_drafter_gets_its_own_weights_back(end, target, drafter, monkeypatch
     assert digest(drafter) == own
 
 
+@pytest.mark.parametrize("kind", ["causal", "eagle3"])
+def test_a_drafter_can_be_trained_after_its_assistant_was_dropped_in_inference_mode(kind, drafter):
+    target = tiny() if kind == "causal" else soft()
+    drafter = drafter if kind == "causal" else drafter_of(agreeing_head(kind), target)
+    module = drafter if kind == "causal" else drafter.module
+    own = digest(module)
+    with torch.inference_mode():
+        assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+        generated(target, assistant)
+        assert digest(module) != own
+        del assistant
+        gc.collect()
+    assert digest(module) == own
+    assert not any(one.is_inference() for one in module.parameters())
+
+
 def test_binding_again_serves_again(target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
     stream(target, assistant, 2)
@@ -628,6 +710,23 @@ def test_copies_of_an_assistant_share_what_is_learnt(target, drafter):
     assistant.unbind()
     assert digest(drafter) != own, "the copy still drafts with it"
     twin.unbind()
+    assert digest(drafter) == own
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_copy_that_gets_another_drafter_leaves_the_others_what_they_learn(is_bound, target, drafter):
+    own = digest(drafter)
+    settings = OnlineAlignment(**QUICK)
+    assistant = DynSpecAssistant(drafter, "full", target=target if is_bound else None, alignment=settings)
+    twin = copy.deepcopy(assistant)
+    if is_bound:
+        stream(target, assistant, 2)
+    learnt = digest(drafter)
+    twin.drafter = perturbed(target, 0.3, seed=3)
+    assert twin.alignment is not assistant.alignment and digest(drafter) == learnt
+    stream(target, assistant.bind(target), 2)
+    assert assistant.alignment.stats.requests == (4 if is_bound else 2) and digest(drafter) != own
+    assistant.unbind()
     assert digest(drafter) == own
 
 

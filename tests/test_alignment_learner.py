@@ -105,6 +105,32 @@ def test_what_was_learnt_fits_into_the_drafter(kind, settings, target):
     assert all(torch.equal(own[name], one) for name, one in weights.items())
 
 
+def test_a_projection_that_is_the_embedding_too_is_refused_before_anything_is_adapted():
+    drafter = CausalLMDrafter(tiny("llama", seed=3, tie_word_embeddings=True))
+    settings = replace(LORA, modules=("q_proj", "lm_head"))
+    with pytest.raises(ConfigurationError, match=r"the weight of lm_head is model\.embed_tokens\.weight too"):
+        Learner(drafter, settings)
+    assert "lm_head.weight" not in Learner(drafter, replace(LORA, modules="all-linear")).weights()
+    assert "model.embed_tokens.weight" in Learner(drafter, WHOLE).weights()
+
+
+def test_whoever_draws_while_a_learner_is_made_draws_nothing_twice(target):
+    """A learner is made anew beside requests that sample where somebody changes the drafter's weights."""
+    drafter, drawn, is_over = make("llama", target), [], threading.Event()
+
+    def draw() -> None:
+        while not is_over.is_set():
+            drawn.append(torch.rand((), dtype=torch.float64).item())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(5):
+        Learner(drafter, LORA)
+    is_over.set()
+    thread.join()
+    assert len(set(drawn)) == len(drawn) > 100
+
+
 def test_the_modules_are_those_that_are_named(target):
     def adapted(kind: str, modules) -> set[str]:
         weights = Learner(make(kind, target), replace(LORA, modules=modules)).weights()

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigurationError, shown_text
 from .objectives import OBJECTIVES, Horizon, TrainableDrafter, unroll
 from .replay import Trajectory
-from .settings import ALL_LINEAR, OnlineAlignment
+from .settings import ALL_LINEAR, ALL_PARAMETERS, OnlineAlignment
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -68,14 +68,18 @@ class Learner:
         from peft import inject_adapter_in_model
 
         names = _modules_named(self.drafter.module, self.settings.modules)
+        _require_untied(self.drafter.module, names)
         self._adapter_config = self._lora_config(names)
         try:
-            # peft draws first matrices from the generator that users seed; they are drawn anew by our own.
-            with torch.random.fork_rng(devices=()):
-                inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER)
+            # Without storage: peft draws first matrices from the generator that users seed and other threads use.
+            inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigurationError(f"modules: peft cannot adapt {', '.join(names)}: {error}") from error
-        return {name: self.drafter.module.get_submodule(name) for name in names}
+        adapted = {name: self.drafter.module.get_submodule(name) for name in names}
+        for layer in adapted.values():
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices[_ADAPTER].to_empty(device=layer.get_base_layer().weight.device)
+        return adapted
 
     def _lora_config(self, names: list[str]) -> "LoraConfig":
         from peft import LoraConfig
@@ -158,7 +162,7 @@ class Learner:
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._adapted.values():
                 first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-                # As peft does, which draws from the generator of the process.
+                # As peft does, but for the generator.
                 drawn = torch.empty(first.shape, dtype=first.dtype)
                 first.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random))
                 second.zero_()
@@ -273,3 +277,21 @@ def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str
             raise ConfigurationError(f"modules: the drafter has no linear layer {last!r}. There are {there_are}.")
         found += [name for name in of_this if name not in found]
     return found
+
+
+def _require_untied(module: nn.Module, names: list[str]) -> None:
+    """Make sure that nothing else changes with the weights of the layers that are to be adapted.
+
+    Raises:
+        ConfigurationError: something would, as with an output projection that is the embedding too. Names both.
+    """
+    shares: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shares.setdefault(id(parameter), []).append(name)
+    for name in names:
+        others = [one for one in shares[id(module.get_submodule(name).weight)] if one != f"{name}.weight"]
+        if others:
+            raise ConfigurationError(
+                f"modules: the weight of {name} is {others[0]} too, which would change with it. Leave it out, or "
+                f'train all weights with "{ALL_PARAMETERS}".'
+            )

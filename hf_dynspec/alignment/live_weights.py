@@ -101,6 +101,8 @@ class LiveWeights:
         self._own |= own
         self._served = {name: self._stamp[name][0].data for name in self._own}
 
+    # What was made in inference mode nobody could train any more, and the drafter's owner may want to.
+    @torch.inference_mode(False)
     def restore(self) -> None:
         """Draft with the drafter's own again, in the dtype and where the others lie by now. What somebody else has
         written meanwhile stays."""

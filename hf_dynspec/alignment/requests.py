@@ -61,8 +61,8 @@ class RequestLearner:
         self._training = Training(drafter, settings)
         # Held by whoever trains, and by whoever changes what is trained.
         self._learning = threading.RLock()
-        # With what the device has to have done before they can be read.
-        self._inbox: deque[tuple[Trajectory, Adapter, torch.cuda.Event | None]] = deque()
+        # With what the device has to have done before they can be read; or what went wrong while one was recorded.
+        self._inbox: deque[tuple[Trajectory, Adapter, torch.cuda.Event | None] | Exception] = deque()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._target: Callable[[], nn.Module | None] = lambda: None
         # Serves until this one is attached.
@@ -107,24 +107,40 @@ class RequestLearner:
             self._target = weakref.ref(target)
         _aligned[self._module] = weakref.ref(self)
         self._users.add(user)
-        self._training.serves = True
-        self._training.settle()
+        try:
+            self._training.follow_changes()
+        except Exception as error:
+            self._turn_off(error)
+        self._serve()
 
     @contextmanager
-    def standing_aside(self) -> Iterator[None]:
-        """The drafter has its own weights, while another aligner is made to take this one's place. Where that fails,
-        all is as before."""
+    def standing_aside(self, user: Any) -> Iterator[None]:
+        """The drafter has its own weights, while another aligner is made to take this one's place for an assistant.
+        Others are served as before, and where that fails all are."""
         with self._learning:
-            serves, self._training.serves = self._training.serves, False
+            self._training.serves = False
             self._training.settle()
             try:
                 yield
+                self._users.discard(user)
             except BaseException:
-                if serves:
+                if self._users:
                     _aligned[self._module] = weakref.ref(self)
-                self._training.serves = serves
-                self._training.settle()
                 raise
+            finally:
+                self._serve_users()
+
+    def _serve_users(self) -> None:
+        """Serve those that there are; nobody where another aligner serves the model by now."""
+        if self._users and _aligned.get(self._module, lambda: None)() is self:
+            self._serve()
+        else:
+            self._withdraw()
+
+    def _serve(self) -> None:
+        """Draft with what was learnt where it has earned that, unless nobody knows what state it is in."""
+        self._training.serves = self._error is None
+        self._training.settle()
 
     @alone
     def detach(self, user: Any) -> None:
@@ -132,15 +148,6 @@ class RequestLearner:
         self._users.discard(user)
         if not self._users:
             self._withdraw()
-
-    @alone
-    def close(self) -> None:
-        """Learn and serve nothing any more."""
-        self._is_paused = True
-        self._users.clear()
-        self._withdraw()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _withdraw(self) -> None:
         self._training.serves = False
@@ -174,15 +181,22 @@ class RequestLearner:
         try:
             trajectory = recorder.finish()
         except Exception as error:
-            self._turn_off(error)
+            # To turn learning off is to wait for drafts, which this thread may be in the middle of.
+            self._inbox.append(error)
             return
         self._training.budget.spend(recorder.seconds)
         if trajectory is not None:
             self._inbox.append((trajectory, recorder.adapter, _work_given_to(self._device)))
 
     def _take_out(self) -> tuple[Trajectory, Adapter]:
-        """The oldest request of the inbox, and what it is learnt into."""
-        trajectory, adapter, given = self._inbox.popleft()
+        """The oldest request of the inbox, and what it is learnt into.
+
+        Raises whatever went wrong while it was recorded.
+        """
+        oldest = self._inbox.popleft()
+        if isinstance(oldest, Exception):
+            raise oldest
+        trajectory, adapter, given = oldest
         if given is not None:
             torch.cuda.current_stream(self._device).wait_event(given)
         return trajectory, adapter

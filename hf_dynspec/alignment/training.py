@@ -92,6 +92,7 @@ class Training:
 
     def activate(self, name: str) -> None:
         """Learn and serve another adapter."""
+        self.follow_changes()
         before, after = self.active_adapter, self.adapters[name]
         if before.updates:
             before.weights = self.learner.adapter_state()
@@ -119,6 +120,7 @@ class Training:
         Raises:
             ConfigurationError: it is of other settings or another drafter. Nothing was changed.
         """
+        self.follow_changes()
         weights = self.learner.adapter_state()
         try:
             self._load(state)
@@ -152,6 +154,7 @@ class Training:
         Raises:
             ConfigurationError: they are of another drafter, or of other settings. Nothing was changed.
         """
+        self.follow_changes()
         self.learner.load_adapter_state(dict(weights))
         adapter = self.active_adapter
         adapter.gate.clear()
