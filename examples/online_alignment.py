@@ -56,7 +56,7 @@ NEW_TEXTS = Path(sysconfig.get_path("stdlib"), "pydoc_data")
 KNOWN_TEXTS = Path(sysconfig.get_path("stdlib"), "email")
 NEW = "new texts"
 PIECE_TOKENS, PROMPT_TOKENS = 256, 64
-TUNING_BATCH, TUNING_RATE = 4, 3e-4
+TUNING_BATCH, TUNING_RATE = 2, 3e-4
 DECAYS = (0.0, 0.1, 0.3, 0.5, 1.0)
 
 
@@ -311,7 +311,7 @@ def main(
     requests: Annotated[int, typer.Option(min=2, help="Requests of each kind of text.")] = 36,
     new_tokens: Annotated[int, typer.Option(min=1, help="Generated for each request.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.8,
-    tuning_steps: Annotated[int, typer.Option(min=1, help="Of the fine-tuning.")] = 100,
+    tuning_steps: Annotated[int, typer.Option(min=1, help="Of the fine-tuning.")] = 80,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Measure, write results.json and draw pictures."""
