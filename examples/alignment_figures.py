@@ -25,7 +25,7 @@ def write_figure(path: Path, name: str, measured: dict[str, Any], new: str) -> N
     """
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    if name in ("switch", "decay", "noise", "harm"):
+    if name in ("switch", "decay", "noise", "harm", "clock"):
         _draw_stream(axes, measured, new)
     elif name == "memory":
         _draw_bytes(axes, measured)

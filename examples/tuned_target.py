@@ -12,7 +12,7 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from hf_dynspec.build.corpus import plan_corpus, read_unit
+from hf_dynspec.build.corpus import CorpusError, plan_corpus, read_unit
 from hf_dynspec.files import write_json
 from hf_dynspec.loading import load_model
 
@@ -45,8 +45,7 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
         most: pieces to take; no more text than they need is read.
 
     Raises:
-        CorpusError: a path does not exist, or there is no text in it.
-        ValueError: there is less than `HELD_OUT_EVERY` pieces of text.
+        CorpusError: a path does not exist, or there are less than `HELD_OUT_EVERY` pieces of text.
     """
     corpus = plan_corpus(paths)
     units = list(corpus.units)
@@ -58,7 +57,7 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
         if len(pieces) >= most:
             break
     if len(pieces) < HELD_OUT_EVERY:
-        raise ValueError(f"{', '.join(map(str, paths))}: less than {HELD_OUT_EVERY} pieces of {length} tokens")
+        raise CorpusError(f"{', '.join(map(str, paths))}: less than {HELD_OUT_EVERY} pieces of {length} tokens")
     random.Random(seed).shuffle(pieces)
     held_out = torch.tensor(pieces[::HELD_OUT_EVERY])
     training = torch.tensor([piece for index, piece in enumerate(pieces) if index % HELD_OUT_EVERY])
@@ -66,12 +65,13 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
 
 
 def tuned_target(
-    source: str, texts: Texts, folder: Path, steps: int, batch: int, rate: float, seed: int
+    source: str, tokenizer: Any, texts: Texts, folder: Path, steps: int, batch: int, rate: float, seed: int
 ) -> PreTrainedModel:
     """The target after some steps on the texts; the one that lies in the folder, if it was made with these settings.
 
     Args:
         source: folder or Hub id of the target.
+        tokenizer: the target's, which is kept with the tuned one.
         texts: what it is tuned on.
         folder: where the tuned one is kept.
         steps: optimizer steps.
@@ -89,6 +89,7 @@ def tuned_target(
     target = load_model(source, dtype=torch.float32, device="cpu", role="target")
     _tune(target, texts.training, steps, batch, rate, seed)
     target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     write_json(written, settings)
     return target
 
