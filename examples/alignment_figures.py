@@ -31,7 +31,8 @@ def write_figure(path: Path, name: str, measured: dict[str, Any], new: str) -> N
         _draw_bytes(axes, measured)
     else:
         _draw_kinds(axes, measured, by_kind=name == "ablation")
-    axes.grid(alpha=0.25)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
 
 

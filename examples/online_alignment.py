@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from tuned_target import read_texts, tuned_target
 
-from hf_dynspec import EagleDrafter
+from hf_dynspec import EagleDrafter, FrequencyShortlist
 from hf_dynspec.build.prompts import read_prompts
 from hf_dynspec.errors import DynSpecError
 from hf_dynspec.evaluation.coverage.estimates import Estimate
@@ -176,7 +176,10 @@ def read_conversations(path: Path | None, tokenizer: Any, pieces: torch.Tensor) 
 
 # The command ---------------------------------------------------------------------------------------------------------
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def main(
     out: Annotated[Path, typer.Option("--out", help="Folder of results, pictures and the tuned target.")],
     target: Annotated[str, typer.Option("--target", help="Folder or Hub id.")] = str(POCKET / "target"),
@@ -203,14 +206,18 @@ def main(
     logging.disable_progress_bar()  # transformers', for each drafter that is loaded
     tokenizer, make_drafter = load_tokenizer(target), loader_of(drafter, eagle)
     original = load_model(target, dtype=torch.float32, device="cpu", role="target")
-    make_drafter(original)  # what is wrong with it is found before the target is tuned
+    # What is wrong with any of these is found before the target is tuned.
+    make_drafter(original)
+    FrequencyShortlist(ranking, size=core)
     new = read_texts(texts or [NEW_TEXTS], tokenizer, PIECE_TOKENS, seed)
+    known = known_requests(prompts, tokenizer, requests, seed)
+    talks = read_conversations(turns, tokenizer, new.held_out)
     setting = Setting(
         target=original,
         tuned=tuned_target(target, tokenizer, new, out / TUNED, tuning_steps, TUNING_BATCH, TUNING_RATE, seed),
         load_drafter=make_drafter,
-        requests={**known_requests(prompts, tokenizer, requests, seed), NEW: beginnings(new.held_out, requests)},
-        conversations=read_conversations(turns, tokenizer, new.held_out),
+        requests={**known, NEW: beginnings(new.held_out, requests)},
+        conversations=talks,
         core=(ranking, core),
         new_tokens=new_tokens,
         temperature=temperature,
@@ -230,6 +237,6 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        app()
     except DynSpecError as error:
         sys.exit(f"error: {error}")

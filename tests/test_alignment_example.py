@@ -1,19 +1,27 @@
 """The experiments on online alignment, at their smallest, on the embedded pair."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from transformers.utils import logging
+from typer.testing import CliRunner
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from online_alignment import app
+
+from hf_dynspec.errors import DynSpecError
+
 SMALL = ("--requests", "2", "--new-tokens", "8", "--tuning-steps", "1")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "online_alignment.py"), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+def run(*arguments: str) -> Result:
+    try:
+        return CliRunner().invoke(app, arguments)
+    finally:
+        logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
     """Where two experiments have been run."""
     out = tmp_path_factory.mktemp("alignment")
     done = run("--out", str(out), *SMALL, "--experiment", "switch", "--experiment", "memory")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.exception or done.output
     assert "acceptance length relative to frozen" in done.stdout
     assert not done.stderr
     return out
@@ -53,7 +61,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder):
     kept = before["experiments"]["memory"].pop("default")
     (folder / "results.json").write_text(json.dumps(before), encoding="utf-8")
     tuned = (folder / "tuned-target" / "model.safetensors").stat().st_mtime_ns
-    assert run("--out", str(folder), *SMALL, "--experiment", "memory").returncode == 0
+    assert run("--out", str(folder), *SMALL, "--experiment", "memory").exit_code == 0
     after = experiments(folder)
     assert after["switch"] == before["experiments"]["switch"]
     assert after["memory"]["osd()"] == before["experiments"]["memory"]["osd()"]
@@ -68,12 +76,16 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder):
         (("--experiment", "swtich"), "swtich is none of switch, ablation"),
         (("--drafter", "nowhere/drafter"), "the drafter nowhere/drafter cannot be loaded"),
         (("--texts", "nowhere/texts"), "nowhere/texts"),
+        (("--prompts", "nowhere/prompts"), "nowhere/prompts"),
+        (("--turns", "nowhere/turns"), "nowhere/turns"),
+        (("--ranking", "nowhere/ranking"), "nowhere/ranking"),
         (("--requests", "1"), "--requests"),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_is_tuned(tmp_path, arguments, problem):
     done = run("--out", str(tmp_path / "out"), *arguments)
-    assert done.returncode != 0
-    assert problem in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
+    assert done.exit_code != 0
+    assert isinstance(done.exception, (SystemExit, DynSpecError))
+    said = f"{done.output} {done.exception}".replace("│", " ")
+    assert problem in " ".join(said.split())
     assert not (tmp_path / "out").exists()
