@@ -282,7 +282,9 @@ def assert_is_what_the_target_says(target, trajectory: Trajectory, whole: torch.
     k = trajectory.top_ids.shape[1]
     torch.testing.assert_close(trajectory.top_logits, logits.topk(k).values, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits.gather(1, trajectory.top_ids), trajectory.top_logits, rtol=1e-4, atol=1e-4)
-    expected = logits.log_softmax(-1).gather(1, whole[-v:, None])[:, 0]
+    scaled = logits / (trajectory.temperature or 1.0)
+    torch.testing.assert_close(trajectory.log_normalisers, scaled.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    expected = scaled.log_softmax(-1).gather(1, whole[-v:, None])[:, 0]
     torch.testing.assert_close(trajectory.log_probabilities, expected, rtol=1e-4, atol=1e-4)
     if reads:
         states = torch.cat([outputs.hidden_states[index][0, -n:] for index in reads], -1)
@@ -306,8 +308,10 @@ def test_a_request_leaves_what_the_target_said(mode, tree, policy, target, draft
     assert trajectory.shortlist_ids.unique().shape == trajectory.shortlist_ids.shape
     assert trajectory.nbytes == assistant.alignment.stats.buffer_bytes
     assert trajectory.temperature == 0.0
-    generated(target, assistant, do_sample=True, temperature=0.7)
+    with mode():
+        output = generated(target, assistant, do_sample=True, temperature=0.7)
     assert recorded(assistant)[-1].temperature == 0.7
+    assert_is_what_the_target_says(target, recorded(assistant)[-1], output[0])
 
 
 @pytest.mark.parametrize("layout", ["eagle2", "eagle3"])

@@ -42,6 +42,7 @@ def trajectory_for(drafter: Drafter, **settings) -> Trajectory:
         trajectory,
         top_logits=trajectory.top_logits.float(),
         log_probabilities=trajectory.log_probabilities.float(),
+        log_normalisers=trajectory.log_normalisers.float(),
         features=features,
     )
 
@@ -306,8 +307,9 @@ def test_an_adapter_of_something_else_is_refused_whole(target):
 
 def numbered(number: int, bytes_of_features: int = 0) -> Trajectory:
     ids = torch.full((4,), number)
-    rest = (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
-    return Trajectory(ids, 2, *rest, torch.zeros(0, dtype=torch.int64), torch.zeros(bytes_of_features // 4))
+    top = (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
+    rest = (*torch.zeros(2, 2), torch.zeros(2, dtype=torch.bool))
+    return Trajectory(ids, 2, *top, *rest, torch.zeros(0, dtype=torch.int64), torch.zeros(bytes_of_features // 4))
 
 
 def numbers(held) -> list[int]:

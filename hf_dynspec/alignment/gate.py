@@ -3,6 +3,9 @@
 from collections import deque
 from collections.abc import Iterable
 
+# What was learnt is served where it drafts better than the drafter itself by this share of what is accepted of that: a
+# smaller gain on so few requests may be chance, and what is not served can do no harm.
+WORTHWHILE = 0.03
 # What was learnt is given up where it drafts worse than the drafter itself by this share of what is accepted of that.
 HOPELESS = 0.1
 
@@ -51,7 +54,10 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Whether what was learnt is to be served."""
-        return len(self._scores) >= self._least and self.means[1] > self.means[0]
+        if len(self._scores) < self._least:
+            return False
+        before, after = self.means
+        return after > (1 + WORTHWHILE) * before
 
     @property
     def is_hopeless(self) -> bool:

@@ -23,6 +23,7 @@ class _Round:
     top_ids: torch.Tensor
     top_logits: torch.Tensor
     log_probabilities: torch.Tensor
+    log_normalisers: torch.Tensor
 
 
 class Recorder:
@@ -95,10 +96,12 @@ class Recorder:
         features: torch.Tensor | None,
         features_end: int,
     ) -> None:
-        chosen = logits.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0]
-        log_probabilities = (chosen.float() - logits.float().logsumexp(-1)).to(verified.device)
+        scaled = logits.float() if self.temperature in (0.0, 1.0) else logits.float() / self.temperature
+        log_normalisers = scaled.logsumexp(-1)
+        log_probabilities = scaled.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0] - log_normalisers
         ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
-        self._rounds.append(_Round(verified.clone(), ids, values, log_probabilities))
+        of_verified = (one.to(verified.device) for one in (log_probabilities, log_normalisers))
+        self._rounds.append(_Round(verified.clone(), ids, values, *of_verified))
         self._verified += verified.shape[0]
         if shortlist is not None:
             self._shortlist = shortlist
@@ -140,6 +143,7 @@ class Recorder:
             torch.cat([one.top_ids for one in rounds]),
             torch.cat([one.top_logits for one in rounds]),
             torch.cat([one.log_probabilities for one in rounds]),
+            torch.cat([one.log_normalisers for one in rounds]),
             is_wrong.to(prompt.device),
             shortlist_ids.clone(),
             self._joined_features(self._first - prompt.shape[0], token_ids.shape[0]),

@@ -22,7 +22,9 @@ class Trajectory:
         first: where the verified tokens begin; at least 1.
         top_ids: int64 `[v, K]`: the target's most probable tokens at the places where these were chosen.
         top_logits: fp32 `[v, K]`: their logits, before any processor; −inf where there were fewer.
-        log_probabilities: fp32 `[v]`: of the verified tokens under the target, over its full vocabulary.
+        log_probabilities: fp32 `[v]`: of the verified tokens under the target, over its full vocabulary, at the
+            temperature of the request; at 1 where it was greedy.
+        log_normalisers: fp32 `[v]`: what the logits, over that temperature, are less by as log-probabilities.
         is_wrong: bool `[v]`: the draft was rejected there, or there was none.
         shortlist_ids: int64 `[s]`: the ids that the request was drafted from, `s` up to `LARGEST_SHORTLIST`.
         features: `[n, d_target · layers]`: what an EAGLE head reads at each token, zeros where that is not known. None
@@ -35,6 +37,7 @@ class Trajectory:
     top_ids: torch.Tensor
     top_logits: torch.Tensor
     log_probabilities: torch.Tensor
+    log_normalisers: torch.Tensor
     is_wrong: torch.Tensor
     shortlist_ids: torch.Tensor
     features: torch.Tensor | None = None

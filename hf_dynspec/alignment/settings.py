@@ -47,7 +47,7 @@ class OnlineAlignment:
         background: train on a thread of its own while requests go on, and not between them.
         synchronous: finish every update before the next request begins, whatever it takes: reproducible to the bit.
         max_overhead: the share of the time of generation that training may take.
-        gate: serve what was learnt only while it is measured to draft better than the drafter itself.
+        gate: serve what was learnt only while it is measured to draft better than the drafter itself, by 3% at least.
         gate_window: over how many of the last requests (W).
         gate_least: of which there must be so many.
         seed: of everything that is drawn at random.

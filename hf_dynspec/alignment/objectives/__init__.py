@@ -44,8 +44,8 @@ def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objecti
 @torch.no_grad()
 def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> float | None:
     """How much of what the drafter says of a request would be accepted: `Σ min(p, q)`, which is one less the total
-    variation, a mean over all places and steps, at the temperature of the request. `p` counts on the kept ids only,
-    `q` is normalised over the request's shortlist.
+    variation, a mean over all places and steps, at the temperature of the request. `p` counts on the kept ids only
+    and is normalised over the full vocabulary, `q` over the request's shortlist.
 
     Returns:
         From 0 to 1. None where the trajectory has nothing that could be scored.

@@ -58,7 +58,8 @@ class Horizon:
             propose.
         kept: int64 `[r, K]`: the columns of the target's most probable ids.
         target_logits: fp32 `[r, K]`: the target's logits of these; −inf for those that the draft cannot propose.
-        target_log_normalisers: fp32 `[r]`: what they are less by as log-probabilities over the full vocabulary.
+        target_log_normalisers: fp32 `[r]`: what these, over the temperature, are less by as log-probabilities over the
+            full vocabulary.
         verified: int64 `[r]`: the columns of the verified tokens.
         is_wrong: bool `[r]`: the draft was rejected there, or there was none.
         in_shortlist: bool `[r]`: the verified token could have been drafted.
@@ -113,9 +114,9 @@ class Horizon:
     def acceptance(self) -> torch.Tensor:
         """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request."""
         temperature = max(self.temperature, _COLDEST)
-        target = self.target(temperature)
-        if temperature == 1.0:
-            target = (self.target_logits - self.target_log_normalisers[:, None]).exp()
+        # Were the kept ids to sum to 1, drafts that are too sharp would seem better than they are.
+        log_target = self.target_logits / temperature - self.target_log_normalisers[:, None]
+        target = log_target.exp() if temperature == self.temperature else self.target(temperature)
         # What is learnt of ids that the request could not draft makes no difference to it.
         logits = self.logits.detach().masked_fill(~self.could_be_drafted, -torch.inf) / temperature
         draft = logits.softmax(-1).gather(1, self.kept)
@@ -165,7 +166,7 @@ def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objectiv
     Returns:
         None where no draft could have begun.
     """
-    n, verified = trajectory.token_ids.shape[0], trajectory.log_probabilities.shape[0]
+    n, verified = trajectory.token_ids.shape[0], trajectory.is_wrong.shape[0]
     # Row i of `Drafter.unroll` drafts from token i + 2 on; nothing drafts before the text has two tokens.
     first_row = max(0, trajectory.first - 2)
     drafts = n - 2 - first_row
@@ -202,7 +203,7 @@ def _beside_the_target(
         logits,
         kept[places],
         target_logits[places],
-        _log_normalisers(trajectory)[places],
+        trajectory.log_normalisers[places],
         verified[places],
         trajectory.is_wrong[places],
         torch.isin(tokens, trajectory.shortlist_ids)[places],
@@ -210,12 +211,3 @@ def _beside_the_target(
         trajectory.temperature,
         torch.isin(ids, shortlist),
     )
-
-
-def _log_normalisers(trajectory: Trajectory) -> torch.Tensor:
-    """fp32 `[v]`: of the target over its full vocabulary, as the verified token's logit and probability tell; over the
-    kept ids where it is not one of them."""
-    is_verified = trajectory.top_ids == trajectory.token_ids[trajectory.first :, None]
-    logit = trajectory.top_logits.masked_fill(~is_verified, -torch.inf).amax(-1)
-    known = logit - trajectory.log_probabilities
-    return torch.where(logit > -torch.inf, known, trajectory.top_logits.logsumexp(-1))

@@ -1,0 +1,91 @@
+"""The experiments on online alignment, at their smallest, on the embedded pair."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from online_alignment import app
+
+from hf_dynspec.errors import DynSpecError
+
+SMALL = ("--requests", "2", "--new-tokens", "8", "--tuning-steps", "1")
+
+
+def run(*arguments: str) -> Result:
+    try:
+        return CliRunner().invoke(app, arguments)
+    finally:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where two experiments have been run."""
+    out = tmp_path_factory.mktemp("alignment")
+    done = run("--out", str(out), *SMALL, "--experiment", "switch", "--experiment", "memory")
+    assert done.exit_code == 0, done.exception or done.output
+    assert "acceptance length relative to frozen" in done.stdout
+    assert not done.stderr
+    return out
+
+
+def experiments(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))["experiments"]
+
+
+def test_every_system_answers_every_request_and_is_drawn(folder):
+    measured = experiments(folder)
+    assert set(measured["switch"]) == {"frozen", "default", "paper()", "osd()"}
+    for result in measured["switch"].values():
+        assert [one["kind"] for one in result["requests"]] == ["known texts"] * 2 + ["new texts"] * 2
+        assert all(1 <= one["acceptance_length"] <= 8 for one in result["requests"])
+    assert measured["switch"]["frozen"]["alignment"] is None
+    assert measured["switch"]["default"]["alignment"]["updates"] == 4
+    for name in ("switch", "memory"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_low_rank_training_holds_less_than_that_of_all_weights(folder):
+    held = {name: result["alignment"]["training_bytes"] for name, result in experiments(folder)["memory"].items()}
+    assert 0 < held["paper()"] < held["default"] < held["osd()"]
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder):
+    before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    kept = before["experiments"]["memory"].pop("default")
+    (folder / "results.json").write_text(json.dumps(before), encoding="utf-8")
+    tuned = (folder / "tuned-target" / "model.safetensors").stat().st_mtime_ns
+    assert run("--out", str(folder), *SMALL, "--experiment", "memory").exit_code == 0
+    after = experiments(folder)
+    assert after["switch"] == before["experiments"]["switch"]
+    assert after["memory"]["osd()"] == before["experiments"]["memory"]["osd()"]
+    lengths = [[one["acceptance_length"] for one in run["requests"]] for run in (kept, after["memory"]["default"])]
+    assert lengths[0] == lengths[1]
+    assert (folder / "tuned-target" / "model.safetensors").stat().st_mtime_ns == tuned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--experiment", "swtich"), "swtich is none of switch, ablation"),
+        (("--drafter", "nowhere/drafter"), "the drafter nowhere/drafter cannot be loaded"),
+        (("--texts", "nowhere/texts"), "nowhere/texts"),
+        (("--prompts", "nowhere/prompts"), "nowhere/prompts"),
+        (("--turns", "nowhere/turns"), "nowhere/turns"),
+        (("--ranking", "nowhere/ranking"), "nowhere/ranking"),
+        (("--requests", "1"), "--requests"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_is_tuned(tmp_path, arguments, problem):
+    done = run("--out", str(tmp_path / "out"), *arguments)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, (SystemExit, DynSpecError))
+    said = f"{done.output} {done.exception}".replace("│", " ")
+    assert problem in " ".join(said.split())
+    assert not (tmp_path / "out").exists()

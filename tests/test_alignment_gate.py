@@ -1,0 +1,41 @@
+"""What was learnt is served while it has earned it."""
+
+import pytest
+
+from hf_dynspec.alignment.gate import HOPELESS, WORTHWHILE, Gate
+
+
+def after(*scores: tuple[float, float], window: int = 8, least: int = 4) -> Gate:
+    gate = Gate(window, least)
+    for one in scores:
+        gate.record(*one)
+    return gate
+
+
+def test_it_opens_with_enough_requests_alone():
+    assert not after(*[(0.2, 0.9)] * 3).is_open
+    assert after(*[(0.2, 0.9)] * 4).is_open
+
+
+@pytest.mark.parametrize(("gain", "is_open"), [(WORTHWHILE + 0.01, True), (WORTHWHILE - 0.01, False), (-0.01, False)])
+def test_it_opens_for_a_gain_that_is_worthwhile(gain, is_open):
+    assert after(*[(0.5, 0.5 * (1 + gain))] * 8).is_open == is_open
+
+
+def test_what_counts_is_the_mean_of_the_last_requests():
+    gate = after(*[(0.5, 0.9)] * 8)
+    for _ in range(7):
+        gate.record(0.5, 0.4)
+    assert not gate.is_open and gate.means == pytest.approx((0.5, (7 * 0.4 + 0.9) / 8))
+    # One good request among bad ones does not open it; several do.
+    for _ in range(4):
+        gate.record(0.5, 0.9)
+    assert gate.is_open
+
+
+def test_a_window_that_is_full_and_far_below_is_hopeless():
+    bad = (0.5, 0.5 * (1 - HOPELESS) - 0.01)
+    assert not after(*[bad] * 7).is_hopeless
+    assert after(*[bad] * 8).is_hopeless
+    assert after(*[(0.5, float("nan"))] * 8).is_hopeless
+    assert not after(*[(0.5, 0.49)] * 8).is_hopeless
