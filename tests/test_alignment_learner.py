@@ -321,7 +321,7 @@ def test_the_oldest_leave_first():
     for number in range(5):
         assert buffer.add(numbered(number))
     assert numbers(buffer) == [2, 3, 4] and len(buffer) == 3
-    assert buffer.nbytes == sum(one.nbytes for one in buffer) == 3 * (4 * 8 + 6 * 8 + 6 * 4 + 2 * 4 + 2)
+    assert buffer.nbytes == sum(one.nbytes for one in buffer) == 3 * (4 * 8 + 6 * 8 + 6 * 4 + 2 * 2 * 4 + 2)
     buffer.clear()
     assert not list(buffer) and buffer.nbytes == 0
 
