@@ -50,7 +50,7 @@ POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 TREE = "16/3/4"
 NEW_TOKENS = 40
 # Policies that choose anew for each draft step, so that nothing comes in and stays.
-ANEW = ("router", "screen", "random")
+ANEW = ("router", "screen", "random", "coral")
 
 
 @pytest.fixture(scope="module")

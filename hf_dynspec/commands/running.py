@@ -241,16 +241,18 @@ def _held(lock_file: Path, what: str) -> Iterator[None]:
     from ..errors import ConfigurationError
 
     lock = FileLock(lock_file)
+    # An interrupt may come as soon as the file is there.
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigurationError(
-            f"{what} is being written by another process; wait for it to end, or choose another place"
-        ) from None
-    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigurationError(
+                f"{what} is being written by another process; wait for it to end, or choose another place"
+            ) from None
         yield
     finally:
-        # While it is held: whoever opened the file before sees that it is gone, and makes a new one.
-        with suppress(OSError):
-            lock_file.unlink()
-        lock.release()
+        if lock.is_locked:
+            # While it is held: whoever opened the file before sees that it is gone, and makes a new one.
+            with suppress(OSError):
+                lock_file.unlink()
+            lock.release()
