@@ -1,0 +1,70 @@
+"""What speed drafting can be expected to have: DynaSpec's equations 1 and 2, with an acceptance for each draft step
+and costs that were measured."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """The seconds that the parts of a round take on one machine.
+
+    Attributes:
+        draft_step: one draft step, `T_D` of the paper.
+        verified_rows: ascending numbers of tokens that one forward of the target scored, candidates and the one above
+            them; the first is 1.
+        verification: seconds of such a forward, one for each of `verified_rows`: `T_V`.
+        other: the rest of a round that drafts.
+        other_alone: the rest of a round in which nothing is drafted.
+    """
+
+    draft_step: float
+    verified_rows: tuple[int, ...]
+    verification: tuple[float, ...]
+    other: float = 0.0
+    other_alone: float = 0.0
+
+    def of_verification(self, rows: int) -> float:
+        """Seconds of a forward of the target over `rows` tokens: along straight lines between the measured ones, and
+        along the last of them beyond."""
+        if len(self.verified_rows) == 1:
+            return self.verification[0]
+        right = min(max(bisect_left(self.verified_rows, rows), 1), len(self.verified_rows) - 1)
+        fewer, more = self.verified_rows[right - 1 : right + 1]
+        seconds, seconds_of_more = self.verification[right - 1 : right + 1]
+        return seconds + (seconds_of_more - seconds) * (rows - fewer) / (more - fewer)
+
+    def of_round(self, steps: int, candidates: int | None = None) -> float:
+        """Seconds of a round of `steps` draft steps.
+
+        Args:
+            steps: 0 where nothing is drafted.
+            candidates: the tokens drafted, where they are not one for each step: the nodes of a tree.
+        """
+        rows = 1 + (steps if candidates is None else candidates)
+        return steps * self.draft_step + self.of_verification(rows) + (self.other if steps else self.other_alone)
+
+
+def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
+    """The tokens that a round of `steps` draft steps can be expected to bring, with the target's own: `Ω`.
+
+    Args:
+        acceptance: for each draft step, the probability that a token of it is accepted where one of the step before it
+            was. The last holds for all steps beyond.
+    """
+    tokens = reached = 1.0
+    for step in range(steps):
+        reached *= acceptance[min(step, len(acceptance) - 1)]
+        tokens += reached
+    return tokens
+
+
+def expected_speed(acceptance: Sequence[float], costs: RoundCosts, steps: int) -> float:
+    """Tokens per second to expect of chains of `steps` tokens; 0 is the target alone."""
+    return expected_tokens(acceptance, steps) / costs.of_round(steps)
+
+
+def best_chain_length(acceptance: Sequence[float], costs: RoundCosts, longest: int) -> int:
+    """How many tokens to draft, at most `longest`, for the most tokens per second; 0 where drafting does not pay."""
+    return max(range(longest + 1), key=lambda steps: expected_speed(acceptance, costs, steps))
