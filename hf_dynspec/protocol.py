@@ -327,6 +327,19 @@ class Draws:
     most_siblings: int
 
 
+@dataclass(frozen=True)
+class FewWeights:
+    """What a token is drawn from where little of a vocabulary is left, as numbers of the host.
+
+    Args:
+        token_ids: distinct ids.
+        weights: one for each; all others have none. Probabilities are in proportion to them.
+    """
+
+    token_ids: list[int]
+    weights: list[float]
+
+
 @dataclass(frozen=True, eq=False)
 class Candidates:
     """What one round of drafting proposes: a tree of tokens, of which a chain is the special case.
@@ -346,6 +359,8 @@ class Candidates:
             logarithm of a bound on the estimated probability that it is accepted, −inf for nodes that do not count.
             None for a chain.
         draws: what the tokens of a tree were drawn from. None for a chain, and for a tree of the likeliest tokens.
+        drawn_from: for a chain, what each token was drawn from, where that is little and nothing was waited for. None
+            where `logits` alone tell. Empty for a tree.
     """
 
     token_ids: torch.Tensor
@@ -355,6 +370,7 @@ class Candidates:
     depths: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     draws: Draws | None = None
+    drawn_from: tuple[FewWeights | None, ...] = ()
 
     @property
     def is_chain(self) -> bool:

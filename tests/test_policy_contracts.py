@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ from hf_dynspec import (
     Verdict,
     VocabularyInfo,
 )
+from hf_dynspec.drafting import processors
+from hf_dynspec.generation import decoding, verification
+from hf_dynspec.generation import round as round_module
+from hf_dynspec.kernels import top_k_ids
 from hf_dynspec.testing import check_policy
 
 SHAPES = {"chain": False, "tree": TreeConfig(12, 2, 4)}
@@ -309,6 +314,8 @@ EVERYTHING = Needs(
     drafter_rows=True,
     target_rows=True,
 )
+# Then the logits of a short stretch at the prompt's end are had with those of its last token.
+WITHOUT_STATES = replace(EVERYTHING, hidden_states=False, prompt_hidden_states=False)
 
 
 class Watching(ShortlistPolicy):
@@ -360,12 +367,14 @@ def drafters(target, drafter) -> dict:
     return {"independent": drafter, **heads}
 
 
+@pytest.mark.parametrize("needs", [EVERYTHING, WITHOUT_STATES], ids=["everything", "without states"])
 @pytest.mark.parametrize("length", [1, 12], ids=["short", "long"])
 @pytest.mark.parametrize("loop", [*SHAPES, "chunks", "transformers"])
 @pytest.mark.parametrize("kind", ["independent", "eagle2", "eagle3"])
-def test_a_policy_is_told_what_it_asked_for(kind, loop, length, target, drafters):
+def test_a_policy_is_told_what_it_asked_for(kind, loop, length, needs, target, drafters):
     """Of every position, from the first round on: as a plain forward over the whole text has it."""
     policy = Watching()
+    policy.needs = needs
     generate_plainly = target.generate
     assistant = DynSpecAssistant(drafters[kind], policy, target=target, tree=SHAPES.get(loop, False))
     arguments = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant}
@@ -386,7 +395,8 @@ def test_a_policy_is_told_what_it_asked_for(kind, loop, length, target, drafters
     assert len(prompts) == 2 and end.start == length and not end.token_ids.numel()
     assert torch.equal(end.top_ids, logits[last].topk(3).indices)
     torch.testing.assert_close(end.top_logits, logits[last].topk(3).values, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(end.hidden_states, states[last], rtol=1e-4, atol=1e-4)
+    if needs.prompt_hidden_states:
+        torch.testing.assert_close(end.hidden_states, states[last], rtol=1e-4, atol=1e-4)
 
     verdicts = [one for one in told if isinstance(one, Verdict)]
     # Without a draft there is a round too: heads draft after the target has read the prompt.
@@ -400,7 +410,8 @@ def test_a_policy_is_told_what_it_asked_for(kind, loop, length, target, drafters
         rows = slice(position - 1, position + count - 1)
         assert torch.equal(verdict.top_ids, logits[rows].topk(4).indices)
         torch.testing.assert_close(verdict.top_logits, logits[rows].topk(4).values, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(verdict.hidden_states, states[rows], rtol=1e-4, atol=1e-4)
+        if needs.hidden_states:
+            torch.testing.assert_close(verdict.hidden_states, states[rows], rtol=1e-4, atol=1e-4)
         had_shortlist = torch.arange(count) < (2 + 1 if loop == "tree" else 5) * bool(verdict.drafted.numel())
         expected = ~listed.contains(verdict.verified) & had_shortlist
         if position + count < output.shape[1] - 6:  # drafts are cut short towards the end
@@ -413,6 +424,29 @@ def test_a_policy_is_told_what_it_asked_for(kind, loop, length, target, drafters
     rounds, drafts = told.count("round"), sum(1 for one in verdicts if one.drafted.numel())
     # Nobody is told of the last round.
     assert drafts <= rounds <= drafts + 1
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "drawn"])
+def test_rows_of_the_target_are_searched_once_a_round(sampling, target, drafter, monkeypatch):
+    """For the target's own tokens and for what the policy is shown, in one pass over all rows."""
+    searched = []
+
+    def counted(scores, k):
+        searched.append((scores.shape, k))
+        return top_k_ids(scores, k)
+
+    for module in (verification, decoding, round_module, processors):
+        if hasattr(module, "top_k_ids"):
+            monkeypatch.setattr(module, "top_k_ids", counted)
+    policy = Watching()
+    policy.needs = Needs(verify_top_k=9)
+    assistant = DynSpecAssistant(drafter, policy, target=target)
+    output = target.generate(prompt(6), assistant_model=assistant, max_new_tokens=30, **sampling)
+    assert output.shape[1] == 36
+    verdicts = [one for one in policy.states[0].told if isinstance(one, Verdict)]
+    # Nobody is told of the last round.
+    assert len(searched) == len(verdicts) + 1
+    assert searched[:-1] == [((len(one.drafted) + 1, target.config.vocab_size), 9) for one in verdicts]
 
 
 def test_nothing_is_computed_that_nobody_asked_for(target, drafter):

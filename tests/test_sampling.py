@@ -41,10 +41,11 @@ from hf_dynspec import (
 )
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
-from hf_dynspec.drafting.processors import FewScores, ProcessorsByValue, draw, draw_several, few_columns
+from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.generation import acceptance, decoding
-from hf_dynspec.protocol import Candidates, Shortlist
+from hf_dynspec.kernels import top_k_ids
+from hf_dynspec.protocol import Candidates, FewWeights, Shortlist
 
 # Of 10,000 correct programs one would fail such a test.
 FALSE_ALARM = 1e-4
@@ -238,9 +239,9 @@ def test_every_token_of_long_texts(policy, processors, target, drafter, monkeypa
     shortened = [0]
     of_the_package = ProcessorsByValue.few
 
-    def few(self, scores):
-        left = of_the_package(self, scores)
-        shortened[0] += left is not None
+    def few(self, scores, best):
+        left = of_the_package(self, scores, best)
+        shortened[0] += left != [None] * len(left)
         return left
 
     monkeypatch.setattr(ProcessorsByValue, "few", few)
@@ -567,6 +568,11 @@ AFTER_TOP_K = {
 }
 
 
+def few_of(processors, scores):
+    """What `ProcessorsByValue.few` tells of rows."""
+    return processors.few(scores, top_k_ids(scores, processors.most_looked_at))
+
+
 @pytest.mark.parametrize("after", AFTER_TOP_K)
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("temperature", [None, 0.3, 1.7])
@@ -575,52 +581,51 @@ def test_what_a_top_k_leaves_is_processed_alone_and_alike(temperature, ties, aft
     warmth = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     processors = ProcessorsByValue([*warmth, TopKLogitsWarper(11), *AFTER_TOP_K[after]])
     shortened = 0
-    for seed in range(20):
-        scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(seed)) * 2
-        if ties:
-            scores = scores.mul(64).round() / 64
-        before = scores.clone()
-        few = processors.few(scores)
-        assert torch.equal(scores, before)
+    scores = torch.randn(20, 1500, generator=torch.Generator().manual_seed(0)) * 2
+    if ties:
+        scores = scores.mul(64).round() / 64
+    before = scores.clone()
+    rows = few_of(processors, scores)
+    assert torch.equal(scores, before)
+    for few, of_row in zip(rows, processors(None, scores).softmax(-1), strict=True):
         if few is None:
             continue
         shortened += 1
-        expected = processors(None, scores)[0].softmax(-1)
-        actual = torch.zeros_like(expected).index_copy_(0, few.token_ids, few.scores.softmax(-1))
-        assert torch.equal(actual > 0, expected > 0)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        actual = torch.zeros_like(of_row)
+        actual[few.token_ids] = torch.tensor(few.weights)
+        assert few.token_ids == sorted(set(few.token_ids))
+        assert torch.equal(actual > 0, of_row > 0)
+        torch.testing.assert_close(actual, of_row, rtol=1e-5, atol=0)
     # Where tokens tie for the last place, all of them are kept, and how many they are says the whole row alone.
     assert (0 < shortened < 20) if ties else shortened == 20
 
 
-def test_where_too_little_is_known_the_whole_row_is_processed(monkeypatch):
+def test_where_too_little_is_known_the_whole_row_is_processed():
     scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(0))
     top_k = TopKLogitsWarper(11)
-    assert ProcessorsByValue([top_k]).few(scores) is not None
+    assert few_of(ProcessorsByValue([top_k]), scores) != [None]
     for processors in (
         [],
         [TemperatureLogitsWarper(0.5)],
         [TopPLogitsWarper(0.7), top_k],  # whose sum is of the whole row
         [TopKLogitsWarper(11, filter_value=-9.0)],
         [top_k, TopPLogitsWarper(0.7, filter_value=-9.0)],
-        [TopKLogitsWarper(1500)],
     ):
-        assert ProcessorsByValue(processors).few(scores) is None
+        assert ProcessorsByValue(processors).most_looked_at is None
     for column, value in ((0, torch.nan), (7, torch.inf)):
         spoilt = scores.clone()
         spoilt[0, column] = value
-        assert ProcessorsByValue([top_k]).few(spoilt) is None
+        assert few_of(ProcessorsByValue([top_k]), spoilt) == [None]
     forbidden = torch.full_like(scores, -torch.inf)
     forbidden[0, :5] = 1.0
-    assert ProcessorsByValue([top_k]).few(forbidden) is None
-    monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
-    assert ProcessorsByValue([top_k]).few(scores) is None
+    assert few_of(ProcessorsByValue([top_k]), forbidden) == [None]
 
 
+@pytest.mark.parametrize("shortlist_is_few", [False, True])
 @pytest.mark.parametrize("q_of", ["all tokens", "few tokens"])
-def test_a_chain_is_verified_alike_by_few_scores_and_by_all(q_of):
+def test_a_chain_is_verified_alike_by_few_weights_and_by_all(q_of, shortlist_is_few):
     """Speculative sampling over a wide vocabulary of which a top-k leaves six tokens: accepted, refused and drawn anew
-    in the target's proportions, whether it is shown the row or what is left of it."""
+    in the target's proportions, whether it is shown the row or what is left of it; and what is left of the draft's."""
     torch.manual_seed(21)
     width, rounds = 1200, 3000
     left = torch.tensor([3, 40, 41, 700, 1100, 1199])
@@ -629,11 +634,14 @@ def test_a_chain_is_verified_alike_by_few_scores_and_by_all(q_of):
     logits = torch.full((width,), -torch.inf) if q_of == "few tokens" else torch.full((width,), -3.0)
     logits[torch.tensor([3, 40, 900, 1100])] = torch.tensor([3.0, 4.0, 4.0, 1.0])
     expected = of_left.softmax(-1).double() * rounds
-    for processed in (row, FewScores(left, of_left)):
+    possible = (logits > -torch.inf).nonzero().squeeze(1)
+    few = FewWeights(possible.tolist(), logits[possible].exp().tolist())
+    drawn_from = (few if shortlist_is_few else None,)
+    for processed in (row, FewWeights(left.tolist(), of_left.exp().tolist())):
         counts, accepted = torch.zeros(len(left)), 0
         for _ in range(rounds):
             drafted = draw(logits.softmax(-1))
-            chain = Candidates(drafted, (Shortlist(torch.arange(width), 0),), (logits,))
+            chain = Candidates(drafted, (Shortlist(torch.arange(width), 0),), (logits,), drawn_from=drawn_from)
             outcome = verify(chain, lambda row, path, processed=processed: processed, True)
             counts += outcome.token_ids[0] == left
             accepted += outcome.accepted

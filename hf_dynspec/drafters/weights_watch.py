@@ -96,21 +96,31 @@ class WeightsWatch:
 def stamp(tensors: Iterable[torch.Tensor], samples: bool = False) -> list[Any]:
     """What tells tensors from changed ones: where they lie, of which kind they are, how often they were changed in
     place, and on the CPU, where `samples`, some of their numbers."""
-    return list(chain.from_iterable(_marks_of(one, samples) for one in tensors))
+    tensors = list(tensors)
+    marks = list(chain.from_iterable(map(_marks_of, tensors)))
+    on_cpu = [one for one in tensors if samples and one.device.type == "cpu" and one.numel()]
+    if on_cpu:
+        # By their bits, since what is no number differs from itself; and together, as each would take as long as all.
+        marks.append(torch.cat([_sample(one) for one in on_cpu]).view(torch.uint8).numpy().tobytes())
+    return marks
 
 
-def _marks_of(tensor: torch.Tensor, samples: bool) -> Iterator[Any]:
+def _marks_of(tensor: torch.Tensor) -> Iterator[Any]:
     try:
         yield tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # of quantised and other tensors that are made of several
         yield id(tensor)
     yield tensor.dtype
     yield 0 if tensor.is_inference() else tensor._version
-    if samples and tensor.device.type == "cpu" and tensor.numel():
-        # The whole of one that is not contiguous would be copied.
-        numbers = (tensor if tensor.is_contiguous() else tensor[:1]).detach().flatten()
-        # As text, since a sum that is no number differs from itself.
-        yield str(numbers[:: max(1, numbers.shape[0] // _SAMPLED)].sum().item())
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """`[n]`: numbers of a tensor, spread over it."""
+    if not tensor.is_contiguous():
+        # The whole of it would be copied.
+        tensor = tensor[:1].flatten()
+    step = max(1, tensor.numel() // _SAMPLED)
+    return tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
 
 
 def _copied(value: Any) -> Any:

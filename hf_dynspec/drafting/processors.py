@@ -5,7 +5,6 @@ import itertools
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from transformers import (
@@ -36,6 +35,7 @@ from transformers import (
 
 from ..devices import is_free_to_look
 from ..kernels import top_k_ids
+from ..protocol import FewWeights
 
 # These look at the values of logits only, and at each row by itself. They give the same distribution on a shortlist as
 # on the full vocabulary with −inf elsewhere, and may take all positions of a draft at once.
@@ -84,19 +84,6 @@ def may_keep_state(processors: Iterable[object]) -> bool:
     return any(type(one) not in _BY_VALUE and type(one) not in _BY_ID for one in processors)
 
 
-@dataclass(frozen=True, eq=False)
-class FewScores:
-    """What processors leave of a row over a large vocabulary, where that is little. All other scores are −inf.
-
-    Args:
-        token_ids: int64 `[n]`, ascending.
-        scores: fp32 `[n]`: of these tokens.
-    """
-
-    token_ids: torch.Tensor
-    scores: torch.Tensor
-
-
 class ProcessorsByValue:
     """Processors that look at values only, one after another.
 
@@ -122,30 +109,37 @@ class ProcessorsByValue:
             scores = _keep_top_k(one, scores) if type(one) is TopKLogitsWarper else one(input_ids, scores)
         return scores
 
-    def few(self, scores: torch.Tensor) -> FewScores | None:
-        """What is left of a row of scores, fp32 `[1, V]`, where that can be told without processing it all: the same
-        tokens, with the same scores but for the rounding of sums over more or fewer zeros.
-
-        None where no top-k comes first, where tokens tie for its last place, all of which are kept, or for any where
-        something follows that sorts them, where a score is not a finite number, or where a device would be waited for.
-        """
-        k, columns = self._top_k_first, scores.shape[1]
-        if k is None or k >= columns or not is_free_to_look(scores.device):
-            return None
+    @property
+    def most_looked_at(self) -> int | None:
+        """How many of a row's most probable tokens `few` looks at; None where it cannot tell anything."""
         # One more than are kept, to see whether it ties with the last of them.
-        token_ids = top_k_ids(scores, k + 1)[0]
-        best = scores[0].index_select(0, token_ids)
-        for one in self._processors:
-            if type(one) is TopKLogitsWarper:
-                break
-            best = one(None, best)
-        values = best.tolist()
-        may_tie = k - 1 if all(type(one) in _WITHOUT_ORDER for one in self._processors) else 0
-        if not (values[0] < torch.inf and all(map(operator.gt, values[may_tie:], values[may_tie + 1 :]))):
-            return None
-        token_ids = token_ids[:-1].sort().values
-        kept = scores[0].index_select(0, token_ids).unsqueeze(0)
-        return FewScores(token_ids, self(None, kept)[0])
+        return None if self._top_k_first is None else self._top_k_first + 1
+
+    def few(self, scores: torch.Tensor, best: torch.Tensor) -> list[FewWeights | None]:
+        """The softmax of what is left of rows of scores, where that can be told without processing them whole: the
+        same tokens, with the same weights but for the rounding of sums over more or fewer zeros. Reads the host's
+        memory.
+
+        Args:
+            scores: fp32 `[m, V]`.
+            best: int64 `[m, most_looked_at]`: the most probable tokens of each row, the first one first.
+
+        Returns:
+            For each row its tokens, ascending. None where tokens tie for a top-k's last place, all of which are kept,
+            or for any where something follows that sorts them, or where a score is not a finite number.
+        """
+        most_probable = scores.gather(1, best)
+        for one in itertools.takewhile(lambda one: type(one) is not TopKLogitsWarper, self._processors):
+            most_probable = one(None, most_probable)
+        may_tie = best.shape[1] - 2 if all(type(one) in _WITHOUT_ORDER for one in self._processors) else 0
+        token_ids = best[:, :-1].sort(1).values
+        weights = self(None, scores.gather(1, token_ids)).softmax(-1)
+        return [
+            FewWeights(ids, of_ids)
+            if values[0] < torch.inf and all(map(operator.gt, values[may_tie:], values[may_tie + 1 :]))
+            else None
+            for values, ids, of_ids in zip(most_probable.tolist(), token_ids.tolist(), weights.tolist(), strict=True)
+        ]
 
 
 # These treat tokens of the same score alike.
@@ -190,9 +184,9 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     if n >= _FEWEST_WIDE_COLUMNS:
         blocks = n // _DRAWN_BLOCK
         sums = weights[: blocks * _DRAWN_BLOCK].view(blocks, _DRAWN_BLOCK).sum(-1).tolist()
-        start = _DRAWN_BLOCK * _draw_at_once([*sums, weights[blocks * _DRAWN_BLOCK :].sum().item()])
+        start = _DRAWN_BLOCK * draw_place([*sums, weights[blocks * _DRAWN_BLOCK :].sum().item()])
         end = min(start + _DRAWN_BLOCK, n)
-    return torch.tensor([start + _draw_at_once(weights[start:end].tolist())], device=weights.device)
+    return torch.tensor([start + draw_place(weights[start:end].tolist())], device=weights.device)
 
 
 # Among fewer columns than this, to look for those that count takes longer than to look at all.
@@ -218,8 +212,8 @@ def _draw(weights: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, (cumulative < cumulative[-1:]).sum(-1, keepdim=True))
 
 
-def _draw_at_once(weights: list[float]) -> int:
-    """`_draw` on the host, whose numbers are fp64: for some hundred weights quicker than ten small operations."""
+def draw_place(weights: list[float]) -> int:
+    """`draw` on the host, whose numbers are fp64: for some hundred weights quicker than ten small operations."""
     cumulative = list(itertools.accumulate(weights))
     uniform = torch.rand(1, dtype=torch.float64, device="cpu").item()
     return min(bisect_right(cumulative, uniform * cumulative[-1]), bisect_left(cumulative, cumulative[-1]))

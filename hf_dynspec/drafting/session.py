@@ -12,15 +12,17 @@ import torch
 from ..drafters.base import Drafter
 from ..kernels import top_k_ids
 from ..modeling.head import DynamicLMHead, PackedRows
-from ..protocol import Candidates, HeadRows, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import Candidates, FewWeights, HeadRows, Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy, start_state
 from ..stats import DraftingStatistics, Stopwatch
 from .tree_config import TreeConfig
 from .trees import DrawnTreeGrowth, TreeGrowth
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
-# before it. Also returns the logits that the token was drawn by.
-ChooseToken = Callable[[torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+# before it. Also returns the logits that the token was drawn by, and what is left of them (`Candidates.drawn_from`).
+ChooseToken = Callable[
+    [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, FewWeights | None]
+]
 
 # Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
 # to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
@@ -224,14 +226,15 @@ class DraftSession:
             choose: picks a token from the logits of a draft step.
             threshold: stop after a token that was less probable than this. Above 0 it waits for the device each step.
         """
-        token_ids, used_logits, shortlists = [], [], []
+        token_ids, used_logits, shortlists, drawn_from = [], [], [], []
         hidden, fresh = self._advance(prefix), prefix[-1:]
         while True:
             shortlist, logits = self._score(len(token_ids), fresh, hidden)
             with self.stopwatch.section("choice"):
-                fresh, used = choose(logits[0], shortlist, token_ids)
+                fresh, used, few = choose(logits[0], shortlist, token_ids)
             token_ids.append(fresh)
             used_logits.append(used)
+            drawn_from.append(few)
             shortlists.append(shortlist)
             if len(token_ids) == count:
                 break
@@ -239,7 +242,8 @@ class DraftSession:
                 break
             with self.stopwatch.section("backbone"):
                 hidden = self._backbone.draft(fresh, observe_draft_inputs=self._observe_draft_inputs)
-        return self._keep(Candidates(torch.cat(token_ids), tuple(shortlists), tuple(used_logits)))
+        chosen = torch.cat(token_ids), tuple(shortlists), tuple(used_logits)
+        return self._keep(Candidates(*chosen, drawn_from=tuple(drawn_from)))
 
     @_closes_on_error
     @_while_weights_stand

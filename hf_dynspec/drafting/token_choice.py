@@ -4,10 +4,11 @@ that a draft may be shown."""
 import torch
 from transformers import LogitsProcessorList
 
+from ..devices import is_free_to_look
 from ..kernels import top_k_ids
-from ..protocol import Shortlist
+from ..protocol import FewWeights, Shortlist
 from .draft_processors import DraftContext, draft_processors
-from .processors import ProcessorsByValue, draw, draw_several, looks_at_values_only
+from .processors import ProcessorsByValue, draw, draw_place, draw_several, looks_at_values_only
 
 
 class TokenChoice:
@@ -51,20 +52,25 @@ class TokenChoice:
 
     def __call__(
         self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, FewWeights | None]:
         """See `session.ChooseToken`."""
         if self._by_id:
             logits = self._process_by_id(logits, shortlist, drafted)
         if not self.do_sample:
             if self._by_value:
                 logits = self._by_value(self._no_tokens, logits.unsqueeze(0))[0]
-            return shortlist.ids_at(logits.argmax(-1, keepdim=True)), logits
+            return shortlist.ids_at(logits.argmax(-1, keepdim=True)), logits, None
         columns, likely = self._process_by_value(logits.unsqueeze(0))
-        column = draw(likely[0].softmax(-1))
+        weights = likely[0].softmax(-1)
         if columns is None:
-            return shortlist.ids_at(column), likely[0]
-        column = columns[0].index_select(0, column)
-        return shortlist.ids_at(column), torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
+            return shortlist.ids_at(draw(weights)), likely[0], None
+        token_ids = shortlist.ids_at(columns[0])
+        used = torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
+        if not is_free_to_look(logits.device):
+            return token_ids.index_select(0, draw(weights)), used, None
+        few = FewWeights(token_ids.tolist(), weights.tolist())
+        place = draw_place(few.weights)
+        return token_ids[place : place + 1], used, few
 
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int

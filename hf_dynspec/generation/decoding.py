@@ -24,13 +24,24 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..devices import is_free_to_look
-from ..drafting.processors import FewScores, divide, may_keep_state
+from ..drafting.processors import divide, may_keep_state
 from ..errors import UnsupportedError
+from ..kernels import argmax_rows, top_k_ids
 from ..modeling.masks import attention_windows
-from ..protocol import Candidates
+from ..protocol import Candidates, FewWeights
 from .round import Drafting
 from .target import keep_path
-from .verification import Outcome, Step, UnseenWalk, outcome_of, walk, walk_greedily, walk_unseen
+from .verification import (
+    BestTokens,
+    Outcome,
+    ProcessRow,
+    Step,
+    UnseenWalk,
+    outcome_of,
+    walk,
+    walk_greedily,
+    walk_unseen,
+)
 
 # These may be asked about tokens that do not come out. Exactly these classes: a subclass may do anything. Some look at
 # the last token alone, some at no token at all.
@@ -92,7 +103,7 @@ def decode(
         candidates = drafting.propose(input_ids)
         outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
         logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
-        outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores)
+        outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, drafting.best_tokens)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
         if token_streamer is not None:
@@ -187,6 +198,7 @@ class _Verifier:
         input_ids: torch.Tensor,
         candidates: Candidates | None,
         scores: tuple[torch.Tensor, ...] | None,
+        best: BestTokens | None,
     ) -> tuple[Outcome, bool]:
         """Accept candidates up to the token that is the last one.
 
@@ -195,19 +207,12 @@ class _Verifier:
             input_ids: int64 `[1, n]`: the verified tokens.
             candidates: what follows them (None: nothing).
             scores: those of the tokens before, if the criteria are to see scores.
+            best: of these logits. None where to find them for all rows would take longer than to walk, or make wait.
 
         Returns:
             The tokens that come out, and whether they are the last.
         """
-
-        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | FewScores:
-            # A copy, as processors may write into what they are given.
-            processed = logits.index_select(0, row)
-            if self._by_id:
-                processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
-            few = self._by_value.few(processed) if self._do_sample and not self._keeps_scores else None
-            return self._by_value(input_ids, processed) if few is None else few
-
+        process = self._process_row(logits, input_ids, best)
         if self._is_stepwise:
             steps: list[Step] = []
             text = input_ids
@@ -217,12 +222,41 @@ class _Verifier:
                 if bool(self._criteria(text, _scores_with(scores, steps))):
                     return outcome_of(steps, self._keeps_scores), True
             return outcome_of(steps, self._keeps_scores), False
-        # Where looking costs nothing, rows that the walk does not come to are not looked at.
-        if self._do_sample or self._by_id or is_free_to_look(logits.device):
+        if self._do_sample or self._by_id:
             walked = walk_unseen(candidates, process, self._do_sample, logits.device, self._keeps_scores)
+        elif best is not None and not self._by_value:
+            walked = walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
+        elif is_free_to_look(logits.device):
+            # Rows that the walk does not come to are not looked at.
+            walked = walk_unseen(candidates, process, False, logits.device, self._keeps_scores)
         else:
-            walked = walk_greedily(candidates, self._by_value(input_ids, logits), self._keeps_scores)
+            processed = self._by_value(input_ids, logits)
+            walked = walk_greedily(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
         return self._until_done(walked, input_ids)
+
+    def _process_row(self, logits: torch.Tensor, input_ids: torch.Tensor, best: BestTokens | None) -> ProcessRow:
+        """What processes a row of this round's logits. Arguments as for `verify`."""
+        count = self._by_value.most_looked_at if self._do_sample and not self._keeps_scores else None
+        if count is not None and (count > logits.shape[1] or not is_free_to_look(logits.device)):
+            count = None
+        few: list[FewWeights | None] = []
+        if count is not None and best is not None and not self._by_id:
+            few = self._by_value.few(logits, best.ids(count))
+
+        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | FewWeights:
+            left = few[row] if few else None
+            if left is None:
+                # A copy, as processors may write into what they are given.
+                processed = logits.index_select(0, row)
+                if self._by_id:
+                    processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
+                if count is not None and not few:
+                    left = self._by_value.few(processed, top_k_ids(processed, count))[0]
+                if left is None:
+                    return self._by_value(input_ids, processed)
+            return left
+
+        return process
 
     def _until_done(self, walked: UnseenWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
         """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
+from ..devices import is_free_to_look
 from ..drafting.session import DraftSession, Feedback, outside_inference_mode
 from ..drafting.token_choice import TokenChoice
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
@@ -16,7 +17,7 @@ from ..modeling.parts import output_rows, scale_and_cap
 from ..protocol import Candidates, Needs
 from ..stats import DraftingStatistics
 from .target import RowsBuffer, TargetForward, entries_with
-from .verification import Outcome
+from .verification import BestTokens, Outcome
 
 # Prompt positions whose full-vocabulary logits are held at a time while looking for the most probable tokens.
 _PROMPT_CHUNK = 64
@@ -80,6 +81,8 @@ class Drafting:
         # What the target returned for the chunks of the prompt before the last one.
         self._read_ahead: list[Any] = []
         self._prompt_logits: torch.Tensor | None = None
+        # Of the round's verification, where all rows are looked at: see `verification.BestTokens`.
+        self.best_tokens: BestTokens | None = None
         self._candidates: Candidates | None = None
         # Of the round's last verified token: see `Candidates.has_missed`.
         self._has_missed: torch.Tensor | None = None
@@ -114,14 +117,19 @@ class Drafting:
     @property
     def wanted_states(self) -> bool | list[int]:
         """What `output_hidden_states` of the target's next forward has to be: False where none are wanted."""
-        states = self._wanted_states()
+        states = self._wanted_states(self._needs.of_prompt)
         return entries_with(states) if states else False
 
-    def _wanted_states(self) -> tuple[int, ...]:
-        of_prompt = self._is_unread and self._needs.of_prompt and self._target.has_head_state
+    def _wanted_states(self, of_prompt: bool) -> tuple[int, ...]:
+        of_prompt = of_prompt and self._is_unread and self._target.has_head_state
         if self._needs.hidden_states or of_prompt:
             return (*self._reads, self._target.num_layers)
         return self._reads
+
+    @property
+    def _wanted_best(self) -> int:
+        """How many of the target's most probable tokens are asked for at each verified position."""
+        return max(self._needs.verify_top_k, 0 if self._recorder is None else self._recorder.top_k)
 
     @property
     def _is_unread(self) -> bool:
@@ -167,7 +175,8 @@ class Drafting:
         self, input_ids: torch.Tensor, candidates: Candidates | None, is_first: bool, model_kwargs: dict[str, Any]
     ) -> Any:
         """Run the target on the candidates. See `TargetForward.run`."""
-        unread, states = 1, self._wanted_states()
+        shows_rows = self._is_unread and self._shows_prompt_rows
+        unread, states = 1, self._wanted_states(self._needs.of_prompt and not shows_rows)
         if is_first:
             unread = input_ids.shape[1] - self._skipped if self._skipped else None
         with self._session.stopwatch.section("verification"):
@@ -176,7 +185,7 @@ class Drafting:
                 size = self._prefill_chunk_size
                 self._read_ahead = self._target.read_ahead(input_ids, length, size, model_kwargs, states)
                 unread = length - size * len(self._read_ahead)
-            rows = self._earlier_rows(input_ids.shape[1] if unread is None else unread)
+            rows = self._earlier_rows(input_ids.shape[1] if unread is None else unread) if shows_rows else 0
             outputs = self._target.run(
                 input_ids,
                 candidates,
@@ -189,16 +198,31 @@ class Drafting:
                 self.cached_before,
                 alone=bool(self._read_ahead),
             )
-        if rows:
+        if shows_rows:
             self._prompt_logits = outputs.logits[0, : rows + 1]
             outputs.logits = outputs.logits[:, rows:]
+        logits = outputs.logits[0]
+        has_few_rows = candidates is None or candidates.is_chain
+        self.best_tokens = (
+            BestTokens(logits, self._wanted_best) if has_few_rows and is_free_to_look(logits.device) else None
+        )
         return outputs
 
+    @property
+    def _shows_prompt_rows(self) -> bool:
+        """Whether the target's logits at the prompt's last positions are had together with those of the last one:
+        for few of them that takes little longer, and for many they follow from states, if at all."""
+        needs, most = self._needs, self._needs.prompt_positions
+        if not needs.prompt_top_k or most == 0:
+            return False
+        are_few = most is not None and most <= _PROMPT_CHUNK and not self._prefill_chunk_size
+        return (are_few and not needs.prompt_hidden_states) or not self._target.has_head_state
+
     def _earlier_rows(self, unread: int) -> int:
-        """How many rows of logits before the last verified token are wanted, as they do not follow from states."""
-        if not (self._is_unread and self._needs.prompt_top_k) or self._target.has_head_state:
-            return 0
-        return min(unread, self._needs.prompt_positions or _PROMPT_CHUNK, _PROMPT_CHUNK) - 1
+        """How many rows of logits before the last verified token are wanted, where any are."""
+        new = self._prompt.shape[0] - self._kept
+        most = _PROMPT_CHUNK if self._needs.prompt_positions is None else self._needs.prompt_positions
+        return max(1, min(unread, new, most, _PROMPT_CHUNK)) - 1
 
     @outside_inference_mode
     def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
@@ -285,11 +309,11 @@ class Drafting:
         self._read_ahead = []
         verified, end = outcome.token_ids.to(self._device), length + outcome.accepted
         with self._session.stopwatch.section("policy"):
-            recorded = 0 if self._recorder is None else self._recorder.top_k
-            count, top = max(recorded, self._needs.verify_top_k), {}
-            if count:
-                logits = self._verified_logits(outputs, outcome)
-                top = self._most_probable(logits, count, self._needs.top_logits or recorded > 0)
+            logits, top = self._verified_logits(outputs, outcome), {}
+            if self._wanted_best:
+                best = None if self.best_tokens is None else self.best_tokens.ids(self._wanted_best)[: logits.shape[0]]
+                with_logits = self._needs.top_logits or self._recorder is not None
+                top = self._most_probable(logits, self._wanted_best, with_logits, best)
             shown = self._shown(outputs, outcome, top)
         if self._recorder is not None:
             shortlist = None if self._candidates is None else self._candidates.shortlists[0]
@@ -337,9 +361,12 @@ class Drafting:
             return outputs.logits[0, : outcome.accepted + 1]
         return outputs.logits[0].index_select(0, outcome.rows.to(outputs.logits.device))
 
-    def _most_probable(self, logits: torch.Tensor, count: int, with_logits: bool) -> dict[str, torch.Tensor]:
-        """The most probable tokens of rows of logits `[m, V]`, and where asked for, their logits."""
-        top_ids = top_k_ids(logits, min(count, logits.shape[1]))
+    def _most_probable(
+        self, logits: torch.Tensor, count: int, with_logits: bool, best: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The most probable tokens of rows of logits `[m, V]`, where they are not known yet, and where asked for,
+        their logits."""
+        top_ids = top_k_ids(logits, min(count, logits.shape[1])) if best is None else best
         shown = {"top_ids": top_ids.to(self._device)}
         if with_logits:
             shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
@@ -348,12 +375,12 @@ class Drafting:
     def _shown_of_prompt(self, outputs: Any) -> dict[str, torch.Tensor] | None:
         """What the policy asked to be shown of the prompt positions that it has not seen, by the names that `Prompt`
         has; None where there are none."""
-        if not self._target.has_head_state:
+        if self._prompt_logits is not None:
             logits, self._prompt_logits = self._prompt_logits, None
-            if logits is None:
-                return None
             with self._session.stopwatch.section("policy"):
                 return self._most_probable(logits, self._needs.prompt_top_k, self._needs.top_logits)
+        if not self._target.has_head_state:
+            return None
         states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
         first_read = self._padded_length - end
@@ -397,9 +424,8 @@ def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
     if not ends:
         return chain
     count = ends[0] + 1
-    return replace(
-        chain, token_ids=chain.token_ids[:count], shortlists=chain.shortlists[:count], logits=chain.logits[:count]
-    )
+    leading = {name: getattr(chain, name)[:count] for name in ("token_ids", "shortlists", "logits", "drawn_from")}
+    return replace(chain, **leading)
 
 
 def draft_once(

@@ -10,14 +10,34 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import is_free_to_look
-from ..drafting.processors import FewScores
-from ..kernels import argmax_rows
-from ..protocol import Candidates
-from .acceptance import draw_among, draw_at, weights_of
+from ..kernels import argmax_rows, top_k_ids
+from ..protocol import Candidates, FewWeights
+from .acceptance import draw_alone, draw_among, draw_at, weights_of
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
-# fp32 [1, V], or when sampling what of it is left, where that is little.
-ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | FewScores]
+# fp32 [1, V], or when sampling what is left of its softmax, where that is little.
+ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | FewWeights]
+
+
+class BestTokens:
+    """The most probable tokens of all rows of one round's logits: found in one pass, whoever asks for how many.
+
+    Args:
+        logits: `[k + 1, V]`.
+        most: how many will be asked for later, if any.
+    """
+
+    def __init__(self, logits: torch.Tensor, most: int = 0):
+        self._logits, self._most = logits, most
+        self._ids: torch.Tensor | None = None
+
+    def ids(self, count: int) -> torch.Tensor:
+        """int64 `[k + 1, count]`, of a smaller vocabulary all of it: the most probable ones, the first one first."""
+        if self._ids is None or self._ids.shape[1] < count:
+            count_of_all = min(max(count, self._most), self._logits.shape[1])
+            is_one = count_of_all == 1
+            self._ids = argmax_rows(self._logits)[:, None] if is_one else top_k_ids(self._logits, count_of_all)
+        return self._ids[:, :count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +80,7 @@ class Step:
 
     token_id: torch.Tensor
     row: torch.Tensor
-    scores: torch.Tensor | FewScores
+    scores: torch.Tensor | FewWeights
     goes_on: torch.Tensor | None
 
 
@@ -140,9 +160,9 @@ def walk(
         if not do_sample:
             token = argmax_rows(processed)
         elif depth == levels:
-            token = weights_of(processed).draw()
+            token = draw_alone(processed)
         elif candidates.is_chain:
-            token = draw_at(candidates, depth, weights_of(processed))
+            token = draw_at(candidates, depth, processed)
         else:
             token = draw_among(candidates, depth, path.are_below, weights_of(processed))
         row = path.row
@@ -166,17 +186,17 @@ def walk_unseen(
     return UnseenWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
 
 
-def walk_greedily(candidates: Candidates | None, processed: torch.Tensor, keeps_scores: bool) -> UnseenWalk:
+def walk_greedily(
+    candidates: Candidates | None, token_ids: torch.Tensor, scores: torch.Tensor | tuple[()]
+) -> UnseenWalk:
     """Walk as `walk` does when tokens are not drawn, to the end, without looking at anything: all rows at once.
 
     Args:
         candidates: what was verified (None: nothing).
-        processed: fp32 `[k + 1, V]`: the logits of all rows, by processors that look at values only.
-        keeps_scores: they are wanted in the outcome.
+        token_ids: int64 `[k + 1]`: the target's own token at each row.
+        scores: fp32 `[k + 1, V]`: the processed logits of all rows; empty where nobody wants them.
     """
-    scores = processed if keeps_scores else ()
-    device, count = processed.device, processed.shape[0]
-    token_ids = argmax_rows(processed)
+    device, count = token_ids.device, token_ids.shape[0]
     if candidates is None or candidates.is_chain:
         drafted = token_ids[:0] if candidates is None else candidates.token_ids.to(device)
         rows = torch.arange(count, device=device)

@@ -19,8 +19,8 @@ namespace {
 
 // Numbers that are compared before anything is done about one of them.
 constexpr int64_t GROUP = 64;
-// Numbers that the height is estimated from, in groups of neighbours.
-constexpr int64_t SAMPLED = 4096, NEIGHBOURS = 16;
+// Numbers that the height is estimated from, at most, in groups of neighbours; and of how many numbers one is taken.
+constexpr int64_t MOST_SAMPLED = 4096, NEIGHBOURS = 16, ONE_OF = 4;
 // Standard deviations of the estimate that are collected in addition, so that too few are one case in a thousand.
 constexpr double MARGIN = 3;
 constexpr float HIGHEST = std::numeric_limits<float>::infinity();
@@ -70,13 +70,14 @@ struct Memory {
 
 // A number that about as many of a row as are wanted reach, and rather more.
 float estimated_least(const Call& call, const float* row, Memory& memory) {
-    const double expected = double(call.k) / double(call.columns) * SAMPLED;
+    const int64_t sampled = std::min(MOST_SAMPLED, call.columns / ONE_OF / NEIGHBOURS * NEIGHBOURS);
+    const double expected = double(call.k) / double(call.columns) * sampled;
     const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
-    if (call.columns < 4 * SAMPLED || wanted >= SAMPLED) return -HIGHEST;
-    memory.sampled.resize(SAMPLED);
-    for (int64_t i = 0; i < SAMPLED; i += NEIGHBOURS) {
+    if (wanted >= sampled) return -HIGHEST;
+    memory.sampled.resize(sampled);
+    for (int64_t i = 0; i < sampled; i += NEIGHBOURS) {
         // From the middle of each stretch: many of the largest are among the very first.
-        const float* from = row + (2 * i + NEIGHBOURS) * (call.columns - NEIGHBOURS) / (2 * SAMPLED);
+        const float* from = row + (2 * i + NEIGHBOURS) * (call.columns - NEIGHBOURS) / (2 * sampled);
         for (int64_t j = 0; j < NEIGHBOURS; j++) memory.sampled[i + j] = from[j] == from[j] ? from[j] : HIGHEST;
     }
     const auto last = memory.sampled.begin() + wanted;
