@@ -118,8 +118,9 @@ def test_presets_learn(preset, target, drafter):
     own = digest(drafter)
     settings = getattr(OnlineAlignment, preset)(synchronous=True, learning_rate=1e-3)
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
-    stream(target, assistant, 3)
-    assert digest(drafter) != own and assistant.alignment.stats.kept == 3
+    stream(target, assistant, 5)
+    stats = assistant.alignment.stats
+    assert digest(drafter) != own and 0 < stats.updates == stats.kept
     assistant.unbind()
     assert digest(drafter) == own
 

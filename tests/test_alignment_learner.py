@@ -391,6 +391,7 @@ def test_several_threads_share_a_buffer():
         ("buffer_bytes", 0),
         ("context", 0),
         ("fill", "none"),
+        ("update_at", "always"),
         ("align_threshold", -1),
         ("background", 1),
         ("synchronous", None),
@@ -416,6 +417,7 @@ def test_presets_are_what_was_printed():
     paper = OnlineAlignment.paper()
     table_5 = {"modules": ("q_proj", "v_proj"), "rank": 32, "alpha": 32, "learning_rate": 1e-5, "temperature": 1.0}
     table_5 |= {"decay": 0.3, "buffer": 32, "horizon": 6, "support": "kept", "objective": "horizon_kl", "fill": "gate"}
+    table_5 |= {"update_at": "full_buffer"}
     assert {name: getattr(paper, name) for name in table_5} == table_5
     assert OnlineAlignment.osd().trains_all_parameters and OnlineAlignment.osd().objective == "cross_entropy"
     assert OnlineAlignment.paper(rank=8, seed=3).rank == 8

@@ -9,7 +9,7 @@ from models import prompt, tiny
 from test_training_drafters import LAYERS, features_for, make
 from transformers import PreTrainedModel
 
-from hf_dynspec.alignment import OBJECTIVES, OnlineAlignment, Trajectory, acceptance_of, loss_of
+from hf_dynspec.alignment import OBJECTIVES, OnlineAlignment, Trajectory, acceptance_of, choose_places, loss_of
 from hf_dynspec.drafters import Drafter
 
 LENGTH, FIRST, KEPT = 14, 6, 7
@@ -73,23 +73,25 @@ def one_position(objective: str, logits: torch.Tensor, trajectory: Trajectory, a
         "total_variation": (p - torch.minimum(p, q.exp())).sum(),
     }
     token = int(trajectory.token_ids[trajectory.first + at])
-    chosen = settings.fill == "all" or (
-        token in trajectory.shortlist_ids.tolist()
-        and (bool(trajectory.is_wrong[at]) or float(divergence) > settings.align_threshold)
+    passes = token in trajectory.shortlist_ids.tolist() and (
+        bool(trajectory.is_wrong[at]) or float(divergence.detach()) > settings.align_threshold
     )
     base = whole.logsumexp(0) - whole[sorted(everything).index(token)] if token in everything else torch.inf
-    return losses[objective] * chosen, base
+    return losses[objective], base, passes
 
 
 def naive_loss(drafter: Drafter, trajectory: Trajectory, settings: OnlineAlignment) -> torch.Tensor:
     n, total, drafts = trajectory.token_ids.shape[0], torch.zeros((), dtype=torch.float64), 0
     for start in range(trajectory.first, n):
         steps = min(settings.horizon, n - start)
-        logits, base, drafts = drafted_logits(drafter, trajectory, start, steps), 0.0, drafts + 1
+        logits, base = drafted_logits(drafter, trajectory, start, steps), 0.0
         for step in range(steps):
             at = start + step - trajectory.first
-            loss, here = one_position(settings.objective, logits[step], trajectory, at, settings)
-            base = float(torch.as_tensor(here).detach()) if step == 0 else base
+            loss, here, passes = one_position(settings.objective, logits[step], trajectory, at, settings)
+            if step == 0:
+                if settings.fill == "gate" and not passes:
+                    break
+                base, drafts = float(torch.as_tensor(here).detach()), drafts + 1
             total = total + (1.0 if step == 0 else math.exp(-settings.decay * base * step)) * loss
     return total / drafts
 
@@ -117,7 +119,7 @@ def test_a_loss_is_that_of_drafts_made_a_token_at_a_time(kind, changes, target):
     drafter, settings = make(kind, target), replace(SETTINGS, **changes)
     trajectory = trajectory_for(drafter)
     expected = naive_loss(drafter, trajectory, settings)
-    loss = loss_of(drafter, trajectory, settings)
+    loss = loss_of(drafter, choose_places(drafter, trajectory, settings), settings)
     assert float(loss) > 0
     torch.testing.assert_close(loss, expected.detach(), **CLOSE)
     if kind not in ("llama", "granite"):

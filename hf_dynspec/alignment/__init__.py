@@ -1,8 +1,18 @@
 """A drafter learns from what verification said while it generates: replay, objectives, updates."""
 
 from .learner import Learner
-from .objectives import OBJECTIVES, acceptance_of, loss_of
-from .replay import ReplayBuffer, Trajectory
+from .objectives import OBJECTIVES, acceptance_of, choose_places, loss_of
+from .replay import FillingBuffer, ReplayBuffer, Trajectory
 from .settings import OnlineAlignment
 
-__all__ = ["OBJECTIVES", "Learner", "OnlineAlignment", "ReplayBuffer", "Trajectory", "acceptance_of", "loss_of"]
+__all__ = [
+    "OBJECTIVES",
+    "FillingBuffer",
+    "Learner",
+    "OnlineAlignment",
+    "ReplayBuffer",
+    "Trajectory",
+    "acceptance_of",
+    "choose_places",
+    "loss_of",
+]

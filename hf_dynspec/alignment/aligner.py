@@ -78,6 +78,8 @@ class Aligner(RequestLearner):
             return None
         start = time.perf_counter()
         training.update()
+        while self.settings.waits_for_full_buffer and len(training.active_adapter.buffer):
+            training.update()
         training.budget.spend(time.perf_counter() - start)
         return training.statistics.loss
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, shown_text
-from .objectives import OBJECTIVES, Horizon, TrainableDrafter, unroll
+from .objectives import OBJECTIVES, Horizon, TrainableDrafter, choose_places, unroll
 from .replay import Trajectory
 from .settings import ALL_LINEAR, ALL_PARAMETERS, OnlineAlignment
 
@@ -94,8 +94,14 @@ class Learner:
 
     # Training --------------------------------------------------------------------------------------------------------
 
+    def chosen(self, trajectory: Trajectory) -> Trajectory | None:
+        """The request with the places that drafts are learnt from; None where it has none. See `choose_places`."""
+        with torch.inference_mode(False):
+            return choose_places(self.drafter, trajectory, self.settings)
+
     def step(self, trajectories: Sequence[Trajectory]) -> float | None:
-        """One optimizer step on the mean loss of some trajectories, gradients clipped to a norm of 1.
+        """One optimizer step on the mean loss of some trajectories, gradients clipped to a norm of 1. Requests weigh
+        alike, and where places of them were chosen, these do.
 
         Returns:
             The loss before the step; None where there was nothing to learn from, or the step was dropped as loss or
@@ -103,8 +109,11 @@ class Learner:
         """
         with torch.inference_mode(False), torch.enable_grad():
             try:
-                losses = [loss for one in trajectories if (loss := self._backward(one, len(trajectories))) is not None]
-                return self._descend(float(torch.stack(losses).mean())) if losses else None
+                weights = [1 if one.places is None else one.places for one in trajectories]
+                shares = [weight / sum(weights) for weight in weights]
+                losses = [self._backward(*each) for each in zip(trajectories, shares, strict=True)]
+                scored = [(share, loss) for share, loss in zip(shares, losses, strict=True) if loss is not None]
+                return self._descend(_mean(scored)) if scored else None
             finally:
                 self._scored.clear()
                 self._optimizer.zero_grad(set_to_none=True)
@@ -119,12 +128,13 @@ class Learner:
         self._optimizer.step()
         return loss
 
-    def _backward(self, trajectory: Trajectory, among: int) -> torch.Tensor | None:
+    def _backward(self, trajectory: Trajectory, share: float) -> torch.Tensor | None:
+        """Add a request's share to the gradients, and return its loss; None where it has none."""
         horizon = self._scored.pop(trajectory, None) or unroll(self.drafter, trajectory, self.settings)
         if horizon is None:
             return None
         loss = OBJECTIVES[self.settings.objective].loss(horizon, self.settings)
-        (loss / among).backward()
+        (share * loss).backward()
         return loss.detach()
 
     def acceptance(self, trajectory: Trajectory) -> tuple[float, float] | None:
@@ -251,6 +261,11 @@ class Learner:
             digest.update(f"{name} {tuple(one.shape)} {one.dtype}".encode())
             digest.update(one.detach().cpu().contiguous().view(torch.uint8).numpy())
         return digest.hexdigest()
+
+
+def _mean(shares: Sequence[tuple[float, torch.Tensor]]) -> float:
+    """Of losses, each with its share. Waits for the device once."""
+    return float(torch.stack([share * loss for share, loss in shares]).sum() / sum(share for share, _ in shares))
 
 
 def _is_transposed(module: nn.Module) -> bool:

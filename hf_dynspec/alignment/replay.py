@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -30,6 +30,7 @@ class Trajectory:
         features: `[n, d_target · layers]`: what an EAGLE head reads at each token, zeros where that is not known. None
             for drafters that read nothing of the target.
         temperature: what the request was generated at, 0 where it was greedy: what would be accepted goes by it.
+        is_chosen: bool `[v]`: a draft that begins there is learnt from. None: from all places.
     """
 
     token_ids: torch.Tensor
@@ -42,6 +43,7 @@ class Trajectory:
     shortlist_ids: torch.Tensor
     features: torch.Tensor | None = None
     temperature: float = 1.0
+    is_chosen: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         # What was made in inference mode cannot be learnt from.
@@ -50,6 +52,11 @@ class Trajectory:
                 value = getattr(self, field.name)
                 if isinstance(value, torch.Tensor) and value.is_inference():
                     object.__setattr__(self, field.name, value.clone())
+
+    @property
+    def places(self) -> int | None:
+        """How many places are learnt from; None where these were not chosen."""
+        return None if self.is_chosen is None else int(self.is_chosen.sum())
 
     @property
     def nbytes(self) -> int:
@@ -117,3 +124,36 @@ class ReplayBuffer:
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return self._nbytes
+
+
+class FillingBuffer(ReplayBuffer):
+    """Places of requests, until there are enough of them for an update (Zhang et al. 2026, "EvoSpec", algorithm 1,
+    lines 25 to 29). What it takes in has its places chosen.
+
+    Args:
+        capacity: places that an update is made on (B).
+        largest_bytes: what the requests that they are of may take together.
+    """
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough of them."""
+        return sum(one.places for one in self) >= self._capacity
+
+    def take(self) -> list[Trajectory]:
+        """The oldest places, as many as an update is made on or all that there are. They are forgotten here."""
+        taken: list[Trajectory] = []
+        room = self._capacity
+        with self._lock:
+            while room and self._trajectories:
+                oldest = self._trajectories.popleft()
+                self._nbytes -= oldest.nbytes
+                if oldest.places > room:
+                    is_of_rest = oldest.is_chosen & (oldest.is_chosen.cumsum(0) > room)
+                    rest = replace(oldest, is_chosen=is_of_rest)
+                    self._trajectories.appendleft(rest)
+                    self._nbytes += rest.nbytes
+                    oldest = replace(oldest, is_chosen=oldest.is_chosen & ~is_of_rest)
+                taken.append(oldest)
+                room -= oldest.places
+        return taken

@@ -164,7 +164,7 @@ class RequestLearner:
     def recorder(self) -> Recorder | None:
         """What records a request that begins now; None where nothing is to be recorded, as recording would cost more
         time than may be spent."""
-        if not self._learns or not (self.settings.synchronous or self._training.budget.affords(0.0)):
+        if not self._learns or (self.settings.goes_by_clock and not self._training.budget.affords(0.0)):
             return None
         return Recorder(self.settings.top_k, self.settings.context, self._training.active_adapter)
 

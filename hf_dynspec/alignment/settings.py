@@ -9,6 +9,7 @@ from .objectives import OBJECTIVES
 
 ALL_LINEAR = "all-linear"
 ALL_PARAMETERS = "all-parameters"
+AT_REQUEST, AT_FULL_BUFFER = "request", "full_buffer"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class OnlineAlignment:
         alpha: of LoRA; what is learnt is scaled by `alpha / rank`.
         learning_rate: of AdamW.
         steps: optimizer steps in one update.
-        batch: trajectories that a step averages over: the newest, and others drawn from the buffer.
+        batch: requests that a step averages over: the newest, and others drawn from the buffer.
         objective: a name in `alignment.objectives.OBJECTIVES`.
         support: over which ids the draft is normalised: `"kept"`, the target's most probable ones at the position
             (equation 5 as printed), or `"shortlist"`, which adds those that were kept at the request's other
@@ -38,15 +39,20 @@ class OnlineAlignment:
         decay: β of the horizon's weights, equation 4; 0 weighs all steps alike.
         temperature: of the distillation, T_KD: target and draft alike, whatever is generated with.
         top_k: the target's most probable ids that are kept at each position.
-        buffer: requests that are remembered (B).
+        update_at: when it is updated: `"request"`, after each one, on it and others of the buffer, as far as
+            `max_overhead` lets it; or `"full_buffer"`: whenever `buffer` places of requests have come together, on all
+            of them, which are forgotten then, however long that takes (algorithm 1, lines 25 to 29).
+        buffer: requests that are remembered (B); of `"full_buffer"` the places that an update is made on.
         buffer_bytes: what they may take; the oldest leave first.
         context: tokens before the first verified one that are remembered with a request.
-        fill: which positions are learnt from: `"all"`, or `"gate"`: those whose verified token was in the shortlist,
-            and whose draft was rejected or whose divergence is above `align_threshold` (algorithm 1, lines 22 to 24).
+        fill: from which places of a request drafts are learnt: `"all"`, or `"gate"`: those whose verified token was in
+            the shortlist, and where the draft was rejected or its first step diverges by more than `align_threshold`
+            (algorithm 1, lines 22 to 24). It is settled when the request is taken into the buffer.
         align_threshold: ε_align, in nats.
         background: train on a thread of its own while requests go on, and not between them.
         synchronous: finish every update before the next request begins, whatever it takes: reproducible to the bit.
-        max_overhead: the share of the time of generation that training may take.
+        max_overhead: the share of the time of generation that training may take, where neither `synchronous` nor
+            `update_at` says when it is done.
         gate: serve what was learnt only while it is measured to draft better than the drafter itself, by 3% at least.
         gate_window: over how many of the last requests (W).
         gate_least: of which there must be so many.
@@ -68,6 +74,7 @@ class OnlineAlignment:
     decay: float = 0.3
     temperature: float = 1.0
     top_k: int = 50
+    update_at: str = AT_REQUEST
     buffer: int = 32
     buffer_bytes: int = 2**28
     context: int = 128
@@ -94,15 +101,16 @@ class OnlineAlignment:
 
     @classmethod
     def paper(cls, **changes: Any) -> "OnlineAlignment":
-        """EvoSpec as printed: equations 4 and 5, algorithm 1 and table 5. The paper gives no K and no ε_align."""
+        """EvoSpec as printed: equations 4 and 5, algorithm 1 and table 5. The paper gives no K and no ε_align, and
+        trains in the background (section 4.1), which takes `background=True` here too."""
         printed = {
             "modules": ("q_proj", "v_proj"),
             "learning_rate": 1e-5,
             "support": "kept",
             "horizon": 6,
             "fill": "gate",
+            "update_at": AT_FULL_BUFFER,
             "gate": False,
-            "batch": 1,
         }
         return cls(**printed | changes)
 
@@ -125,6 +133,16 @@ class OnlineAlignment:
         """Whether every weight is trained, and no LoRA."""
         return self.modules == ALL_PARAMETERS
 
+    @property
+    def waits_for_full_buffer(self) -> bool:
+        """Whether updates are made when the buffer is full, and not after requests."""
+        return self.update_at == AT_FULL_BUFFER
+
+    @property
+    def goes_by_clock(self) -> bool:
+        """Whether what may be recorded and learnt depends on the time that it takes."""
+        return not self.synchronous and not self.waits_for_full_buffer
+
 
 _RULES: dict[str, SettingRule] = {
     "rank": WholeNumber(1, 4096),
@@ -138,6 +156,7 @@ _RULES: dict[str, SettingRule] = {
     "decay": Number(0, 1e3, or_least=True),
     "temperature": Number(0, 1e3),
     "top_k": WholeNumber(1, LARGEST_TOP_K),
+    "update_at": OneOf((AT_REQUEST, AT_FULL_BUFFER)),
     "buffer": WholeNumber(1),
     "buffer_bytes": WholeNumber(1, 2**50),
     "context": WholeNumber(1),

@@ -14,7 +14,7 @@ from .budget import Budget
 from .gate import Gate
 from .learner import Learner
 from .live_weights import LiveWeights
-from .replay import ReplayBuffer, Trajectory
+from .replay import FillingBuffer, ReplayBuffer, Trajectory
 from .settings import OnlineAlignment
 from .statistics import AlignmentStatistics
 
@@ -86,7 +86,8 @@ class Training:
 
     def _new_adapter(self) -> Adapter:
         settings = self.settings
-        buffer = ReplayBuffer(settings.buffer, settings.buffer_bytes)
+        kind = FillingBuffer if settings.waits_for_full_buffer else ReplayBuffer
+        buffer = kind(settings.buffer, settings.buffer_bytes)
         random = torch.Generator().manual_seed(settings.seed)
         return Adapter(buffer, Gate(settings.gate_window, settings.gate_least), random)
 
@@ -199,19 +200,21 @@ class Training:
     # Learning ------------------------------------------------------------------------------------------------------
 
     def remember(self, trajectory: Trajectory, adapter: Adapter) -> bool:
-        """Keep a request for an adapter, unless that was forgotten since the request began.
+        """Keep a request for an adapter, unless that was forgotten since the request began, or nothing of it is to be
+        learnt from (`OnlineAlignment.fill`; by what the active adapter has learnt).
 
         Returns:
             Whether it is kept.
         """
-        is_there = any(one is adapter for one in self.adapters.values())
-        is_kept = is_there and adapter.buffer.add(trajectory)
+        if not any(one is adapter for one in self.adapters.values()):
+            return False
+        chosen = self.learner.chosen(trajectory)
+        is_kept = chosen is not None and adapter.buffer.add(chosen)
         self._counts.requests += is_kept
         return is_kept
 
     def learn_from(self, trajectory: Trajectory, adapter: Adapter) -> None:
-        """Remember a request; and if the time for it was earned, or nobody looks at the time, score what was learnt
-        before on it, and learn from it.
+        """Remember a request; and if an update is due, score what was learnt before on it, and learn from it.
 
         Args:
             trajectory: what the request left.
@@ -219,13 +222,22 @@ class Training:
         """
         start = time.perf_counter()
         self.follow_changes()
-        if not self.remember(trajectory, adapter):
-            return
-        if adapter is self.active_adapter and (self.settings.synchronous or self.budget.affords(self._last_cost)):
+        if self.remember(trajectory, adapter) and self._is_due(adapter):
             self._score(adapter, trajectory)
             self.update()
+            # One request may fill the buffer several times.
+            while self.settings.waits_for_full_buffer and adapter.buffer.is_full:
+                self.update()
             self._last_cost = time.perf_counter() - start
         self.budget.spend(time.perf_counter() - start)
+
+    def _is_due(self, adapter: Adapter) -> bool:
+        """Whether to update now: the buffer is full, or the time for it was earned, or nobody looks at the time."""
+        if adapter is not self.active_adapter:
+            return False
+        if self.settings.waits_for_full_buffer:
+            return adapter.buffer.is_full
+        return self.settings.synchronous or self.budget.affords(self._last_cost)
 
     def _score(self, adapter: Adapter, trajectory: Trajectory) -> None:
         """Hold what was learnt against the drafter itself. Where nothing was, they say the same."""
@@ -237,8 +249,9 @@ class Training:
         """Train on what is remembered, and settle what is served."""
         adapter, counts = self.active_adapter, self._counts
         dropped = self.learner.dropped
+        taken = adapter.buffer.take() if self.settings.waits_for_full_buffer else None
         for _ in range(self.settings.steps):
-            loss = self.learner.step(adapter.buffer.batch(self.settings.batch, adapter.random))
+            loss = self.learner.step(taken or adapter.buffer.batch(self.settings.batch, adapter.random))
             counts.loss = counts.loss if loss is None else loss
         counts.dropped += self.learner.dropped - dropped
         adapter.updates += 1

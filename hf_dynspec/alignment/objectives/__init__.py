@@ -1,5 +1,7 @@
 """What a drafter is trained to do, by name. Each objective is one file, and one line of the table."""
 
+from dataclasses import replace
+
 import torch
 
 from ..replay import Trajectory
@@ -21,6 +23,7 @@ __all__ = [
     "ObjectiveSettings",
     "TrainableDrafter",
     "acceptance_of",
+    "choose_places",
     "loss_of",
     "unroll",
 ]
@@ -52,3 +55,20 @@ def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: O
     """
     horizon = unroll(drafter, trajectory, settings)
     return None if horizon is None else float(horizon.acceptance())
+
+
+@torch.no_grad()
+def choose_places(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Trajectory | None:
+    """A request with the places that drafts are learnt from (`OnlineAlignment.fill`), by what the drafter says now.
+
+    Returns:
+        The trajectory itself where all of it is learnt from at once. None where it has no such place.
+    """
+    if settings.fill == "all" and not settings.waits_for_full_buffer:
+        return trajectory
+    horizon = unroll(drafter, trajectory, settings)
+    if horizon is None:
+        return None
+    is_chosen = torch.zeros_like(trajectory.is_wrong)
+    is_chosen[horizon.first_place :] = True if settings.fill == "all" else horizon.passes_gate(settings)
+    return replace(trajectory, is_chosen=is_chosen) if bool(is_chosen.any()) else None

@@ -44,6 +44,7 @@ class ObjectiveSettings(Protocol):
     temperature: float
     fill: str
     align_threshold: float
+    waits_for_full_buffer: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,8 @@ class Horizon:
         steps: slices of the `r` predictions.
         temperature: what the request was generated at.
         could_be_drafted: bool `[s]`: the ids of the request's shortlist.
+        first_place: of which verified token the first draft begins with a prediction.
+        is_chosen: bool `[d]`: which of the `d` drafts are learnt from. None: all.
     """
 
     logits: torch.Tensor
@@ -78,6 +81,8 @@ class Horizon:
     steps: tuple[slice, ...]
     temperature: float
     could_be_drafted: torch.Tensor
+    first_place: int
+    is_chosen: torch.Tensor | None
 
     def target(self, temperature: float) -> torch.Tensor:
         """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
@@ -124,31 +129,33 @@ class Horizon:
         accepted = torch.minimum(target, draft).sum(-1)
         return torch.cat([accepted[step] for step in self.steps]).mean()
 
-    def chosen(self, settings: ObjectiveSettings) -> torch.Tensor:
-        """bool `[r]`: which predictions are learnt from (`OnlineAlignment.fill`)."""
-        if settings.fill == "all":
-            return torch.ones_like(self.is_wrong)
-        diverges = self.divergence(settings.support, settings.temperature).detach() > settings.align_threshold
-        return self.in_shortlist & (self.is_wrong | diverges)
+    def passes_gate(self, settings: ObjectiveSettings) -> torch.Tensor:
+        """bool `[d]`: which drafts are worth learning from, by their first step: algorithm 1, lines 22 to 24."""
+        first = self.steps[0]
+        diverges = self.divergence(settings.support, settings.temperature)[first].detach() > settings.align_threshold
+        return self.in_shortlist[first] & (self.is_wrong[first] | diverges)
 
     def weigh(self, losses: torch.Tensor, settings: ObjectiveSettings) -> torch.Tensor:
         """Sum over the steps by the weights of equation 4, `w_j = exp(−β · L_base · (j − 1))`, and take the mean over
-        the drafts. L_base is the cross-entropy of a draft's first step against the verified token; no gradients run
-        through it.
+        the drafts that are learnt from. L_base is the cross-entropy of a draft's first step against the verified
+        token; no gradients run through it.
 
         Args:
             losses: `[r]`.
         """
-        losses = torch.where(self.chosen(settings), losses, 0.0)
         first = self.steps[0]
         verified = self.logits[first].detach().gather(1, self.verified[first, None])[:, 0]
         # A token that cannot be proposed has an infinite one: such a draft counts by its first step alone.
         base = (self.log_normalisers[first].detach() - verified).clamp(0.0, 1e4)
-        total = losses.new_zeros(())
+        of_drafts = torch.zeros_like(base)
         for depth, step in enumerate(self.steps):
             of_step = losses[step]
-            total = total + ((-settings.decay * depth * base[: of_step.shape[0]]).exp() * of_step).sum()
-        return total / base.shape[0]
+            length = of_step.shape[0]
+            weights = (-settings.decay * depth * base[:length]).exp()
+            of_drafts = torch.cat([of_drafts[:length] + weights * of_step, of_drafts[length:]])
+        if self.is_chosen is None:
+            return of_drafts.mean()
+        return of_drafts.where(self.is_chosen, 0.0).sum() / self.is_chosen.sum().clamp_min(1)
 
 
 class Objective(ABC):
@@ -180,7 +187,7 @@ def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objectiv
     ends = list(accumulate(drafts - at for at in range(depth))) if drafter.reads else [drafts] * depth
     steps = tuple(slice(end - drafts + at, end) for at, end in enumerate(ends))
     begin = first_row + 2 - trajectory.first
-    return _beside_the_target(drafter, trajectory, torch.cat(hidden), begin + torch.cat(places), steps)
+    return _beside_the_target(drafter, trajectory, torch.cat(hidden), begin + torch.cat(places), steps, begin)
 
 
 def _beside_the_target(
@@ -189,6 +196,7 @@ def _beside_the_target(
     hidden: torch.Tensor,
     places: torch.Tensor,
     steps: tuple[slice, ...],
+    first_place: int,
 ) -> Horizon:
     """The predictions of hidden states, `[r, d]`, of the verified tokens at `places`, int64 `[r]`."""
     top_ids, tokens = trajectory.top_ids, trajectory.token_ids[trajectory.first :]
@@ -210,4 +218,6 @@ def _beside_the_target(
         steps,
         trajectory.temperature,
         torch.isin(ids, shortlist),
+        first_place,
+        None if trajectory.is_chosen is None else trajectory.is_chosen[first_place:],
     )
