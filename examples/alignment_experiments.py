@@ -15,7 +15,7 @@ from hf_dynspec.drafters import as_drafter
 from hf_dynspec.shortlists import ShortlistPolicy
 
 NEW = "new texts"
-DECAYS = (0.0, 0.1, 0.3, 0.5, 1.0)
+DECAYS = (0.0, 0.1, 0.3, 0.5, 0.7)
 
 
 @dataclass
