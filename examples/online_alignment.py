@@ -81,11 +81,13 @@ class Results:
         write_json(self._path, {"settings": self._settings, "provenance": origin, "experiments": self._experiments})
 
 
-def measure(setting: Setting, name: str, results: Results) -> dict[str, Any]:
-    """Run what is missing of one experiment. Returns by system what `serve` returned."""
+def measure(setting: Setting, name: str, wanted: Sequence[str] | None, results: Results) -> dict[str, Any]:
+    """Run what is missing of one experiment: all systems, or the first and those that are wanted. Returns by system
+    what `serve` returned."""
     experiment = EXPERIMENTS[name](setting)
     measured = results.of(name)
-    missing = [system for system in experiment.systems if system.name not in measured]
+    asked = [experiment.systems[0], *(one for one in experiment.systems[1:] if not wanted or one.name in wanted)]
+    missing = [system for system in asked if system.name not in measured]
     with Progress() as progress:
         for system in missing:
             task = progress.add_task(f"{name}: {system.name}", total=len(experiment.requests))
@@ -191,6 +193,7 @@ def main(
     ranking: Annotated[str | None, typer.Option("--ranking", help="Artifact with the core's ranking.")] = None,
     core: Annotated[int, typer.Option("--core", min=1, help="Tokens of the static core.")] = 4096,
     experiment: Annotated[list[str] | None, typer.Option("--experiment", help="One of them; all by default.")] = None,
+    system: Annotated[list[str] | None, typer.Option("--system", help="Besides the first; all by default.")] = None,
     requests: Annotated[int, typer.Option("--requests", min=2, help="Of each kind of text.")] = 36,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Generated for each request.")] = 80,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.8,
@@ -230,7 +233,7 @@ def main(
     }  # fmt: skip
     results = Results(out / "results.json", asked)
     for name in names:
-        measured = measure(setting, name, results)
+        measured = measure(setting, name, system, results)
         Console().print(table_of(name, measured))
         write_figure(out / f"{name}.png", name, measured, NEW)
 
