@@ -338,7 +338,7 @@ class WatchingState(ShortlistState):
         self.vocabulary = vocabulary
         self.told: list[Prompt | Verdict | str] = []
         self.inner = FrequencyShortlist(size=size).start(vocabulary)
-        self.closed = 0
+        self.closed = self.ended_calls = 0
         self.followed: list[VocabularyInfo] = []
 
     def begin_round(self) -> None:
@@ -356,6 +356,9 @@ class WatchingState(ShortlistState):
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self.followed.append(vocabulary)
+
+    def end_call(self) -> None:
+        self.ended_calls += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -606,8 +609,11 @@ def test_an_error_elsewhere_leaves_the_session_as_it_is(target, drafter):
 
     with pytest.raises(InterruptedError):
         generate(target, assistant, stopping_criteria=[stop])
-    assert closed(policy) == [0]
+    assert closed(policy) == [0] and policy.states[0].ended_calls == 0, (
+        "what was learnt until then lasts for nobody else"
+    )
     assert torch.equal(generate(target, assistant), generate(target)) and len(policy.states) == 1
+    assert policy.states[0].ended_calls == 1
 
 
 def test_sessions_end_with_the_target():

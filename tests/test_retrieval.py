@@ -276,6 +276,24 @@ def test_what_a_job_raises_is_raised_when_it_is_taken():
     worker.close()
 
 
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous):
+    worker, has_begun, release = Worker(is_synchronous), threading.Event(), threading.Event()
+    if not is_synchronous:
+        worker.give(lambda: has_begun.set() or release.wait(20) and "begun")
+        worker.give(lambda: "not begun")
+        assert has_begun.wait(20)
+        threading.Timer(0.1, release.set).start()
+    worker.close()
+    worker.give(lambda: "too late")
+    worker.wait()
+    assert worker.take() == ([] if is_synchronous else ["begun"])
+    finishing = threading.Thread(target=worker.finish, daemon=True)
+    finishing.start()
+    finishing.join(20)
+    assert not finishing.is_alive() and worker.take_work().late_rounds == 0
+
+
 def test_a_worker_that_is_closed_by_its_own_thread_ends():
     worker = Worker(is_synchronous=False)
     worker.give(worker.close)

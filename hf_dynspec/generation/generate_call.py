@@ -43,7 +43,7 @@ class GenerateCall(Call):
         if raised[0] is not None:
             # What was interrupted leaves nothing to learn from.
             self._recorder = None
-        self.close()
+        self.close(has_failed=raised[0] is not None)
         if self._aligner is not None and raised[0] is None:
             self._aligner.learn()
 
@@ -100,8 +100,12 @@ class GenerateCall(Call):
         )
         return self._drafting
 
-    def close(self) -> None:
-        """Leave the session, publish the counts, and hand over what was recorded."""
+    def close(self, has_failed: bool = False) -> None:
+        """Leave the session, publish the counts, and hand over what was recorded.
+
+        Args:
+            has_failed: an error ended the call; what the policy learnt in it stays in its session.
+        """
         if self._drafting is None:
             if self._session is not None:
                 # It was interrupted before it could begin.
@@ -118,6 +122,7 @@ class GenerateCall(Call):
             self._aligner.take(self._recorder, time.perf_counter() - self._began)
         if not self._session.is_closed:
             self._session.count_background_work()
-            self._session.end_call()
+            if not has_failed:
+                self._session.end_call()
         self.leave_session(self._session)
         self._assistant.publish(self._stats)

@@ -59,7 +59,8 @@ class ShortlistState(ABC):
 
     def end_call(self) -> None:  # noqa: B027
         """A call is over, without an error: the place to put into the memory what other calls are to know. It may wait
-        for the device, which has nothing else to do then."""
+        for the device, which has nothing else to do then. transformers' own loop does not say how it ended, and there
+        this is called after errors too."""
 
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
         """Take in new context. Called with the tokens before the first draft step and, where the policy needs to know

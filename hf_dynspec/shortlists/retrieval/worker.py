@@ -30,12 +30,15 @@ class Worker:
         self._done: SimpleQueue[_Done] = SimpleQueue()
         self._running = 0
         self._ending: weakref.finalize | None = None
+        self._is_closed = False
         self._jobs = self._late_rounds = 0
         self._seconds = self._exposed_seconds = 0.0
 
     def give(self, job: Callable[[], Any]) -> None:
-        """Do a job."""
+        """Do a job. Does nothing after `close`."""
         start = time.perf_counter()
+        if self._is_closed:
+            return
         self._running += 1
         if self._is_synchronous:
             self._done.put(_do(job))
@@ -51,9 +54,9 @@ class Worker:
         Raises whatever a job raised.
         """
         start = time.perf_counter()
-        results = []
+        results: list[Any] = []
         while not self._done.empty():
-            results.append(self._take_one())
+            self._take_one(results)
         if self._running:
             self._late_rounds += 1
         self._exposed_seconds += time.perf_counter() - start
@@ -72,7 +75,7 @@ class Worker:
         """
         start = time.perf_counter()
         while self._running:
-            self._take_one()
+            self._take_one([])
         self._exposed_seconds += time.perf_counter() - start
 
     def take_work(self) -> BackgroundWork:
@@ -83,7 +86,8 @@ class Worker:
         return work
 
     def close(self) -> None:
-        """End the thread. Jobs that were not begun are not done."""
+        """End the thread. Jobs that were not begun are not done, and have no results."""
+        self._is_closed = True
         if self._ending is not None:
             self._ending()
 
@@ -97,14 +101,17 @@ class Worker:
         thread.start()
         self._ending = weakref.finalize(self, _end, thread, self._given, is_ending)
 
-    def _take_one(self) -> Any:
+    def _take_one(self, results: list[Any]) -> None:
+        """Add a job's result to those there are, where it was done."""
         done = self._done.get()
         self._running -= 1
+        if done is _NOT_DONE:
+            return
         if done.error is not None:
             raise done.error
         self._jobs += 1
         self._seconds += done.seconds
-        return done.result
+        results.append(done.result)
 
 
 class _Done(NamedTuple):
@@ -113,6 +120,10 @@ class _Done(NamedTuple):
     result: Any
     error: BaseException | None
     seconds: float
+
+
+# What becomes of a job that was not begun when the thread ended.
+_NOT_DONE = _Done(None, None, 0.0)
 
 
 def _do(job: Callable[[], Any]) -> _Done:
@@ -125,8 +136,9 @@ def _do(job: Callable[[], Any]) -> _Done:
 
 
 def _work(given: _Jobs, done: "SimpleQueue[_Done]", is_ending: threading.Event) -> None:
-    while (job := given.get()) is not None and not is_ending.is_set():
-        done.put(_do(job))
+    while (job := given.get()) is not None:
+        # Whoever waits for all jobs waits for these too.
+        done.put(_NOT_DONE if is_ending.is_set() else _do(job))
         # Not held until the next one comes.
         job = None
 
