@@ -336,6 +336,35 @@ main()
     assert done.stderr.splitlines()[-1].startswith("interrupted: ")
 
 
+@pytest.mark.parametrize("error", ["SafetensorError", "OSError", "RuntimeError", "DynSpecError"])
+def test_an_interrupt_that_a_library_takes_for_an_error_is_told_and_loses_nothing(tmp_path, error):
+    """As code in other languages does with what Python raises within a call of it."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from safetensors import SafetensorError
+from hf_dynspec.commands import app, main
+from hf_dynspec.errors import DynSpecError
+from hf_dynspec.files import replacing
+
+@app.command()
+def work() -> None:
+    with replacing(Path({str(tmp_path / "kept")!r})) as scratch:
+        scratch.write_text("half")
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100): pass
+        except BaseException as raised:
+            raise {error}(f"while writing: {{raised!r}}") from None
+
+main()
+"""
+    (tmp_path / "kept").write_text("whole")
+    done = subprocess.run([sys.executable, "-c", code, "work"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 130 and done.stderr.splitlines()[-1].startswith("interrupted: "), done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "whole"
+
+
 # What the operating system refuses -----------------------------------------------------------------------------------
 
 

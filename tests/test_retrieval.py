@@ -280,7 +280,7 @@ def test_what_a_job_raises_is_raised_when_it_is_taken():
 def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous):
     worker, has_begun, release = Worker(is_synchronous), threading.Event(), threading.Event()
     if not is_synchronous:
-        worker.give(lambda: has_begun.set() or release.wait(20) and "begun")
+        worker.give(lambda: has_begun.set() or (release.wait(20) and "begun"))
         worker.give(lambda: "not begun")
         assert has_begun.wait(20)
         threading.Timer(0.1, release.set).start()

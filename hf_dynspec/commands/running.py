@@ -58,7 +58,14 @@ class Commands(TyperGroup):
                 return super().invoke(context)
         except KeyboardInterrupt:
             end_interrupted(_kept(context))
-        except (OSError, SafetensorError) as error:
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            # A library in whose code an interrupt arrives may raise an error of its own.
+            if _was_interrupted.is_set():
+                end_interrupted(_kept(context))
+            if not isinstance(error, (OSError, SafetensorError)):
+                raise
             # Whoever read the output has gone, as in `| head`; click ends quietly then.
             if getattr(error, "errno", None) == errno.EPIPE:
                 raise
