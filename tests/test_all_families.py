@@ -129,6 +129,10 @@ class WellInformed(Drafter):
         wrong = (text + 1) % vocabulary
         self.scores[positions, wrong] = torch.where(positions % 3 == 0, 5.0, 3.0)
 
+    @property
+    def num_embeddings(self) -> int:
+        return self.head.weight.shape[0]
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.head.weight[token_ids]
 

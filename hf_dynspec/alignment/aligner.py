@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, shown_value
 from ..fields import require_name
+from .replay_state import requests_state
 from .requests import RequestLearner, alone
 from .statistics import AlignmentStatistics
 
@@ -133,13 +134,17 @@ class Aligner(RequestLearner):
     # Keeping it ----------------------------------------------------------------------------------------------------
 
     @alone
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learnt, and how it did; no request, and no optimizer's state. Tensors are copies."""
-        return self._training.state()
+    def state_dict(self, include_buffer: bool = False) -> dict[str, Any]:
+        """All that was learnt, and how it did; no optimizer's state. Tensors are copies.
+
+        Args:
+            include_buffer: also the requests that are remembered, which are users' text.
+        """
+        return self._training.state(include_buffer)
 
     @alone
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave. Requests are forgotten.
+        """Take up what `state_dict` gave. Other requests than those that it holds are forgotten.
 
         Raises:
             ConfigurationError: it is of other settings or another drafter; names what differs. Nothing was changed.
@@ -148,8 +153,8 @@ class Aligner(RequestLearner):
         self._inbox.clear()
 
     @alone
-    def save_pretrained(self, directory: str | os.PathLike) -> Path:
-        """Write what the active adapter has learnt; users' texts are never written.
+    def save_pretrained(self, directory: str | os.PathLike, include_buffer: bool = False) -> Path:
+        """Write what the active adapter has learnt, and no user's text unless asked.
 
         An independent drafter's is a PEFT adapter: `peft.PeftModel.from_pretrained(model, directory)`. An EAGLE head's
         is the head with what was learnt in it, in its own layout, and beside it the adapter, for `load`. Where all
@@ -157,6 +162,8 @@ class Aligner(RequestLearner):
 
         Args:
             directory: made if needed.
+            include_buffer: write the adapter's remembered requests too, to `replay_buffer.safetensors`. One that was
+                written before is removed otherwise.
 
         Returns:
             The folder.
@@ -166,28 +173,44 @@ class Aligner(RequestLearner):
         """
         from ..artifacts.adapters import save_learnt
 
-        return save_learnt(directory, self._training.learner)
+        requests = requests_state(self._training.active_adapter.buffer) if include_buffer else None
+        return save_learnt(directory, self._training.learner, requests)
 
     @alone
-    def load(self, directory_or_repo: str | os.PathLike, **options: Any) -> None:
+    def load(
+        self,
+        directory_or_repo: str | os.PathLike,
+        *,
+        include_buffer: bool = False,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+    ) -> None:
         """Take up what `save_pretrained` wrote, into the active adapter. With the gate it is served when it has earned
         that on the next requests.
 
         Args:
             directory_or_repo: a folder, or a repository on the Hub.
-            options: `revision`, `cache_dir` and `token`, for a repository.
+            include_buffer: of a folder: also the requests that lie there, in the place of those that are remembered.
+            revision: the branch, tag or commit of a repository.
+            cache_dir: where downloads are kept (None: the Hub's usual cache).
+            token: for a private repository (None: the one that you are logged in with).
 
         Raises:
-            ArtifactError: a file is missing, damaged or a pickle, or the adapter was learnt with other settings.
+            ArtifactError: a file is missing, damaged or a pickle, or the adapter was learnt with other settings; an
+                option is of no use for what is loaded.
             ConfigurationError: it is of another drafter; names what differs. Nothing was changed.
         """
-        from ..artifacts.adapters import read_learnt
+        from ..artifacts.adapters import read_learnt, read_requests
 
-        self._training.take_up(read_learnt(directory_or_repo, self._training.learner, **options))
+        training = self._training
+        requests = read_requests(directory_or_repo) if include_buffer else None
+        weights = read_learnt(directory_or_repo, training.learner, revision, cache_dir, token)
+        training.take_up(weights, requests)
 
     @alone
     def push_to_hub(self, repo_id: str, **options: Any) -> "CommitInfo":
-        """Publish what `save_pretrained` writes, in one commit.
+        """Publish what `save_pretrained` writes, in one commit. Requests are never published.
 
         Args:
             repo_id: the repository; made if needed.

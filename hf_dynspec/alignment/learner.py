@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,6 +99,20 @@ class Learner:
         """The request with the places that drafts are learnt from; None where it has none. See `choose_places`."""
         with torch.inference_mode(False):
             return choose_places(self.drafter, trajectory, self.settings)
+
+    def chosen_again(self, trajectory: Trajectory) -> Trajectory | None:
+        """`chosen` of a request that was written and read: places that had been chosen stay, if this chooses any.
+
+        Raises:
+            RuntimeError: the request was left by another drafter.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if unroll(self.drafter, trajectory, self.settings) is None:
+                return None
+        chosen = self.chosen(replace(trajectory, is_chosen=None))
+        if chosen is None or chosen.is_chosen is None or trajectory.is_chosen is None:
+            return chosen
+        return trajectory
 
     def step(self, trajectories: Sequence[Trajectory]) -> float | None:
         """One optimizer step on the mean loss of some trajectories, gradients clipped to a norm of 1. Requests weigh

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, shown_value
+from .adapter import Adapter
 from .live_weights import DraftingLock
 from .recording import Recorder
 from .replay import Trajectory
 from .settings import OnlineAlignment
-from .training import Adapter, Training
+from .training import Training
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -2,42 +2,23 @@
 
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from .adapter import FIRST_ADAPTER, Adapter
 from .budget import Budget
 from .gate import Gate
 from .learner import Learner
 from .live_weights import LiveWeights
 from .replay import FillingBuffer, ReplayBuffer, Trajectory
+from .replay_state import requests_from, requests_state
 from .settings import OnlineAlignment
 from .statistics import AlignmentStatistics
-
-FIRST_ADAPTER = "default"
-
-
-@dataclass(eq=False)
-class Adapter:
-    """What was learnt under one name, from which requests, and what came of it.
-
-    Args:
-        buffer: the requests.
-        gate: whether what was learnt has earned to be served.
-        random: draws requests of the buffer.
-        updates: of what was learnt.
-        weights: `Learner.adapter_state` while another one is learnt; None where there were no updates.
-    """
-
-    buffer: ReplayBuffer
-    gate: Gate
-    random: torch.Generator = field(repr=False)
-    updates: int = 0
-    weights: dict[str, torch.Tensor] | None = None
 
 
 class Training:
@@ -102,8 +83,8 @@ class Training:
         self.active = name
         self.settle()
 
-    def state(self) -> dict[str, Any]:
-        """All that was learnt by adapter: tensors, how many updates it took, and how it did. No requests."""
+    def state(self, include_buffer: bool = False) -> dict[str, Any]:
+        """All that was learnt by adapter: tensors, how many updates it took, and how it did; requests where asked."""
         adapters = {}
         for name, adapter in self.adapters.items():
             weights = self.learner.adapter_state() if name == self.active else dict(adapter.weights or {})
@@ -113,10 +94,12 @@ class Training:
                 "updates": adapter.updates,
                 "scores": scores,
             }
+            if include_buffer:
+                adapters[name]["requests"] = requests_state(adapter.buffer)
         return {"active": self.active, "adapters": adapters}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; requests are forgotten.
+        """Take up what `state` gave; other requests than those that it holds are forgotten.
 
         Raises:
             ConfigurationError: it is of other settings or another drafter. Nothing was changed.
@@ -145,22 +128,54 @@ class Training:
             held[name].updates = int(one["updates"])
             held[name].gate.scores = [(float(before), float(after)) for before, after in one["scores"]]
             held[name].weights = None if name == active else dict(one["weights"]) or None
+            self.take_up_requests(one.get("requests", ()), held[name].buffer)
         if active not in held:
             raise KeyError(active)
         self.adapters, self.active = held, active
 
-    def take_up(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def take_up(
+        self, weights: Mapping[str, torch.Tensor], requests: Sequence[Mapping[str, torch.Tensor]] | None = None
+    ) -> None:
         """Go on from weights that were learnt before, in the active adapter.
+
+        Args:
+            weights: as `Learner.adapter_state`.
+            requests: what `requests_state` gave, in the place of those that are remembered. None: these stay.
 
         Raises:
             ConfigurationError: they are of another drafter, or of other settings. Nothing was changed.
         """
         self.follow_changes()
+        adapter, before = self.active_adapter, self.learner.adapter_state()
         self.learner.load_adapter_state(dict(weights))
-        adapter = self.active_adapter
+        if requests is not None:
+            buffer = self._new_adapter().buffer
+            try:
+                self.take_up_requests(requests, buffer)
+            except ConfigurationError:
+                self.learner.load_adapter_state(before)
+                raise
+            adapter.buffer = buffer
         adapter.gate.clear()
         adapter.updates = max(1, adapter.updates)
         self.settle()
+
+    def take_up_requests(self, state: Sequence[Mapping[str, torch.Tensor]], buffer: ReplayBuffer) -> None:
+        """Add what `requests_state` gave to a buffer.
+
+        Raises:
+            ConfigurationError: it is no such state, or of another drafter. Nothing was added.
+        """
+        drafter = self.learner.drafter
+        device = next(drafter.module.parameters()).device
+        requests = requests_from(state, drafter.num_embeddings, bool(drafter.reads), device)
+        try:
+            chosen = [self.learner.chosen_again(one) for one in requests]
+        except RuntimeError as error:
+            raise ConfigurationError(f"the requests are of another drafter: {error!s:.200}") from error
+        for one in chosen:
+            if one is not None:
+                buffer.add(one)
 
     def _take_up_weights(self, weights: Mapping[str, torch.Tensor] | None) -> None:
         if weights:

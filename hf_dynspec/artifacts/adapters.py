@@ -1,7 +1,8 @@
 """What alignment has learnt, in files that others read: a PEFT adapter, an EAGLE head, or a whole model."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +22,16 @@ from .hub import download_snapshot, naming_hub_errors, usual_hub
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Users' text, which is written where that is asked for and nowhere else.
+REPLAY_BUFFER = "replay_buffer.safetensors"
+_REQUEST_TENSOR = re.compile(r"(\d{1,6})\.(\w+)")
 # What has to be the same for the matrices to mean the same.
 _SAME = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 
 
-def save_learnt(directory: str | os.PathLike, learner: Learner) -> Path:
+def save_learnt(
+    directory: str | os.PathLike, learner: Learner, requests: Sequence[Mapping[str, torch.Tensor]] | None = None
+) -> Path:
     """Write what was learnt.
 
     By LoRA: a PEFT adapter, which `peft.PeftModel.from_pretrained(model, directory)` puts on the drafter's model. Of
@@ -34,6 +40,9 @@ def save_learnt(directory: str | os.PathLike, learner: Learner) -> Path:
 
     Args:
         directory: made if needed.
+        learner: whose weights are written.
+        requests: `requests_state` of those that are to be kept. None: no text is written, and what lies there of it
+            is removed.
 
     Returns:
         The folder.
@@ -46,6 +55,7 @@ def save_learnt(directory: str | os.PathLike, learner: Learner) -> Path:
         raise ArtifactError("directory", f"{directory} is a file", "Give a folder.")
     directory.mkdir(parents=True, exist_ok=True)
     drafter, config = learner.drafter, learner.adapter_config()
+    (directory / REPLAY_BUFFER).unlink(missing_ok=True)
     if isinstance(drafter, EagleDrafter):
         drafter.save_pretrained(directory)
     elif config is None:
@@ -56,7 +66,32 @@ def save_learnt(directory: str | os.PathLike, learner: Learner) -> Path:
         with replacing(directory / ADAPTER_WEIGHTS) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
         write_json(directory / ADAPTER_CONFIG, _config_values(config, drafter))
+    if requests is not None:
+        named = {f"{number}.{name}": one for number, held in enumerate(requests) for name, one in held.items()}
+        with replacing(directory / REPLAY_BUFFER) as scratch:
+            save_file({name: one.cpu().contiguous() for name, one in named.items()}, scratch)
     return directory
+
+
+def read_requests(directory: str | os.PathLike) -> list[dict[str, torch.Tensor]]:
+    """The requests that `save_learnt` wrote, for `requests_from`, which looks at what they hold.
+
+    Raises:
+        ArtifactError: it is no folder, there are none in it, or the file is damaged or no such file.
+    """
+    if not is_folder(directory):
+        problem = f"{shown_value(str(directory))} is no folder here, and requests are never published"
+        raise ArtifactError("include_buffer", problem, "Leave it out, or give the folder.")
+    path = Path(directory) / REPLAY_BUFFER
+    if not is_there(path):
+        raise missing_file(REPLAY_BUFFER, str(directory), os.listdir(directory))
+    requests: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_tensors([path]).items():
+        parts = _REQUEST_TENSOR.fullmatch(name)
+        if parts is None:
+            raise ArtifactError(f"{REPLAY_BUFFER}: {shown_value(name)}", "is of no request", "Save the buffer again.")
+        requests.setdefault(int(parts[1]), {})[parts[2]] = tensor
+    return [requests[number] for number in sorted(requests)]
 
 
 def _config_values(config: Any, drafter: Any) -> dict[str, Any]:
@@ -67,13 +102,21 @@ def _config_values(config: Any, drafter: Any) -> dict[str, Any]:
     return values | {"inference_mode": True}
 
 
-def read_learnt(directory_or_repo: str | os.PathLike, learner: Learner, **options: Any) -> dict[str, torch.Tensor]:
+def read_learnt(
+    directory_or_repo: str | os.PathLike,
+    learner: Learner,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    token: str | bool | None = None,
+) -> dict[str, torch.Tensor]:
     """Read what `save_learnt` wrote, of which nothing is believed.
 
     Args:
         directory_or_repo: a folder, or a repository on the Hub.
         learner: of the same settings, and of a drafter of the same shape.
-        options: `revision`, `cache_dir` and `token`, for a repository.
+        revision: the branch, tag or commit of a repository.
+        cache_dir: where downloads are kept (None: the Hub's usual cache).
+        token: for a private repository (None: the one that you are logged in with).
 
     Returns:
         What `Learner.load_adapter_state` takes, which compares names and shapes.
@@ -83,13 +126,14 @@ def read_learnt(directory_or_repo: str | os.PathLike, learner: Learner, **option
     """
     config = learner.adapter_config()
     if config is None and isinstance(learner.drafter, EagleDrafter):
-        tensors = dict(read_checkpoint(directory_or_repo, **options).tensors)
+        read = read_checkpoint(directory_or_repo, revision=revision, cache_dir=cache_dir, token=token)
+        tensors = dict(read.tensors)
         return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
     names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if config is not None else ["*.safetensors", "*.safetensors.index.json"]
     if is_folder(directory_or_repo):
         folder = Path(directory_or_repo)
     else:
-        folder = download_snapshot(str(directory_or_repo), names, **options)
+        folder = download_snapshot(str(directory_or_repo), names, revision, cache_dir, token)
     if config is None:
         files = safetensors_files(folder)
         if files is None:

@@ -133,6 +133,11 @@ class Drafter(ABC):
             UnsupportedError: they cannot.
         """
 
+    @property
+    @abstractmethod
+    def num_embeddings(self) -> int:
+        """How many ids it reads: `0` to one less."""
+
     @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[m, d]`: the embeddings that the drafter reads for tokens, int64 `[m]` on its device."""

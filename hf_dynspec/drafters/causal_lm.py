@@ -191,6 +191,10 @@ class CausalLMDrafter(Drafter):
         """int64 `[count]`."""
         return torch.arange(1, count + 1, device=input_device(self.model)) % self.head.weight.shape[0]
 
+    @property
+    def num_embeddings(self) -> int:
+        return self.decoder.get_input_embeddings().weight.shape[0]
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)

@@ -234,6 +234,10 @@ class EagleDrafter(Drafter):
     def start(self) -> EagleState:
         return EagleState(lambda: self.weights)
 
+    @property
+    def num_embeddings(self) -> int:
+        return self.weights.embedding.shape[0]
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[w, H]`, in the dtype and on the device that the head drafts in: embeddings of tokens, int64 `[w]`."""
         return self.weights.embed(token_ids)
