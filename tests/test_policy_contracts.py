@@ -34,6 +34,7 @@ from hf_dynspec.drafting import processors
 from hf_dynspec.generation import decoding, verification
 from hf_dynspec.generation import round as round_module
 from hf_dynspec.kernels import top_k_ids
+from hf_dynspec.shortlists.forwarding import ForwardingState
 from hf_dynspec.testing import check_policy
 
 SHAPES = {"chain": False, "tree": TreeConfig(12, 2, 4)}
@@ -156,6 +157,11 @@ def test_ids_that_the_head_has_no_row_for_are_named(target):
     assistant = DynSpecAssistant(head, policy, target=target, validate=True)
     with pytest.raises(PolicyError, match=f"the id {outside}, which the drafter's head has no row for"):
         generate(target, assistant)
+
+
+def test_what_looks_at_a_state_from_outside_passes_on_all_that_it_is_told():
+    told = {name for name in vars(ShortlistState) if not name.startswith("_")} - {"layout"}
+    assert told <= set(vars(ForwardingState))
 
 
 def test_validation_is_off_unless_asked_for_and_may_be_turned_on(target, drafter):

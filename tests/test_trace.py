@@ -35,13 +35,13 @@ from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.evaluation.trace.analysis import text_pieces
 from hf_dynspec.evaluation.trace.measure import trace_prompt
 from hf_dynspec.evaluation.trace.page import page_of
-from hf_dynspec.evaluation.trace.recording import RecordedSpan, Recording, _RecordedState
+from hf_dynspec.evaluation.trace.recording import RecordedSpan, Recording
 from hf_dynspec.evaluation.trace.report import SCHEMA_VERSION, shown_token, text_report, to_dict
 from hf_dynspec.evaluation.trace.result import WAYS, Trace
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.evaluation.trace.timeline import COLORS, median_round
 from hf_dynspec.protocol import Verdict
-from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+from hf_dynspec.shortlists import ShortlistPolicy
 from hf_dynspec.shortlists.retrieval import index, retriever
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
 from hf_dynspec.stats import SECTIONS
@@ -244,11 +244,6 @@ def test_nobody_pays_for_a_trace_that_is_not_made(pairs, monkeypatch):
     monkeypatch.setattr(retriever, "Retrieval", None)
     tokens, _ = untraced(pairs["independent"], policy, tree=False)
     assert len(tokens) == NEW_TOKENS
-
-
-def test_the_recorded_state_passes_on_all_that_a_state_is_told():
-    told = {name for name in vars(ShortlistState) if not name.startswith("_")} - {"layout"}
-    assert told <= set(vars(_RecordedState))
 
 
 def test_a_random_policy_of_ones_own_chooses_anew(pairs):

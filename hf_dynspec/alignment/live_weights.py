@@ -18,9 +18,11 @@ class ServedDrafter(Protocol):
 
     module: nn.Module
 
-    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]: ...
+    def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Make ready to draft with other numbers; returns what puts them in place."""
 
-    def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]: ...
+    def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]:
+        """The parameters by name, and what tells each from a changed one."""
 
 
 class DraftingLock:

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,36 +80,30 @@ class Recorder:
             features: `[m, d · layers]`: what the drafter reads of the target.
             features_end: one past the token of the text that the last of these is of.
         """
+        with self._noting():
+            scaled = logits.float() if self.temperature in (0.0, 1.0) else logits.float() / self.temperature
+            log_normalisers = scaled.logsumexp(-1)
+            log_probabilities = scaled.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0] - log_normalisers
+            ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
+            of_verified = (one.to(verified.device) for one in (log_probabilities, log_normalisers))
+            self._rounds.append(_Round(verified.clone(), ids, values, *of_verified))
+            self._verified += verified.shape[0]
+            if shortlist is not None:
+                self._shortlist = shortlist
+            if features is not None:
+                kept = features[-(self._context + MOST_VERIFIED) :]
+                self._features.append((features_end - kept.shape[0], kept.clone()))
+            self._forget_beginning()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Count the time, and note what goes wrong: generation goes on, whatever becomes of learning."""
         start = time.perf_counter()
         try:
-            self._add(logits, top, verified, shortlist, features, features_end)
+            yield
         except Exception as error:
-            # Generation goes on, whatever becomes of learning.
             self._failure = error
         self.seconds += time.perf_counter() - start
-
-    def _add(
-        self,
-        logits: torch.Tensor,
-        top: Mapping[str, torch.Tensor],
-        verified: torch.Tensor,
-        shortlist: Shortlist | None,
-        features: torch.Tensor | None,
-        features_end: int,
-    ) -> None:
-        scaled = logits.float() if self.temperature in (0.0, 1.0) else logits.float() / self.temperature
-        log_normalisers = scaled.logsumexp(-1)
-        log_probabilities = scaled.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0] - log_normalisers
-        ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
-        of_verified = (one.to(verified.device) for one in (log_probabilities, log_normalisers))
-        self._rounds.append(_Round(verified.clone(), ids, values, *of_verified))
-        self._verified += verified.shape[0]
-        if shortlist is not None:
-            self._shortlist = shortlist
-        if features is not None:
-            kept = features[-(self._context + MOST_VERIFIED) :]
-            self._features.append((features_end - kept.shape[0], kept.clone()))
-        self._forget_beginning()
 
     def _forget_beginning(self) -> None:
         """Of a long text, keep the end."""

@@ -39,18 +39,8 @@ def alone(method: _Method) -> _Method:
 
 
 class RequestLearner:
-    """Learns from requests of the assistants that it serves, and keeps out of their way. See `aligner.Aligner`.
-
-    Args:
-        drafter: what drafts. Its weights are read once, for the copy.
-        settings: what is learnt, and when.
-        before: the one in whose place this one comes, if any.
-
-    Attributes:
-        settings: as given.
-
-    Raises:
-        ConfigurationError: the drafter has no such modules, or another assistant aligns its model already.
+    """Learns from requests of the assistants that it serves, and keeps out of their way: what `aligner.Aligner`, which
+    documents it, does by itself.
     """
 
     def __init__(self, drafter: Any, settings: OnlineAlignment, before: "RequestLearner | None" = None):

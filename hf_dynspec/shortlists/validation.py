@@ -7,16 +7,14 @@ import torch
 
 from ..errors import PolicyError
 from ..protocol import (
-    BackgroundWork,
     BlockShortlist,
     JoinedShortlist,
     Needs,
-    Prompt,
     Shortlist,
-    Verdict,
     VocabularyInfo,
 )
 from .base import ShortlistPolicy, ShortlistState, start_state
+from .forwarding import ForwardingState
 from .union import UnionShortlist
 
 
@@ -61,7 +59,7 @@ class _ValidatedPolicy(ShortlistPolicy):
     def new_memory(self) -> Any:
         return self._policy.new_memory()
 
-    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "ValidatedState":
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_ValidatedState":
         state = start_state(self._policy, vocabulary, memory)
         if not isinstance(state, ShortlistState):
             raise PolicyError(
@@ -76,11 +74,11 @@ class _ValidatedPolicy(ShortlistPolicy):
                 "it asks for the rows of a head, and does not say what becomes of it when their weights change",
                 f"Override {type(state).__qualname__}.follow_weights.",
             )
-        return ValidatedState(state, vocabulary, self._label)
+        return _ValidatedState(state, vocabulary, self._label)
 
 
-class ValidatedState(ShortlistState):
-    """Passes everything on to a state, and checks what that selects.
+class _ValidatedState(ForwardingState):
+    """Checks what a state selects.
 
     Args:
         state: the policy's own state.
@@ -89,48 +87,18 @@ class ValidatedState(ShortlistState):
     """
 
     def __init__(self, state: ShortlistState, vocabulary: VocabularyInfo, label: str):
-        self.layout = state.layout
-        self.state, self._vocabulary, self._label = state, vocabulary, label
+        super().__init__(state)
+        self._vocabulary, self._label = vocabulary, label
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         # The last shortlist's version and a copy of its slots, as they may be changed in place.
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def begin_round(self) -> None:
-        self.state.begin_round()
-
-    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self.state.observe_draft_inputs(embeddings, features)
-
-    def restart(self) -> None:
-        self.state.restart()
-
-    def resume(self, token_ids: torch.Tensor) -> None:
-        self.state.resume(token_ids)
-
-    def end_call(self) -> None:
-        self.state.end_call()
-
-    def observe_prompt(self, prompt: Prompt) -> None:
-        self.state.observe_prompt(prompt)
-
-    def observe(self, verdict: Verdict) -> None:
-        self.state.observe(verdict)
-
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         self._vocabulary = vocabulary
-        self.state.follow_weights(vocabulary)
-
-    def finish_background_work(self) -> None:
-        self.state.finish_background_work()
-
-    def take_background_work(self) -> BackgroundWork:
-        return self.state.take_background_work()
-
-    def close(self) -> None:
-        self.state.close()
+        super().follow_weights(vocabulary)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        shortlist = self.state.select(depth, token_ids, features)
+        shortlist = super().select(depth, token_ids, features)
         _Check(self._label, depth, self._vocabulary).check(shortlist, self._eos, self.layout, self._last)
         self._last = shortlist.version, shortlist.slots.clone()
         return shortlist

@@ -23,15 +23,17 @@ class TrainableDrafter(Protocol):
     reads: tuple[int, ...]
 
     @property
-    def weights_version(self) -> int: ...
+    def weights_version(self) -> int:
+        """A number that changes when the weights do."""
 
-    def copy(self) -> "TrainableDrafter": ...
+    def copy(self) -> "TrainableDrafter":
+        """A drafter whose `module` is a copy."""
 
-    def unroll(
-        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int
-    ) -> Iterator[Any]: ...
+    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int) -> Iterator[Any]:
+        """The draft steps of chains after all prefixes of a text at once."""
 
-    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the drafter says of some tokens."""
 
 
 class ObjectiveSettings(Protocol):

@@ -11,6 +11,7 @@ class CrossEntropy(Objective):
     It leaves out the target's entropy, which has no gradients."""
 
     def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
+        """See `Objective.loss`."""
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature)
         losses = -(horizon.target(settings.temperature) * draft).sum(-1)
         return horizon.weigh(settings.temperature**2 * losses * horizon.is_wrong, settings)

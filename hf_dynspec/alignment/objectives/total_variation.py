@@ -10,6 +10,7 @@ class TotalVariation(Objective):
     from Transformers via Speculative Decoding", theorem 3.5), over the horizon by the weights of EvoSpec."""
 
     def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
+        """See `Objective.loss`."""
         target = horizon.target(settings.temperature)
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature).exp()
         # Where nothing can be proposed, target and loss are 0.

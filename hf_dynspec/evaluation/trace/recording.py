@@ -12,9 +12,10 @@ import torch
 
 from ...assistant import DynSpecAssistant
 from ...generation.generate_call import GenerateCall
-from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...shortlists import RetrievalShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
 from ...shortlists.base import start_state
+from ...shortlists.forwarding import ForwardingState
 from ...shortlists.retrieval.retriever import Retrieval, RetrievalListener
 from ...stats import Stopwatch
 
@@ -167,16 +168,16 @@ class _RecordedPolicy(ShortlistPolicy):
             state.close()
 
 
-class _RecordedState(ShortlistState):
-    """Passes everything on to a state."""
+class _RecordedState(ForwardingState):
+    """Notes what a state is shown and what it selects."""
 
     def __init__(self, state: ShortlistState, recording: Recording):
-        self.layout = state.layout
-        self._state, self._recording = state, recording
+        super().__init__(state)
+        self._recording = recording
         self._last: tuple[Shortlist | None, Shortlist | None] = None, None
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        shortlist = self._state.select(depth, token_ids, features)
+        shortlist = super().select(depth, token_ids, features)
         if shortlist is not self._last[0]:
             self._last = shortlist, _kept(shortlist)
         self._recording.rounds[-1].shortlists.append(self._last[1])
@@ -184,39 +185,15 @@ class _RecordedState(ShortlistState):
 
     def begin_round(self) -> None:
         self._recording.rounds[-1].has_begun = True
-        self._state.begin_round()
-
-    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._state.observe_draft_inputs(embeddings, features)
-
-    def restart(self) -> None:
-        self._state.restart()
-
-    def resume(self, token_ids: torch.Tensor) -> None:
-        self._state.resume(token_ids)
-
-    def end_call(self) -> None:
-        self._state.end_call()
+        super().begin_round()
 
     def observe_prompt(self, prompt: Prompt) -> None:
         self._recording.rounds[-1].prompts.append(prompt)
-        self._state.observe_prompt(prompt)
+        super().observe_prompt(prompt)
 
     def observe(self, verdict: Verdict) -> None:
-        self._state.observe(verdict)
+        super().observe(verdict)
         self._recording.end_round(verdict)
-
-    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        self._state.follow_weights(vocabulary)
-
-    def finish_background_work(self) -> None:
-        self._state.finish_background_work()
-
-    def take_background_work(self) -> BackgroundWork:
-        return self._state.take_background_work()
-
-    def close(self) -> None:
-        self._state.close()
 
 
 def _kept(shortlist: Shortlist) -> Shortlist:
