@@ -53,7 +53,8 @@ def test_drafts_get_better_and_the_target_is_never_touched(tree, target, drafter
     stats = assistant.alignment.stats
     assert stats.requests == stats.updates == stats.kept == 15
     assert stats.is_served and stats.loss > 0 and stats.error is None
-    assert 0 < stats.buffer_bytes and 0 < stats.training_bytes and 0 < stats.seconds and 0 < stats.longest_swap
+    assert 0 < stats.buffer_bytes and 0 < stats.training_bytes and 0 < stats.seconds
+    assert 0 < stats.longest_swap_work < 0.05 and 0 < stats.longest_swap
     assert digest(drafter) != own
     assert all(one.grad is None and one.grad_fn is None for one in drafter.parameters())
     assert digest(target) == targets

@@ -70,11 +70,12 @@ class LiveWeights:
     Attributes:
         lock: to be held by every draft.
         longest_swap: seconds that a draft may have had to wait for others, at most.
+        longest_swap_work: seconds of processor time that one took, at most: what other processes do adds nothing.
     """
 
     def __init__(self, drafter: ServedDrafter):
         self.lock = DraftingLock()
-        self.longest_swap = 0.0
+        self.longest_swap = self.longest_swap_work = 0.0
         self._drafter = drafter
         self._stamp = drafter.weights_stamp()
         # By name: those that others stand in the place of, and these others.
@@ -139,8 +140,9 @@ class LiveWeights:
         # Held until nobody waits, as giving back much memory takes milliseconds.
         replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
-            start = time.perf_counter()
+            start, work = time.perf_counter(), time.thread_time()
             put()
+            self.longest_swap_work = max(self.longest_swap_work, time.thread_time() - work)
             self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
         if device.type == "cuda":
             # What was given to the device before may read them still.

@@ -21,7 +21,8 @@ class AlignmentStatistics:
         is_served: whether what was learnt is drafted with now.
         seconds: that recording, scoring, training and taking up took.
         generation_seconds: that the requests took, recording included.
-        longest_swap: seconds that a draft could have had to wait for weights to be written, at most.
+        longest_swap: seconds that a draft could have had to wait for weights to be put in place, at most.
+        longest_swap_work: seconds of processor time that this took, at most: what other processes do adds nothing.
         buffer_bytes: of the requests that are remembered.
         training_bytes: of gradients and the optimizer's state.
         error: what turned learning off, None where nothing did.
@@ -39,6 +40,7 @@ class AlignmentStatistics:
     seconds: float = 0.0
     generation_seconds: float = 0.0
     longest_swap: float = 0.0
+    longest_swap_work: float = 0.0
     buffer_bytes: int = 0
     training_bytes: int = 0
     error: str | None = None

@@ -325,6 +325,7 @@ class Training:
             seconds=self.budget.spent,
             generation_seconds=self.budget.earned_on,
             longest_swap=self.live.longest_swap,
+            longest_swap_work=self.live.longest_swap_work,
             buffer_bytes=sum(one.buffer.nbytes for one in list(self.adapters.values())),
         )
 
