@@ -124,7 +124,7 @@ class Learner:
         """
         with torch.inference_mode(False), torch.enable_grad():
             try:
-                weights = [1 if one.places is None else one.places for one in trajectories]
+                weights = [one.places or 1 for one in trajectories]
                 shares = [weight / sum(weights) for weight in weights]
                 losses = [self._backward(*each) for each in zip(trajectories, shares, strict=True)]
                 scored = [(share, loss) for share, loss in zip(shares, losses, strict=True) if loss is not None]
