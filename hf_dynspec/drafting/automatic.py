@@ -24,7 +24,7 @@ _TREE_SIZES = 4
 # Rounds with a draft in which an acceptance is forgotten by half; and the most that earlier calls count for in a new
 # one.
 _HALF_LIFE = 48
-_ROUNDS_OF_EARLIER_CALLS = 24
+_ROUNDS_OF_EARLIER_CALLS = 8
 # How many rounds a guess at an acceptance counts for: that of the step before it, and this for the first step.
 _ROUNDS_OF_GUESS = 1
 _FIRST_GUESS = 0.7
@@ -43,11 +43,11 @@ _ALONE_AGAIN_AFTER = 256
 _TIMED_BEFORE_REST = 3
 # Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
 # many, and as many as it takes for the trials to cost no more than this share of the time.
-_FIRST_REST, _LONGEST_REST = 64, 4096
+_FIRST_REST, _LONGEST_REST = 24, 4096
 _SHARE_OF_TRIALS = 0.01
 # Rounds of such a trial, and what all rounds before it count for.
-_ROUNDS_OF_RETRIAL = 3
-_ROUNDS_BEFORE_REST = 3
+_ROUNDS_OF_RETRIAL = 4
+_ROUNDS_BEFORE_REST = 2
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
 # Seconds without a round after which drafting that rests is tried again.
