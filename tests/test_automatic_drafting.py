@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from hf_dynspec import ConfigurationError, DynSpecAssistant, TreeConfig
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafting import automatic
-from hf_dynspec.drafting.automatic import ALONE, AutomaticDrafting, DraftShape, LearntDrafting, shapes_of
+from hf_dynspec.drafting.automatic import AutomaticDrafting, LearntDrafting
+from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.round_times import RoundTimes
 from hf_dynspec.generation.round import Drafting
 
@@ -81,7 +82,7 @@ def automatically(machine: Machine, texts: Sequence[Sequence[bool]], drafting: A
 def best_fixed(machine: Machine, texts: Sequence[Sequence[bool]]) -> float:
     """Seconds of the best fixed length, on the same machine without noise."""
     seconds = []
-    for length in range(automatic.LONGEST + 1):
+    for length in range(LONGEST + 1):
         quiet = Machine(machine.alone, machine.fixed, machine.step, noise=0.0, stalls=0.0)
         for known in texts:
             generate_text(quiet, known, lambda length=length: length)
@@ -206,7 +207,7 @@ def test_the_sizes_of_trees_are_told_apart():
 )
 def test_every_shape_of_a_tree_can_be_drafted_and_is_weighed(tree):
     shapes = shapes_of(tree)
-    assert 0 < len(shapes) <= 4 * automatic.LONGEST
+    assert 0 < len(shapes) <= 4 * LONGEST
     for shape in shapes:
         TreeConfig(shape.nodes + 1, shape.steps - 1, tree.top_k)
         assert shape.nodes < tree.total_tokens

@@ -10,24 +10,14 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
+from .draft_shapes import ALONE, DraftShape, are_chains, shapes_of
 from .round_times import RoundTimes
+from .running_acceptance import RunningAcceptance
 from .tree_config import TreeConfig
 
-# The longest chains, and paths of trees, that are thought of: at an acceptance of 0.9 the twelfth token is reached in
-# one round of three.
-LONGEST = 12
-# Sizes of trees that are thought of: the given one, and halves of it.
-_TREE_SIZES = 4
-
-# Rounds with a draft in which an acceptance is forgotten by half; and the most that earlier calls count for in a new
-# one.
-_HALF_LIFE = 48
+# The most rounds that earlier calls count for in a new one.
 _ROUNDS_OF_EARLIER_CALLS = 8
-# How many rounds a guess at an acceptance counts for: that of the step before it, and this for the first step.
-_ROUNDS_OF_GUESS = 1
-_FIRST_GUESS = 0.7
 
 # What to draft is settled anew after so many rounds, which is soon enough, and takes a tenth of a millisecond.
 _ROUNDS_PER_CHOICE = 4
@@ -45,7 +35,7 @@ _TIMED_BEFORE_REST = 3
 # many, and as many as it takes for the trials to cost no more than this share of the time.
 _FIRST_REST, _LONGEST_REST = 24, 4096
 _SHARE_OF_TRIALS = 0.01
-# Rounds of such a trial, and what all rounds before it count for.
+# Rounds of such a trial, and what all rounds before it, or before a change, count for.
 _ROUNDS_OF_RETRIAL = 4
 _ROUNDS_BEFORE_REST = 2
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
@@ -55,34 +45,6 @@ _FORGETS_AFTER = 600.0
 
 # Settings of which it is remembered what was learnt.
 _MOST_KEPT = 8
-
-
-class DraftShape(NamedTuple):
-    """What one round drafts.
-
-    Attributes:
-        steps: draft steps; 0 where the target generates alone.
-        nodes: tokens drafted: as many as steps in a chain, more in a tree.
-    """
-
-    steps: int
-    nodes: int
-
-
-ALONE = DraftShape(0, 0)
-
-
-def shapes_of(tree: TreeConfig | None) -> tuple[DraftShape, ...]:
-    """The shapes to choose from, `ALONE` not among them: chains, or trees of at most the given size and depth."""
-    if tree is None:
-        return tuple(DraftShape(steps, steps) for steps in range(1, LONGEST + 1))
-    deepest, largest = min(tree.depth + 1, LONGEST), tree.total_tokens - 1
-    sizes = {largest >> halving for halving in range(_TREE_SIZES)}
-    return tuple(DraftShape(steps, size) for size in sorted(sizes) for steps in range(1, min(deepest, size) + 1))
-
-
-def _are_chains(shapes: Sequence[DraftShape]) -> bool:
-    return all(shape.nodes == shape.steps for shape in shapes)
 
 
 class AutomaticDrafting:
@@ -100,7 +62,7 @@ class AutomaticDrafting:
         self._lock = threading.Lock()
         self._shapes = tuple(shapes)
         self._times = RoundTimes()
-        self._acceptance = _Acceptance(set() if _are_chains(shapes) else {shape.nodes for shape in shapes})
+        self._acceptance = RunningAcceptance(set() if are_chains(shapes) else {shape.nodes for shape in shapes})
         self._first_trials = _first_trials(self._shapes)
         self._rounds = 0
         self._tried_at = dict.fromkeys((ALONE, *self._shapes), 0)
@@ -131,7 +93,7 @@ class AutomaticDrafting:
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
         with self._lock:
-            self._acceptance.fade_to(_ROUNDS_OF_GUESS)
+            self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
             self._wake()
 
     def _wake(self) -> None:
@@ -260,7 +222,7 @@ class AutomaticDrafting:
 def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
     """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
     node of a tree."""
-    if _are_chains(shapes):
+    if are_chains(shapes):
         steps = max(shape.steps for shape in shapes)
         middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
         return ((middle, 2), (ALONE, 1), (short, 2))
@@ -270,58 +232,6 @@ def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int],
     shallow = DraftShape(min(2, deep.steps), small)
     large = max(shape for shape in shapes if shape.nodes == sizes[-1])
     return ((deep, 2), (ALONE, 1), (shallow, 2), (large, 2))
-
-
-class _Acceptance:
-    """How often a token of a draft step was accepted where one of the step before it was, the latest rounds first.
-
-    Args:
-        tree_sizes: nodes of the trees that there are, whose acceptances differ; empty for chains, which share theirs.
-    """
-
-    def __init__(self, tree_sizes: set[int]):
-        # By the nodes of a tree, 0 for chains: accepted and asked, for each draft step.
-        self._counts = {size: ([0.0] * LONGEST, [0.0] * LONGEST) for size in tree_sizes or {0}}
-        self._decay = 0.5 ** (1 / _HALF_LIFE)
-
-    def add(self, shape: DraftShape, accepted: int) -> None:
-        """A round is over. A draft that ended early and was accepted as a whole was not accepted any further."""
-        self._scale(self._decay)
-        hits, asked = self._counts.get(shape.nodes) or self._counts[0]
-        for step in range(min(shape.steps, accepted + 1)):
-            asked[step] += 1.0
-            hits[step] += step < accepted
-
-    def fade_to(self, rounds: float) -> None:
-        """Let all that was counted count for no more than so many rounds."""
-        most = max(asked[0] for _, asked in self._counts.values())
-        if most > rounds:
-            self._scale(rounds / most)
-
-    def _scale(self, factor: float) -> None:
-        for counts in self._counts.values():
-            for numbers in counts:
-                numbers[:] = [factor * number for number in numbers]
-
-    def expected_tokens(self) -> dict[DraftShape, float]:
-        """`Ω` of every shape: the tokens that a round of it can be expected to bring, with the target's own."""
-        expected = {ALONE: 1.0}
-        for size, (hits, asked) in self._counts.items():
-            tokens = reached = 1.0
-            guess = _FIRST_GUESS
-            for step in range(LONGEST):
-                if size and not asked[step]:
-                    guess = self._of_other_sizes(step, guess)
-                guess = (hits[step] + _ROUNDS_OF_GUESS * guess) / (asked[step] + _ROUNDS_OF_GUESS)
-                reached *= guess
-                tokens += reached
-                expected[DraftShape(step + 1, size or step + 1)] = tokens
-        return expected
-
-    def _of_other_sizes(self, step: int, guess: float) -> float:
-        hits = sum(counts[0][step] for counts in self._counts.values())
-        asked = sum(counts[1][step] for counts in self._counts.values())
-        return (hits + _ROUNDS_OF_GUESS * guess) / (asked + _ROUNDS_OF_GUESS)
 
 
 class AutomaticCall:
