@@ -101,9 +101,9 @@ def show(console: Console, title: str, by_domain: dict[str, dict[str, float]], n
 
 @app.command()
 def main(
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the model to speed up.")],
-    prompts: Annotated[list[Path], typer.Option(help="JSON lines files of prompts.")],
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")] = None,
+    target: Annotated[str, typer.Option("--target", help="Folder or Hub id of the model to speed up.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", help="JSON lines files of prompts.")],
+    drafter: Annotated[str | None, typer.Option("--drafter", help="Folder or Hub id of the small model.")] = None,
     eagle: Annotated[str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in its place.")] = None,
     policy: Annotated[str, typer.Option(help="Shortlist policy.")] = "hybrid",
     lengths: Annotated[str, typer.Option(help="Fixed draft lengths, comma separated.")] = "1,2,3,5,8,12",
