@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .alignment.aligner import Aligner
 from .alignment.settings import OnlineAlignment
 from .drafters import Drafter, as_drafter
+from .drafting.automatic import LearntDrafting
 from .drafting.session import DraftSession, outside_inference_mode
 from .drafting.settings import as_tree_config, drafting_config
 from .drafting.tree_config import TreeConfig
@@ -66,7 +67,10 @@ class DynSpecAssistant(Assistant):
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.
-        num_assistant_tokens: tokens drafted per round (default 5).
+        num_assistant_tokens: tokens drafted per round (default 5), or `"auto"`: as many in each round, up to 12, as
+            are expected to bring the most tokens per second, and none while drafting loses; of trees up to the size of
+            `tree`. Greedy tokens are the same however many are drafted, and sampled ones have the same distribution,
+            but what is drawn then depends on the clock too, and not on the seed alone.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for
@@ -94,7 +98,7 @@ class DynSpecAssistant(Assistant):
         *,
         target: PreTrainedModel | None = None,
         tokenizer: Any = None,
-        num_assistant_tokens: int | None = None,
+        num_assistant_tokens: int | str | None = None,
         assistant_confidence_threshold: float | None = None,
         tree: bool | TreeConfig = False,
         profile: bool = False,
@@ -119,6 +123,7 @@ class DynSpecAssistant(Assistant):
         self._lock = threading.RLock()
         self._binding: _Binding | None = None
         self._sessions = SessionPool()
+        self.learnt_drafting = LearntDrafting()
         self._aligner = None if alignment is None else Aligner(self._drafter, alignment)
         if target is not None:
             self.bind(target)
@@ -129,6 +134,7 @@ class DynSpecAssistant(Assistant):
         twin.generation_config = copy.deepcopy(self.generation_config)
         twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
         twin._lock, twin._sessions, twin._binding = threading.RLock(), SessionPool(), None
+        twin.learnt_drafting = LearntDrafting()
         if self.target is not None:
             if self._aligner is not None:
                 self._aligner.attach(twin, self.target)
@@ -276,6 +282,7 @@ class DynSpecAssistant(Assistant):
         if before is not None and before.hook() not in (None, hook):
             before.hook().remove(self)
         self._sessions.clear(memory)
+        self.learnt_drafting.forget()
 
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""

@@ -77,6 +77,19 @@ class WholeNumber(SettingRule):
 
 
 @dataclass(frozen=True)
+class WholeNumberOrWord(WholeNumber):
+    """A whole number as above, or one word."""
+
+    word: str = ""
+
+    def allows(self, value: Any) -> bool:
+        return super().allows(value) or (isinstance(value, str) and value == self.word)
+
+    def __str__(self) -> str:
+        return f'{super().__str__()}, or "{self.word}"'
+
+
+@dataclass(frozen=True)
 class Share(SettingRule):
     """A number from 0 to 1; 0 itself only where it is `or_nothing`."""
 

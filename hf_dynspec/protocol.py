@@ -417,7 +417,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """The part of the context that a policy has not seen yet, at the start of a call.
+    """The part of the context that a policy has not seen yet, at the start of a call or after rounds without drafts.
 
     A state is told twice: the tokens before anything is drafted, and what the target says of them, if somebody asked
     for that, as soon as it has read them; there are no tokens then.

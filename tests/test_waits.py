@@ -121,10 +121,12 @@ def test_the_device_refuses_what_lies_elsewhere():
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 
-def rounds(target, drafter, policy="full", tree=CHAIN, alignment=None, **arguments) -> list[count_operations.Round]:
+def rounds(
+    target, drafter, policy="full", tree=CHAIN, alignment=None, drafted: int | str = 3, **arguments
+) -> list[count_operations.Round]:
     """The rounds of a call on the device. A greedy text must be what plain `generate` writes on the CPU."""
     input_ids = prompt()
-    assistant_settings = {"tree": tree, "num_assistant_tokens": 3, "alignment": alignment}
+    assistant_settings = {"tree": tree, "num_assistant_tokens": drafted, "alignment": alignment}
     arguments = {"max_new_tokens": 14, "do_sample": False} | arguments
     there = move(copy.deepcopy(target))
     with pretended_device() as device:
@@ -175,6 +177,16 @@ class TestWaits:
         model = soft(eos_token_id=None)
         model.generation_config.eos_token_id = None
         assert_waits(rounds(model, checkpoint, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+    @pytest.mark.parametrize("kind", ["independent", "eagle3"])
+    def test_of_automatic_drafting(self, kind, tree, target, drafter):
+        """Rounds are timed, and none is waited for; those that draft nothing wait once too."""
+        if kind != "independent":
+            head = agreeing_head(kind)
+            target, drafter = soft(eos_token_id=None), EagleCheckpoint.from_parts(head.config, head.tensors)
+            target.generation_config.eos_token_id = None
+        assert_waits(rounds(target, drafter, "hybrid", tree, drafted="auto", max_new_tokens=40))
 
     @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
     @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from .. import __version__
-from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
+from ..drafting.tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
 from ..errors import ArtifactError, ConfigurationError, shown_value
 from ..fields import Digits, FieldError, Share, Switch, WholeNumber, json_object, require_name
 from ..vocabulary import LARGEST_VOCABULARY, TokenizerFingerprint
@@ -146,7 +146,7 @@ class DynSpecConfig:
         tokenizer: whose ids the artifact speaks of. Required as soon as the artifact holds tensors.
         drafter: the model that drafts.
         target: the model that verifies.
-        num_assistant_tokens: draft length, or None for the default.
+        num_assistant_tokens: draft length, `"auto"` to choose it round by round, or None for the default.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
         tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
             its `top_k` at each depth may not be more than 2,048 nodes together.
@@ -171,7 +171,7 @@ class DynSpecConfig:
     tokenizer: TokenizerFingerprint | None = None
     drafter: ModelReference | None = None
     target: ModelReference | None = None
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | str | None = None
     assistant_confidence_threshold: float | None = None
     tree: TreeConfig | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class DynSpecConfig:
                 )
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
-            WholeNumber(1, LONGEST_DRAFT).require("num_assistant_tokens", self.num_assistant_tokens)
+            NUM_ASSISTANT_TOKENS.require("num_assistant_tokens", self.num_assistant_tokens)
         if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
             problem = (
                 f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"

@@ -1,7 +1,7 @@
 """`hf-dynspec bench`: what drafting with shortlists gains on your models and prompts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from ..evaluation.bench.result import BenchmarkResult
 
 
+def _chain_length(value: Any) -> int | str:
+    """What `--num-assistant-tokens` says, or its default."""
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is neither a whole number nor auto.") from None
+
+
 def bench(
     *,
     context: typer.Context,
@@ -57,7 +65,15 @@ def bench(
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
-    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain, of transformers' own too.")] = 5,
+    num_assistant_tokens: Annotated[
+        Any,
+        typer.Option(
+            metavar="INTEGER|auto",
+            parser=_chain_length,
+            help="Tokens of a chain, of transformers' own too; auto chooses them round by round, and transformers' "
+            "own then has 5.",
+        ),
+    ] = 5,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")] = None,
     top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
     repeats: Annotated[int, typer.Option(help="Times that each system runs each prompt.")] = 3,

@@ -207,7 +207,7 @@ def wide_console() -> "Console":
     return Console(width=max(console.width, WIDTH_OF_FILES))
 
 
-def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | None) -> str:
+def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | str | None) -> str:
     """One line that says on what and how it was measured; `chain_length` is None where no chains were drafted."""
     from ..evaluation.provenance import hardware
 
@@ -215,4 +215,6 @@ def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | N
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
     parts = [processor, f"{threads} CPU threads", target["dtype"]]
     parts.append(f"{max_new_tokens} new tokens")
-    return ", ".join([*parts, *([] if chain_length is None else [f"chains of {chain_length}"])])
+    if chain_length is not None:
+        parts.append("chains as long as pays" if chain_length == "auto" else f"chains of {chain_length}")
+    return ", ".join(parts)

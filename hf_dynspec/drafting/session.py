@@ -287,10 +287,13 @@ class DraftSession:
 
     def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
-        self._prefix = prefix
+        known, self._prefix = self._prefix.shape[0], prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
         with self.stopwatch.section("policy"):
+            if prefix.shape[0] > known:
+                # What came out while nothing was drafted.
+                self._state.observe_prompt(Prompt(prefix[known:], known))
             self._state.begin_round()
         with self.stopwatch.section("backbone"):
             hidden = self._backbone.advance(prefix, self._features, self._observe_draft_inputs)[-1:]
@@ -351,7 +354,7 @@ class DraftSession:
             with self.stopwatch.section("policy"):
                 self._state.observe_prompt(Prompt(self._prefix[:0], self._prefix.shape[0], **feedback.prompt))
         if feedback.features is not None:
-            self._take_features(feedback.features, feedback.features_end)
+            self.take_features(feedback.features, feedback.features_end)
         start, drafted = self._prefix.shape[0], self._prefix[:0]
         if self._candidates is not None:
             drafted = self._candidates.token_ids
@@ -362,7 +365,14 @@ class DraftSession:
             self._state.observe(Verdict(drafted, feedback.verified, start, **feedback.shown))
         self._candidates = None
 
-    def _take_features(self, features: torch.Tensor, end: int) -> None:
+    def has_features_of(self, length: int) -> bool:
+        """Whether there are hidden states of the target, not read by the drafter yet, up to those that a draft after
+        `length` verified tokens starts from."""
+        return self._features is not None and self._features_end == length - 1
+
+    def take_features(self, features: torch.Tensor, end: int) -> None:
+        """Keep hidden states of the target for the next draft: see `Feedback`. Earlier ones are forgotten where these
+        do not follow upon them."""
         if self._features is not None and end - features.shape[0] == self._features_end:
             features = torch.cat([self._features, features])
         self._features, self._features_end = features, end

@@ -6,14 +6,14 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..errors import ConfigurationError, shown_value
-from ..fields import OneOf, Share, WholeNumber
-from .tree_config import LONGEST_DRAFT, TreeConfig
+from ..fields import OneOf, Share
+from .tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 # Those of a generation configuration, and what stands for one that is None.
 _RULES = {
-    "num_assistant_tokens": (WholeNumber(1, LONGEST_DRAFT), None),
+    "num_assistant_tokens": (NUM_ASSISTANT_TOKENS, None),
     "assistant_confidence_threshold": (Share(or_nothing=True), 0.0),
     "num_assistant_tokens_schedule": (OneOf(("constant", "heuristic", "heuristic_transient")), "constant"),
 }
@@ -35,7 +35,7 @@ def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
     return TreeConfig() if tree else None
 
 
-def drafting_config(drafter: Any, tokens: int | None, threshold: float | None) -> GenerationConfig:
+def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | None) -> GenerationConfig:
     """A generation configuration that has the settings of drafting.
 
     Args:

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
+from ..drafting.tree_config import AUTO
 from ..errors import ConfigurationError, DynSpecError
 from ..loading import load_model, load_tokenizer
 from ..shortlists import ShortlistPolicy
@@ -37,7 +38,7 @@ class PairSettings:
         prompts: JSON lines files, see `read_workload`.
         policies: what `parse_policy` understands, or policies by the name to show.
         max_new_tokens: tokens to generate for each prompt.
-        num_assistant_tokens: tokens drafted per round.
+        num_assistant_tokens: tokens drafted per round; what takes `"auto"` says so.
         limit: take the first so many prompts of each category of each file (None: all).
         chat_template: make each prompt the user's turn of a chat.
         max_prompt_tokens: keep the last so many tokens of longer prompts (None: refuse prompts that do not fit).
@@ -56,7 +57,7 @@ class PairSettings:
     prompts: Sequence[str | Path] = ()
     policies: Sequence[str] | Mapping[str, ShortlistPolicy] = DEFAULT_POLICIES
     max_new_tokens: int = 128
-    num_assistant_tokens: int = 5
+    num_assistant_tokens: int | str = 5
     limit: int | None = None
     chat_template: bool = False
     max_prompt_tokens: int | None = None
@@ -65,6 +66,8 @@ class PairSettings:
     threads: int | None = None
     seed: int = 0
 
+    # Whether `num_assistant_tokens` may be chosen round by round.
+    _TAKES_AUTO: ClassVar[bool] = False
     # The least that each whole number may be. None is one where it is the default.
     _LEAST: ClassVar[Mapping[str, int]] = {
         "max_new_tokens": 1,
@@ -79,6 +82,8 @@ class PairSettings:
         for name, least in self._LEAST.items():
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:
+                continue
+            if name == "num_assistant_tokens" and value == AUTO and self._TAKES_AUTO:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")

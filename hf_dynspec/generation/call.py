@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..alignment.aligner import Aligner
 from ..drafters import Drafter
+from ..drafting.automatic import LearntDrafting
 from ..drafting.session import DraftSession
 from ..drafting.tree_config import TreeConfig
 from ..errors import NotBoundError
@@ -87,6 +88,7 @@ class Assistant(Bindable):
         profile: measure where the time goes.
         measure_coverage: measure the target's probability mass on the shortlists.
         alignment: aligns the drafter with what calls leave, None where nothing does.
+        learnt_drafting: what automatic drafting has learnt.
     """
 
     generation_config: GenerationConfig
@@ -98,6 +100,7 @@ class Assistant(Bindable):
     profile: bool
     measure_coverage: bool
     alignment: Aligner | None
+    learnt_drafting: LearntDrafting
 
     @property
     @abstractmethod

@@ -7,8 +7,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
+from ..drafting.automatic import AutomaticCall
 from ..drafting.session import DraftSession
 from ..drafting.settings import require_drafting_settings
+from ..drafting.tree_config import AUTO
 from ..stats import DraftingStatistics, Stopwatch
 from .call import Assistant, Call
 from .round import Drafting
@@ -97,8 +99,19 @@ class GenerateCall(Call):
             continues=continues,
             measure_coverage=assistant.measure_coverage,
             recorder=self._recorder,
+            automatic=self._automatic(generation_config),
         )
         return self._drafting
+
+    def _automatic(self, generation_config: GenerationConfig) -> AutomaticCall | None:
+        """What chooses how much to draft, where that is not settled."""
+        config = self._assistant.generation_config
+        if config.num_assistant_tokens != AUTO:
+            return None
+        sampling = ("temperature", "top_k", "top_p") if generation_config.do_sample else ()
+        setting = (config.assistant_confidence_threshold, *(getattr(generation_config, name) for name in sampling))
+        version = self._assistant.drafter.weights_version
+        return self._assistant.learnt_drafting.under(setting, self._assistant.tree, version).begin_call()
 
     def close(self, has_failed: bool = False) -> None:
         """Leave the session, publish the counts, and hand over what was recorded.
@@ -116,7 +129,7 @@ class GenerateCall(Call):
             self._stats.seconds = dict(self._stopwatch.seconds)
             self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
         config = self._assistant.generation_config
-        if config.num_assistant_tokens_schedule == "heuristic":
+        if config.num_assistant_tokens_schedule == "heuristic" and config.num_assistant_tokens != AUTO:
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if self._aligner is not None:
             self._aligner.take(self._recorder, time.perf_counter() - self._began)

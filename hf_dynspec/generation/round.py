@@ -8,9 +8,11 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
+from ..drafting.automatic import AutomaticCall
 from ..drafting.session import DraftSession, Feedback, outside_inference_mode
+from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..drafting.token_choice import TokenChoice
-from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
+from ..drafting.tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from ..kernels import top_k_ids
 from ..modeling.head import finish_logits
 from ..modeling.parts import output_rows, scale_and_cap
@@ -42,6 +44,7 @@ class Drafting:
         measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
             vocabulary for every verified position.
         recorder: takes in what the target says, to learn from it (None: nobody does).
+        automatic: chooses what each round drafts, at most `tree` (None: all rounds draft the same).
     """
 
     @outside_inference_mode
@@ -61,8 +64,13 @@ class Drafting:
         continues: bool = False,
         measure_coverage: bool = False,
         recorder: Recorder | None = None,
+        automatic: AutomaticCall | None = None,
     ):
-        self.num_assistant_tokens = int(drafting_config.num_assistant_tokens)
+        tokens = drafting_config.num_assistant_tokens
+        self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens == AUTO else int(tokens)
+        self._automatic = automatic
+        # Whether nobody is shown what the target says in this round, and whether the drafter reads its features.
+        self._is_unshown, self._reads_features = False, True
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
         self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
         self._session = session
@@ -121,6 +129,8 @@ class Drafting:
         return entries_with(states) if states else False
 
     def _wanted_states(self, of_prompt: bool) -> tuple[int, ...]:
+        if self._is_unshown:
+            return self._reads if self._reads_features else ()
         of_prompt = of_prompt and self._is_unread and self._target.has_head_state
         if self._needs.hidden_states or of_prompt:
             return (*self._reads, self._target.num_layers)
@@ -129,6 +139,8 @@ class Drafting:
     @property
     def _wanted_best(self) -> int:
         """How many of the target's most probable tokens are asked for at each verified position."""
+        if self._is_unshown:
+            return 0
         return max(self._needs.verify_top_k, 0 if self._recorder is None else self._recorder.top_k)
 
     @property
@@ -150,32 +162,56 @@ class Drafting:
         """
         self._candidates = self._has_missed = None
         self._prefix_length = input_ids.shape[1]
+        most = self._most_steps(input_ids) if drafts else 0
+        count, tree = self.num_assistant_tokens, self._tree
+        if self._automatic is not None:
+            count, tree = self._choose_shape(most)
+        if most < 1 or count < 1:
+            return None
+        prefix = self._without_padding(input_ids)
+        self._choose.start_round(prefix)
+        if tree is not None:
+            draw = self._choose.draw_children if self._choose.do_sample else None
+            self._candidates = self._session.draft_tree(prefix, tree, most, draw)
+        else:
+            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choose, self._threshold)
+            if ends_with_text:
+                self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
+        return self._candidates
+
+    def _most_steps(self, input_ids: torch.Tensor) -> int:
+        """How long a path may be drafted; none where it is below 1."""
+        if self._is_unread and (self._tree is not None or self._reads):
+            return 0
         most = self._max_length - input_ids.shape[1] - 1
         length = self.cached_before + input_ids.shape[1]
         room = self._target.room(length, length - self._hidden_by_mask)
         if self._tree is None:
-            most = min(most, room)
-        elif room < self._tree.total_tokens - 1:
-            return None
-        if not drafts or most < 1 or (self._is_unread and (self._tree is not None or self._reads)):
-            return None
-        prefix = self._without_padding(input_ids)
-        self._choose.start_round(prefix)
-        if self._tree is not None:
-            draw = self._choose.draw_children if self._choose.do_sample else None
-            self._candidates = self._session.draft_tree(prefix, self._tree, most, draw)
-        else:
-            count = min(self.num_assistant_tokens, most)
-            self._candidates = self._session.draft_chain(prefix, count, self._choose, self._threshold)
-            if ends_with_text:
-                self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
-        return self._candidates
+            return min(most, room)
+        return most if room >= self._tree.total_tokens - 1 else 0
+
+    def _choose_shape(self, most: int) -> tuple[int, TreeConfig | None]:
+        """How many steps to draft, at most `most` of which are of use, and for trees their shape."""
+        if self._reads and not self._session.has_features_of(self._length):
+            most = 0
+        shape = self._automatic.begin_round(most)
+        rests = self._automatic.is_resting or (most > 0 and not shape.steps)
+        self._is_unshown = rests and self._recorder is None
+        self._reads_features = not self._is_unshown or self._automatic.reads_features
+        if self._tree is None or not shape.steps:
+            return shape.steps, None
+        return shape.steps, replace(self._tree, total_tokens=shape.nodes + 1, depth=shape.steps - 1)
+
+    @property
+    def _length(self) -> int:
+        """How many verified tokens there are, without padding."""
+        return self._prompt.shape[0] + self._prefix_length - self._padded_length
 
     def verify(
         self, input_ids: torch.Tensor, candidates: Candidates | None, is_first: bool, model_kwargs: dict[str, Any]
     ) -> Any:
         """Run the target on the candidates. See `TargetForward.run`."""
-        shows_rows = self._is_unread and self._shows_prompt_rows
+        shows_rows = self._is_unread and not self._is_unshown and self._shows_prompt_rows
         unread, states = 1, self._wanted_states(self._needs.of_prompt and not shows_rows)
         if is_first:
             unread = input_ids.shape[1] - self._skipped if self._skipped else None
@@ -249,7 +285,9 @@ class Drafting:
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
         """Show the session what the target said."""
-        self._session.learn(self._feedback(outputs, outcome))
+        feedback = self._feedback(outputs, outcome)
+        if feedback is not None:
+            self._session.learn(feedback)
 
     # The prompt ----------------------------------------------------------------------------------------------------
 
@@ -293,21 +331,29 @@ class Drafting:
     def _counts(self, outcome: Outcome) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """What `DraftSession.count` takes. Adapts the draft length as transformers' schedules do."""
         candidates = self._candidates
+        if self._automatic is not None:
+            self._automatic.end_round(outcome.accepted)
         if candidates is None:
             return outcome.accepted, None, None
-        if self._schedule != "constant" and self._tree is None:
+        if self._schedule != "constant" and self._tree is None and self._automatic is None:
             change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
             self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
         covered = _covered_mass(candidates, outcome.scores) if self._measure_coverage else None
         return outcome.accepted, self._missed(outcome), covered
 
-    def _feedback(self, outputs: Any, outcome: Outcome) -> Feedback:
-        """What the target said in this round, as far as drafter and policy asked for it."""
+    def _feedback(self, outputs: Any, outcome: Outcome) -> Feedback | None:
+        """What the target said in this round, as far as drafter and policy asked for it. None where it is not shown:
+        then at most the features are kept."""
+        end = self._length + outcome.accepted
+        if self._is_unshown:
+            if self._reads and self._reads_features:
+                self._session.take_features(self._features(outputs, outcome), end)
+            self._read_ahead = []
+            return None
         prompt = self._shown_of_prompt(outputs) if self._is_unread and self._needs.of_prompt else None
         features = self._features(outputs, outcome) if self._reads else None
-        length = self._prompt.shape[0] + self._prefix_length - self._padded_length
         self._read_ahead = []
-        verified, end = outcome.token_ids.to(self._device), length + outcome.accepted
+        verified = outcome.token_ids.to(self._device)
         with self._session.stopwatch.section("policy"):
             logits, top = self._verified_logits(outputs, outcome), {}
             if self._wanted_best:

@@ -64,12 +64,13 @@ class ShortlistState(ABC):
 
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
         """Take in new context. Called with the tokens before the first draft step and, where the policy needs to know
-        what the target says of them, once more (with no tokens) when the target has read the prompt."""
+        what the target says of them, once more (with no tokens) when the target has read the prompt; later with the
+        tokens of rounds that were not shown, as nothing was drafted in them (`num_assistant_tokens="auto"`)."""
 
     def observe(self, verdict: Verdict) -> None:  # noqa: B027
-        """Take in what the target said in the last round. Called after every verification, also where nothing had been
-        drafted, and before the next round begins; not after the one that ends a text for good, which nothing follows.
-        """
+        """Take in what the target said in the last round. Called after every verification, mostly also where nothing
+        had been drafted, and before the next round begins; not after the one that ends a text for good, which nothing
+        follows."""
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:  # noqa: B027
         """Take up the rows of a head whose weights changed. Called between rounds, and only where the policy asked for

@@ -19,13 +19,13 @@ class BenchmarkSettings(PairSettings):
 
     Every drafter runs with every policy, in chains and in trees of every shape. Every system draws a prompt with the
     same seed, and each repeat has seeds of its own. Transformers' assisted generation drafts chains of
-    `num_assistant_tokens` too, with the independent drafter. Where verifications compute the target's logits by this
-    package's own product, plain generation runs with that product too.
+    `num_assistant_tokens` too (of five where that is `"auto"`), with the independent drafter. Where verifications
+    compute the target's logits by this package's own product, plain generation runs with that product too.
 
     Args:
         eagle: folders or Hub ids of EAGLE heads for the target, beside the drafter or in its place.
         allow_pickle: read heads that are not in safetensors, as `EagleDrafter.from_pretrained`.
-        chains: draft chains of `num_assistant_tokens`.
+        chains: draft chains of `num_assistant_tokens`, which may be `"auto"`.
         trees: draft trees of each of these shapes: a `TreeConfig`, or what `parse_tree` understands.
         temperatures: each is measured for itself; 0 decodes greedily.
         top_k: for sampling: draw from the so many most probable tokens (0: from all).
@@ -54,6 +54,7 @@ class BenchmarkSettings(PairSettings):
     transformers_assisted: bool = True
     rivals: bool = True
 
+    _TAKES_AUTO: ClassVar[bool] = True
     _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "top_k": 0, "repeats": 1, "profile_prompts": 0}
 
     def __post_init__(self):

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...assistant import DynSpecAssistant
-from ...drafting.tree_config import TreeConfig
+from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
+from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError
 from ...kernels import dense_scores, has_dense_kernel, prepare_kernels
 from ...loading import shared_vocabulary_size
@@ -112,7 +113,7 @@ def open_systems(
     pair: Pair,
     policies: Mapping[str, ShortlistPolicy],
     combinations: dict[str, Combination],
-    num_assistant_tokens: int,
+    num_assistant_tokens: int | str,
     transformers_assisted: bool,
     rivals: bool,
     notes: list[str],
@@ -123,7 +124,7 @@ def open_systems(
         pair: the models.
         policies: the policies by label.
         combinations: what the assistants are made of, by label.
-        num_assistant_tokens: tokens of each chain, of all systems that draft chains.
+        num_assistant_tokens: tokens of each chain, of all systems that draft chains; `"auto"` is for assistants.
         transformers_assisted: set up transformers' assisted generation with drafts of that length too.
         rivals: set up what transformers does unless told otherwise, and prompt lookup.
         notes: is told which baselines could not be set up, and why.
@@ -155,7 +156,7 @@ def open_systems(
 
 def _drafting_baselines(
     pair: Pair,
-    num_assistant_tokens: int,
+    num_assistant_tokens: int | str,
     transformers_assisted: bool,
     rivals: bool,
     stack: ExitStack,
@@ -165,7 +166,8 @@ def _drafting_baselines(
     drafter, problem = pair.drafter_model, _why_not_transformers(pair)
     if problem is None:
         stack.enter_context(_draft_settings(drafter, {}))
-        wanted = {"num_assistant_tokens": num_assistant_tokens, **CONSTANT_DRAFT_LENGTH}
+        length = DEFAULT_NUM_ASSISTANT_TOKENS if num_assistant_tokens == AUTO else num_assistant_tokens
+        wanted = {"num_assistant_tokens": length, **CONSTANT_DRAFT_LENGTH}
         if transformers_assisted:
             yield System(TRANSFORMERS, drafter, surroundings=lambda: _draft_settings(drafter, wanted))
         if rivals:
@@ -177,7 +179,7 @@ def _drafting_baselines(
 
 
 def _assistant(
-    pair: Pair, combination: Combination, policy: ShortlistPolicy, num_assistant_tokens: int
+    pair: Pair, combination: Combination, policy: ShortlistPolicy, num_assistant_tokens: int | str
 ) -> DynSpecAssistant:
     assistant = DynSpecAssistant(
         pair.drafters[combination.drafter],

@@ -1,0 +1,143 @@
+"""Measure `num_assistant_tokens="auto"` against fixed draft lengths and plain generation, domain by domain.
+
+All of them take turns on every prompt, in one process, so that whatever else the computer does meets all alike. Tables
+show tokens per second, how close automatic drafting comes to the best fixed length of each domain, which nobody knows
+beforehand, and to plain generation where drafting loses. An assistant sees one prompt after another, as it would in a
+server: what it learns from one is there for the next, and nothing is at the first. On the embedded pair:
+
+    python examples/automatic_drafting.py --target examples/pocket/target --drafter examples/pocket/drafter \\
+        --prompts examples/pocket/prompts.jsonl
+
+with `--eagle` in place of `--drafter` for a head, and with `--random-weights` for a drafter that is never right.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
+from hf_dynspec.files import write_json
+
+PLAIN, AUTO = "plain", "auto"
+# By domain and system: the seconds of each repeat and the tokens of each, prompt by prompt.
+Measured = dict[str, dict[str, list[dict[str, Any]]]]
+
+app = typer.Typer(add_completion=False)
+
+
+def open_assistants(
+    pair: Pair, policy: str, lengths: list[int], tree: bool, random_weights: bool
+) -> dict[str, DynSpecAssistant | None]:
+    """What is compared, by name: plain generation, an assistant for each fixed length, and one that chooses."""
+    drafter = next(iter(pair.drafters.values()))
+    if random_weights:
+        torch.manual_seed(0)
+        for parameter in drafter.module.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.02
+    settings = {"target": pair.target, "tokenizer": pair.tokenizer, "tree": tree}
+    fixed = {} if tree else {str(length): length for length in lengths}
+    fixed = fixed or {"the tree": None}
+    return {PLAIN: None} | {
+        name: DynSpecAssistant(drafter, policy, num_assistant_tokens=length, **settings)
+        for name, length in {**fixed, AUTO: AUTO}.items()
+    }
+
+
+def measure(
+    pair: Pair, assistants: dict[str, DynSpecAssistant | None], new_tokens: int, temperature: float, repeats: int
+) -> Iterator[tuple[str, str, float, int]]:
+    """Yields domain, system, seconds and new tokens of one call after another."""
+    config = generation_config(pair.target, new_tokens, temperature)
+    names = list(assistants)
+    for repeat in range(-1, repeats):
+        for place, (prompt, token_ids) in enumerate(zip(pair.prompts, pair.encoded, strict=True)):
+            input_ids = torch.tensor([token_ids], device=pair.target.device)
+            # Nobody is always the one after the slowest.
+            turn = (repeat + place) % len(names)
+            for name in names[turn:] + names[:turn]:
+                torch.manual_seed(place)
+                start = time.perf_counter()
+                output = pair.target.generate(input_ids, generation_config=config, assistant_model=assistants[name])
+                if output.is_cuda:
+                    torch.cuda.synchronize(output.device)
+                seconds = time.perf_counter() - start
+                if repeat >= 0:
+                    yield prompt.domain, name, seconds, output.shape[1] - len(token_ids)
+            if repeat < 0:
+                # A warm-up.
+                break
+
+
+def speeds(measured: Measured, names: list[str]) -> dict[str, dict[str, float]]:
+    """Tokens per second of every system in every domain, and over all domains."""
+    domains = {domain: {name: calls[name] for name in names} for domain, calls in measured.items()}
+    domains["all"] = {name: [call for calls in measured.values() for call in calls[name]] for name in names}
+    return {
+        domain: {
+            name: sum(call["tokens"] for call in calls) / sum(call["seconds"] for call in calls)
+            for name, calls in by_name.items()
+        }
+        for domain, by_name in domains.items()
+    }
+
+
+def show(console: Console, title: str, by_domain: dict[str, dict[str, float]], names: list[str]) -> None:
+    """Print a table of tokens per second, with how automatic drafting compares."""
+    table = Table("", *names, "auto /\nbest fixed", "auto /\nplain", title=title)
+    for domain, speed in by_domain.items():
+        best = max(speed[name] for name in names if name not in (PLAIN, AUTO))
+        cells = [f"{speed[name]:.1f}" for name in names]
+        table.add_row(domain, *cells, f"{speed[AUTO] / best:.3f}", f"{speed[AUTO] / speed[PLAIN]:.3f}")
+    console.print(table)
+
+
+@app.command()
+def main(
+    target: Annotated[str, typer.Option("--target", help="Folder or Hub id of the model to speed up.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", help="JSON lines files of prompts.")],
+    drafter: Annotated[str | None, typer.Option("--drafter", help="Folder or Hub id of the small model.")] = None,
+    eagle: Annotated[str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in its place.")] = None,
+    policy: Annotated[str, typer.Option(help="Shortlist policy.")] = "hybrid",
+    lengths: Annotated[str, typer.Option(help="Fixed draft lengths, comma separated.")] = "1,2,3,5,8,12",
+    tree: Annotated[bool, typer.Option(help="Draft trees of the default shape, and smaller ones.")] = False,
+    random_weights: Annotated[bool, typer.Option(help="Give the drafter random weights.")] = False,
+    temperature: Annotated[list[float], typer.Option(help="0 decodes greedily.")] = [0.0, 0.8],  # noqa: B006
+    limit: Annotated[int, typer.Option(help="Prompts of each domain.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(help="How often all of it is timed.")] = 3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write what was measured to.")] = None,
+) -> None:
+    """Compare automatic drafting with every fixed length."""
+    console = Console()
+    settings = PairSettings(target, drafter, prompts, max_new_tokens=max_new_tokens, limit=limit, threads=threads)
+    results = {}
+    with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
+        for value in temperature:
+            # Made anew for each temperature, so that it learns from nothing.
+            assistants = open_assistants(pair, policy, [int(one) for one in lengths.split(",")], tree, random_weights)
+            names = list(assistants)
+            measured: Measured = {one.domain: {name: [] for name in names} for one in pair.prompts}
+            task = progress.add_task(f"T = {value:g}", total=repeats * len(pair.prompts) * len(names))
+            for domain, name, seconds, tokens in measure(pair, assistants, max_new_tokens, value, repeats):
+                measured[domain][name].append({"seconds": seconds, "tokens": tokens})
+                progress.advance(task)
+            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speeds(measured, names)}
+            for one in assistants.values():
+                if one is not None:
+                    one.unbind()
+            if out is not None:
+                write_json(out, {"models": pair.described_models(), "results": results})
+            show(console, f"tokens per second, T = {value:g}", results[f"{value:g}"]["tokens_per_second"], names)
+
+
+if __name__ == "__main__":
+    app()

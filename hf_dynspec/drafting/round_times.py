@@ -1,0 +1,91 @@
+"""What rounds of different shapes take, told from the times of those that were."""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from statistics import median, median_low
+
+# Times kept of each shape, and ratios of the latest rounds to what was expected of them.
+_KEPT, _PACES, _ENOUGH_PACES = 15, 9, 5
+# How many rounds the straight line through all shapes counts for beside a shape's own.
+_ROUNDS_OF_LINE = 2
+# From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
+# may have been a stall.
+_SHAPES_OF_LINE, _MOST_SURPRISE = 3, 1.3
+
+
+class RoundTimes:
+    """Seconds of rounds, by their shape.
+
+    Shapes are compared as if the machine had always worked at one pace: how much longer or shorter the latest rounds
+    took than others of the same shape before them is told apart from what the shapes differ in. So other work on the
+    machine, which slows down the shape that is being drafted and is not seen in the others, changes no choice; and as
+    medians are compared, a stall does not either.
+
+    What a shape takes that was seldom tried follows from the others by a straight line over its features.
+    """
+
+    def __init__(self):
+        self._seconds: dict[Hashable, deque[float]] = {}
+        self._typical: dict[Hashable, float] = {}
+        self._paces: deque[float] = deque(maxlen=_PACES)
+        self._line: list[float] | None = None
+
+    def add(self, shape: tuple[int, ...], seconds: float) -> None:
+        """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
+        if shape in self._typical:
+            self._paces.append(seconds / self._typical[shape])
+        pace = median(self._paces) if len(self._paces) >= _ENOUGH_PACES else 1.0
+        seconds /= pace
+        if shape not in self._seconds and len(self._seconds) >= _SHAPES_OF_LINE:
+            seconds = min(seconds, _MOST_SURPRISE * self.expected(shape))
+        kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
+        kept.append(seconds)
+        self._typical[shape] = median_low(kept)
+        self._line = None
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """How many rounds of a shape are remembered."""
+        return len(self._seconds.get(shape, ()))
+
+    def expected(self, shape: tuple[int, ...]) -> float:
+        """Seconds to expect of a round. Some round must have been timed.
+
+        Those that draft lie on the line, but for what was seen of them; and none of them takes less than the target
+        alone.
+        """
+        if not any(shape):
+            return self._typical.get(shape) or min(self._typical.values())
+        if self._line is None:
+            self._line = _fit(
+                [(one, self._typical[one], len(kept)) for one, kept in self._seconds.items() if any(one)]
+            )
+        line = self._line[0] + sum(slope * feature for slope, feature in zip(self._line[1:], shape, strict=True))
+        line = max(line, min(self._typical.values()))
+        count = self.count(shape)
+        return (count * self._typical.get(shape, 0.0) + _ROUNDS_OF_LINE * line) / (count + _ROUNDS_OF_LINE)
+
+
+def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> list[float]:
+    """The intercept and slopes of the plane closest to points, each of features, a height and a weight.
+
+    A little is held against slopes, so that they are told also where the points do not tell: where features always
+    change together they share what comes of it, and through one point the plane is level.
+    """
+    weight = sum(one[2] for one in points)
+    width = len(points[0][0])
+    centre = [sum(one[2] * one[0][i] for one in points) / weight for i in range(width)]
+    height = sum(one[2] * one[1] for one in points) / weight
+    rows = [
+        [sum(w * (f[i] - centre[i]) * (f[j] - centre[j]) for f, _, w in points) for j in range(width)]
+        + [sum(w * (f[i] - centre[i]) * (seconds - height) for f, seconds, w in points)]
+        for i in range(width)
+    ]
+    for i in range(width):
+        rows[i][i] += 1e-3 * weight
+    for i in range(width):
+        for j in range(width):
+            if i != j:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    slopes = [rows[i][-1] / rows[i][i] for i in range(width)]
+    return [height - sum(s * c for s, c in zip(slopes, centre, strict=True)), *slopes]

@@ -1,0 +1,416 @@
+"""`num_assistant_tokens="auto"`: what is chosen, what it costs to find out, and that it never shows in the tokens."""
+
+import copy
+import random
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from eagle_heads import agreeing_head, drafter_of, soft
+from models import POLICY_CASES, perturbed, prompt, tiny
+from transformers import PreTrainedModel
+
+from hf_dynspec import ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
+from hf_dynspec.drafting import automatic
+from hf_dynspec.drafting.automatic import AutomaticDrafting, LearntDrafting
+from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
+from hf_dynspec.drafting.round_times import RoundTimes
+from hf_dynspec.generation.round import Drafting
+
+TREE = TreeConfig(24, 3, 4)
+
+# The choice, on a machine that is not there --------------------------------------------------------------------------
+
+
+class Machine:
+    """Rounds that take `alone` seconds without a draft, and `fixed + step · steps` more with one of a chain.
+
+    Args:
+        noise: the spread of a round's time, as a share of it.
+        stalls: the share of rounds that take two to ten times as long.
+    """
+
+    def __init__(self, alone=10.0, fixed=0.7, step=1.0, noise=0.05, stalls=0.01, seed=0):
+        self.alone, self.fixed, self.step = alone, fixed, step
+        self.noise, self.stalls = noise, stalls
+        self.pace = 1.0
+        self.now = 0.0
+        self.random = random.Random(seed)
+
+    def seconds(self, steps: int) -> float:
+        return self.alone + (self.fixed + self.step * steps if steps else 0.0)
+
+    def run(self, steps: int) -> None:
+        stall = self.random.uniform(2, 10) if self.random.random() < self.stalls else 1.0
+        self.now += self.pace * self.seconds(steps) * self.random.lognormvariate(0, self.noise) * stall
+
+
+def text(acceptance: float, tokens: int, seed: int) -> list[bool]:
+    """For each token of a text whether the drafter knows it."""
+    rng = random.Random(seed)
+    return [rng.random() < acceptance for _ in range(tokens)]
+
+
+def generate_text(
+    machine: Machine, known: Sequence[bool], draft: Callable[[], int], tell=lambda accepted: None
+) -> list:
+    """Speculative decoding of one text. Returns how many steps each round drafted."""
+    done, steps = 0, []
+    while done < len(known):
+        steps.append(min(draft(), len(known) - done - 1))
+        accepted = 0
+        while accepted < steps[-1] and known[done + accepted]:
+            accepted += 1
+        machine.run(steps[-1])
+        tell(accepted)
+        done += accepted + 1
+    return steps
+
+
+def automatically(machine: Machine, texts: Sequence[Sequence[bool]], drafting: AutomaticDrafting) -> list[int]:
+    """One call for each text. Returns how many steps each round drafted."""
+    steps = []
+    for known in texts:
+        call = drafting.begin_call(lambda: machine.now)
+        steps += generate_text(machine, known, lambda call=call: call.begin_round(99).steps, call.end_round)
+    return steps
+
+
+def best_fixed(machine: Machine, texts: Sequence[Sequence[bool]]) -> float:
+    """Seconds of the best fixed length, on the same machine without noise."""
+    seconds = []
+    for length in range(LONGEST + 1):
+        quiet = Machine(machine.alone, machine.fixed, machine.step, noise=0.0, stalls=0.0)
+        for known in texts:
+            generate_text(quiet, known, lambda length=length: length)
+        seconds.append(quiet.now)
+    return min(seconds)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Whether it warns has a test of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "drafting does not pay here")
+        yield
+
+
+COSTS = {"cheap drafts": (10.0, 0.7, 1.0), "dear drafts": (12.0, 1.0, 3.0), "flat": (20.0, 0.0, 1.5)}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("cost", COSTS)
+def test_little_is_lost_to_the_best_fixed_length_known_in_hindsight(cost, acceptance):
+    """What was not known at first included: over 12 calls of 200 tokens on a machine without noise."""
+    texts = [text(acceptance, 200, seed) for seed in range(12)]
+    machine = Machine(*COSTS[cost], noise=0.0, stalls=0.0)
+    automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+    assert machine.now < best_fixed(machine, texts) / 0.96
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("cost", COSTS)
+def test_neither_noise_nor_stalls_mislead_it(cost, acceptance):
+    """The same choices on average, priced without the noise that nobody can help."""
+    texts = [text(acceptance, 200, seed) for seed in range(12)]
+    ratios = []
+    for seed in range(5):
+        machine = Machine(*COSTS[cost], noise=0.1, stalls=0.02, seed=seed)
+        steps = automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+        ratios.append(best_fixed(machine, texts) / sum(map(machine.seconds, steps)))
+    assert sum(ratios) / len(ratios) > 0.94
+    assert min(ratios) > 0.88
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_it_follows_texts_that_change(cost):
+    """No fixed length suits all of these: it loses little to the best of them, and learns anew what is right."""
+    texts = [text(acceptance, 300, seed) for seed, acceptance in enumerate([0.9, 0.2, 0.9, 0.05, 0.9, 0.2])]
+    machine = Machine(*COSTS[cost], noise=0.0, stalls=0.0)
+    automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+    assert machine.now < best_fixed(machine, texts) / 0.95
+
+
+def test_other_work_on_the_machine_changes_no_choice():
+    """Everything takes three times as long from one round on, and only what is being drafted is seen to."""
+    machine, drafting = Machine(noise=0.03, stalls=0.0), AutomaticDrafting(shapes_of(None))
+    automatically(machine, [text(0.8, 600, 1)], drafting)
+    machine.pace = 3.0
+    steps = automatically(machine, [text(0.8, 600, 2)], drafting)
+    assert steps.count(0) <= 3
+    assert sum(steps) / len(steps) > 4
+
+
+def test_while_it_loses_next_to_nothing_is_drafted():
+    """The trials that find out whether it still does take their share of the time at most, after the first ones."""
+    machine, drafting = Machine(fixed=2.0, step=4.0), AutomaticDrafting(shapes_of(None))
+    automatically(machine, [text(0.1, 200, 1)], drafting)
+    steps = automatically(machine, [text(0.1, 2000, 2), text(0.1, 2000, 3)], drafting)
+    lost = sum(machine.seconds(one) - machine.alone for one in steps if one)
+    assert 0 < lost < 0.015 * sum(map(machine.seconds, steps))
+
+
+def test_it_drafts_again_when_drafts_are_good_again():
+    machine, drafting = Machine(), AutomaticDrafting(shapes_of(None))
+    automatically(machine, [text(0.0, 300, 1)], drafting)
+    assert drafting.is_resting
+    steps = automatically(machine, [text(0.9, 1500, 2)], drafting)
+    assert not drafting.is_resting
+    assert sum(steps[-50:]) / 50 > 4
+
+
+@pytest.mark.parametrize("change", ["weights", "time"])
+def test_a_change_ends_a_rest(change, monkeypatch):
+    machine, drafting = Machine(), AutomaticDrafting(shapes_of(None))
+    automatically(machine, [text(0.0, 600, 1)], drafting)
+    assert automatically(machine, [text(0.9, 10, 2)], drafting).count(0) == 10
+    if change == "weights":
+        drafting.renew()
+    else:
+        machine.now += 3600
+    assert automatically(machine, [text(0.9, 10, 2)], drafting)[0] > 0
+
+
+def test_it_says_once_that_drafting_rests():
+    machine, drafting = Machine(fixed=5.0), AutomaticDrafting(shapes_of(None))
+    with pytest.warns(UserWarning, match="drafting does not pay here") as said:
+        automatically(machine, [text(0.0, 500, seed) for seed in range(3)], drafting)
+        drafting.renew()
+        automatically(machine, [text(0.0, 500, 4)], drafting)
+    assert len(said) == 1
+
+
+def test_the_sizes_of_trees_are_told_apart():
+    """Large trees bring a little more and cost much more here, and deep ones nothing."""
+    drafting, rng, chosen = AutomaticDrafting(shapes_of(TreeConfig(60, 5, 10))), random.Random(0), []
+    now = [0.0]
+    call = drafting.begin_call(lambda: now[0])
+    for _ in range(400):
+        shape = call.begin_round(99)
+        chosen.append(shape)
+        now[0] += 10 + 0.5 * shape.steps + 0.5 * shape.nodes
+        accepted = 0
+        while accepted < min(shape.steps, 3) and rng.random() < 0.7 + shape.nodes / 600:
+            accepted += 1
+        call.end_round(accepted)
+    latest = chosen[-100:]
+    assert max(set(latest), key=latest.count) == DraftShape(3, 7)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [TreeConfig(), TreeConfig(2, 0, 1), TreeConfig(3, 5, 2), TreeConfig(4096, 128, 512), TreeConfig(9, 12, 2), TREE],
+    ids=str,
+)
+def test_every_shape_of_a_tree_can_be_drafted_and_is_weighed(tree):
+    shapes = shapes_of(tree)
+    assert 0 < len(shapes) <= 4 * LONGEST
+    for shape in shapes:
+        TreeConfig(shape.nodes + 1, shape.steps - 1, tree.top_k)
+        assert shape.nodes < tree.total_tokens
+        assert shape.steps <= tree.depth + 1
+    now, drafting = [0.0], AutomaticDrafting(shapes)
+    call, chosen = drafting.begin_call(lambda: now[0]), []
+    for _ in range(60):
+        chosen.append(call.begin_round(99))
+        now[0] += 10 + chosen[-1].steps
+        call.end_round(chosen[-1].steps)
+    # All of every path is accepted, and nodes cost nothing.
+    assert max(set(chosen[-20:]), key=chosen[-20:].count).steps == shapes[-1].steps
+
+
+def test_what_a_seldom_tried_shape_takes_follows_from_the_others():
+    times = RoundTimes()
+    for _ in range(5):
+        for steps in (2, 5):
+            times.add(DraftShape(steps, steps), 10.0 + steps)
+    assert times.expected(DraftShape(9, 9)) == pytest.approx(19.0, rel=0.01)
+    times.add(ALONE, 8.0)
+    assert times.expected(ALONE) == 8.0
+
+
+def test_what_was_learnt_is_bounded_and_follows_the_weights():
+    learnt = LearntDrafting()
+    first = learnt.under("greedy", None, 1)
+    assert learnt.under("greedy", None, 1) is first
+    for temperature in range(50):
+        learnt.under(temperature, None, 1)
+    assert len(learnt._learnt) <= 8
+    assert learnt.under("greedy", None, 1) is not first
+    machine, resting = Machine(), learnt.under("other", None, 1)
+    automatically(machine, [text(0.0, 300, 1)], resting)
+    assert resting.is_resting
+    assert not learnt.under("other", None, 2).is_resting
+    learnt.forget()
+    assert learnt.under("other", None, 2) is not resting
+
+
+# In generate ---------------------------------------------------------------------------------------------------------
+
+
+class Whim(AutomaticDrafting):
+    """Drafts something else every few rounds, and rests in between, whatever it costs."""
+
+    def __init__(self, shapes: Sequence[DraftShape]):
+        super().__init__(shapes)
+        self._random = random.Random(5)
+        self._plan: list[DraftShape] = []
+        self._left = 0
+
+    @property
+    def is_resting(self) -> bool:
+        return self._left > 0
+
+    @property
+    def reads_features(self) -> bool:
+        return self._left <= 3
+
+    def choose(self) -> DraftShape:
+        if self._left:
+            self._left -= 1
+            return ALONE
+        if self._random.random() < 0.3:
+            self._left = self._random.choice([0, 1, 7])
+            return ALONE
+        return self._random.choice(self._shapes)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return soft()
+
+
+def drafters(target: PreTrainedModel) -> dict[str, Callable]:
+    return {
+        "the target itself": lambda: copy.deepcopy(target),
+        "another model": lambda: perturbed(target),
+        "EAGLE-3": lambda: drafter_of(agreeing_head("eagle3"), target),
+        "EAGLE-2": lambda: drafter_of(agreeing_head("eagle2"), target),
+    }
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["the target itself", "another model", "EAGLE-2", "EAGLE-3"])
+@pytest.mark.parametrize("policy", ["full", "hybrid"])
+def test_tokens_are_the_same_whatever_is_drafted(policy, drafter, tree, target, monkeypatch):
+    monkeypatch.setattr(automatic, "AutomaticDrafting", Whim)
+    drafts = drafters(target)[drafter]()
+    assistant = DynSpecAssistant(drafts, POLICY_CASES[policy](), target=target, tree=tree, num_assistant_tokens="auto")
+    for seed in range(3):
+        arguments = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 299}
+        expected = target.generate(prompt(seed=seed), **arguments)
+        assert torch.equal(target.generate(prompt(seed=seed), assistant_model=assistant, **arguments), expected)
+    stats = assistant.stats_total
+    assert 0 < sum(stats.drafted_at[:1]) and stats.tokens_per_round[1] > 0
+    if drafter == "the target itself" and policy == "full" and not tree:
+        # Whatever it had not read meanwhile, it has read by then.
+        assert stats.accepted == stats.drafted
+
+
+@pytest.mark.parametrize("policy", POLICY_CASES)
+def test_every_policy_goes_on_after_a_rest(policy, target, monkeypatch):
+    """Its shortlists are held against the contract, and the tokens against the target's own."""
+    monkeypatch.setattr(automatic, "AutomaticDrafting", Whim)
+    assistant = DynSpecAssistant(
+        perturbed(target), POLICY_CASES[policy](), target=target, num_assistant_tokens="auto", validate=True
+    )
+    conversation = assistant.conversation()
+    expected = target.generate(prompt(), max_new_tokens=60, do_sample=False, eos_token_id=299)
+    for assistant_model in (assistant, conversation):
+        output = target.generate(
+            prompt(), assistant_model=assistant_model, max_new_tokens=60, do_sample=False, eos_token_id=299
+        )
+        assert torch.equal(output, expected)
+
+
+def test_a_drafter_that_is_never_right_is_left_alone(target):
+    """It drafts a few tokens, rests, and in the next call is not even shown the prompt."""
+    assistant = DynSpecAssistant(tiny(seed=77), "full", target=target, num_assistant_tokens="auto")
+    arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 299}
+    with pytest.warns(UserWarning, match="drafting does not pay here"):
+        for _ in range(3):
+            target.generate(prompt(), assistant_model=assistant, **arguments)
+    assert assistant.stats_total.drafted < 80
+    read = []
+    assistant.drafter.model.register_forward_hook(lambda *_: read.append(1))
+    for _ in range(2):
+        target.generate(prompt(), assistant_model=assistant, **arguments)
+        if not assistant.stats.drafted:
+            break
+    assert assistant.stats.drafted == 0
+    assert not read
+
+
+def test_what_is_learnt_belongs_to_the_setting(target):
+    assistant = DynSpecAssistant(perturbed(target), "full", target=target, num_assistant_tokens="auto")
+    arguments = {"max_new_tokens": 20, "eos_token_id": 299, "assistant_model": assistant}
+    target.generate(prompt(), do_sample=False, **arguments)
+    target.generate(prompt(), do_sample=True, temperature=0.8, **arguments)
+    assistant.tree = TREE
+    assert not assistant.learnt_drafting._learnt
+    twin = copy.copy(assistant)
+    assert twin.learnt_drafting is not assistant.learnt_drafting
+
+
+def test_two_threads_share_what_is_learnt(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target, num_assistant_tokens="auto")
+    arguments = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 299}
+    expected = [target.generate(prompt(seed=seed), **arguments) for seed in range(2)]
+    outputs: dict[int, list] = {0: [], 1: []}
+
+    def run(seed: int) -> None:
+        for _ in range(3):
+            outputs[seed].append(target.generate(prompt(seed=seed), assistant_model=assistant, **arguments))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in outputs]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for seed, made in outputs.items():
+        assert len(made) == 3
+        assert all(torch.equal(one, expected[seed]) for one in made)
+    assert len(assistant.learnt_drafting._learnt) == 1
+
+
+@pytest.mark.parametrize("wrong", ["sometimes", "AUTO", "", 0, -1, True, 2.5])
+def test_other_words_are_refused_before_any_work(wrong, target):
+    drafter = perturbed(target)
+    with pytest.raises(ConfigurationError, match=r'num_assistant_tokens must be a whole number .* or "auto"'):
+        DynSpecAssistant(drafter, target=target, num_assistant_tokens=wrong)
+    assistant = DynSpecAssistant(drafter, target=target)
+    assistant.generation_config.num_assistant_tokens = wrong
+    with pytest.raises(ConfigurationError, match="num_assistant_tokens"):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=4)
+
+
+def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
+    assistant = DynSpecAssistant(perturbed(target), "full", target=target)
+    assistant.generation_config.num_assistant_tokens = "auto"
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    chosen = []
+    choose = AutomaticDrafting.choose
+    monkeypatch.setattr(AutomaticDrafting, "choose", lambda self: chosen.append(choose(self)) or chosen[-1])
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, do_sample=False)
+    assert chosen
+    assert assistant.generation_config.num_assistant_tokens == "auto"
+    # Study is of one fixed length.
+    assert assistant.draft_round(prompt()).token_ids.shape[0] == 5
+    config = DynSpecConfig(PolicyConfig("full", {}), num_assistant_tokens="auto")
+    assert DynSpecConfig.from_dict(config.to_dict()).num_assistant_tokens == "auto"
+
+
+def test_nobody_is_shown_what_is_said_while_drafting_rests(target, monkeypatch):
+    """And the target is asked for no hidden states, where a head would read them."""
+    wanted = []
+    states = Drafting._wanted_states
+    monkeypatch.setattr(Drafting, "_wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
+    monkeypatch.setattr(AutomaticDrafting, "is_resting", True)
+    monkeypatch.setattr(AutomaticDrafting, "reads_features", False)
+    monkeypatch.setattr(AutomaticDrafting, "choose", lambda self: ALONE)
+    assistant = DynSpecAssistant(drafters(target)["EAGLE-3"](), target=target, num_assistant_tokens="auto")
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=10, do_sample=False)
+    assert wanted and not any(wanted)
