@@ -3,12 +3,9 @@ those of README and docs run, what they link to is there, and figures that stand
 
 import json
 import lzma
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -435,20 +432,3 @@ def test_the_readmes_picture_is_what_the_command_draws(tmp_path):
         for file in (tmp_path / "a.svg", ROOT / "docs/speed.svg")
     )
     assert shipped == drawn and "135  (1.76×)" in drawn
-
-
-# The quickstart ------------------------------------------------------------------------------------------------------
-
-
-def test_the_quickstart_fits_80_columns_and_no_library_warns():
-    run = subprocess.run(
-        [sys.executable, "-W", "default", str(ROOT / "examples" / "quickstart.py")],
-        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert [line for line in run.stderr.splitlines() if line and "Loading weights: " not in line] == []
-    table = [line for line in run.stdout.splitlines() if line.startswith("│")]
-    assert len(table) == 6 and all(line.endswith("│ yes         │") and len(line) <= 80 for line in table)
