@@ -170,12 +170,16 @@ def closing_sentence(systems: dict[str, System]) -> str:
 
 
 def main(
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id of a target, in place of the pocket's.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of an independent drafter for it.")] = None,
-    eagle: Annotated[str | None, typer.Option(help="Folder or Hub id of an EAGLE head for it.")] = None,
-    prompt: Annotated[str, typer.Option(help="The text to complete.")] = PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each system.")] = 3,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Folder or Hub id of a target, in place of the pocket's.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", help="Folder or Hub id of an independent drafter for it.")
+    ] = None,
+    eagle: Annotated[str | None, typer.Option("--eagle", help="Folder or Hub id of an EAGLE head for it.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="The text to complete.")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate.")] = 96,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each system.")] = 3,
 ) -> None:
     """Complete a text with a target and its drafters, and compare ways of speculative decoding on it."""
     if target is None and (drafter or eagle):

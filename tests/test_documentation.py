@@ -194,8 +194,10 @@ def require_real(words: list[str]) -> None:
         case ["python", script, *options]:
             source = (ROOT / script).read_text(encoding="utf-8")
             assert all(f'"{word}"' in source for word in options if word.startswith("--"))
-        case ["make", target]:
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        case ["make", target, *variables]:
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+            assert all(f"$({name})" in makefile for name in (word.partition("=")[0] for word in variables))
         case ["pip", "install", name]:
             assert f"\nname = {name}\n" in (ROOT / "setup.cfg").read_text(encoding="utf-8")
         case _:
@@ -209,7 +211,8 @@ def test_every_command_takes_what_it_is_given(page):
 
 
 def test_a_command_that_is_none_is_found():
-    for line in ("hf-dynspec bench --targets a", "python examples/quickstart.py --fast", "hf_dynspec bench"):
+    made_up = ("hf-dynspec bench --targets a", "python examples/quickstart.py --fast", "hf_dynspec bench")
+    for line in (*made_up, "make quickstart TARGETS=a"):
         with pytest.raises((Exception, pytest.fail.Exception)):
             require_real(shlex.split(line))
 
