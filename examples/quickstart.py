@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter
@@ -114,6 +114,18 @@ def make_systems(
     return systems
 
 
+def load(
+    target: str, drafter: str | None, eagle: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, System]]:
+    """The target, its tokenizer and all ways to generate with it, in fp32 on the CPU, where greedy tokens must be the
+    same to the last one."""
+    model = load_model(target, device="cpu", dtype="float32", role="target")
+    tokenizer = load_tokenizer(target)
+    small = load_model(drafter, device="cpu", dtype="float32", role="drafter") if drafter else None
+    head = EagleDrafter.from_pretrained(eagle, target=model) if eagle else None
+    return model, tokenizer, make_systems(model, small, head)
+
+
 def generate(target: PreTrainedModel, inputs: dict, assistant: Any, max_new_tokens: int) -> tuple[list[int], float]:
     """Generate greedily. Returns the new tokens and the seconds that it took."""
     start = time.perf_counter()
@@ -184,26 +196,20 @@ def main(
     """Complete a text with a target and its drafters, and compare ways of speculative decoding on it."""
     if target is None and (drafter or eagle):
         raise typer.BadParameter("a drafter or an EAGLE head belongs to a target: name its target too (TARGET=…)")
-    if target is not None and not (drafter or eagle):
-        raise typer.BadParameter(
-            "a target alone drafts nothing: name a drafter (DRAFTER=…) or an EAGLE head (EAGLE=…)"
-        )
+    if target and not (drafter or eagle):
+        raise typer.BadParameter("a target drafts nothing alone: name a drafter (DRAFTER=…) or EAGLE head (EAGLE=…)")
     if target is None:
         target, drafter = str(POCKET / "target"), str(POCKET / "drafter")
     silence_libraries()
     console = Console()
     try:
         with console.status("Loading the models"):
-            # In fp32 on a CPU, where greedy tokens must be the same to the last one.
-            model = load_model(target, device="cpu", dtype="float32", role="target")
-            tokenizer = load_tokenizer(target)
-            small = load_model(drafter, device="cpu", dtype="float32", role="drafter") if drafter else None
-            head = EagleDrafter.from_pretrained(eagle, target=model) if eagle else None
-            systems = make_systems(model, small, head)
+            model, tokenizer, systems = load(target, drafter, eagle)
     except DynSpecError as error:
         raise typer.BadParameter(str(error)) from error
     inputs = dict(tokenizer(prompt, return_tensors="pt"))
-    warm_up(model, inputs, systems, max_new_tokens)
+    with console.status("Warming up"):
+        warm_up(model, inputs, systems, max_new_tokens)
     for _ in track(range(repeats), "Generating", console=console, transient=True, disable=not console.is_terminal):
         for system in systems.values():
             _, seconds = generate(model, inputs, system.assistant, max_new_tokens)

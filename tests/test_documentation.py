@@ -17,6 +17,7 @@ import typer
 from accelerate.commands.launch import launch_command_parser
 from eagle_heads import random_head
 from models import random_router
+from pocket import DRAFTER_WIDTH, POCKET, TARGET_SHAPE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -35,7 +36,6 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 PAGES = [README, *DOCS, *CARDS]
-POCKET = ROOT / "examples" / "pocket"
 # tests/test_write_a_policy.py runs the first; the other is for computers with a GPU.
 NOT_RUN_HERE = {"write-a-policy.md", "on-a-gpu.md"}
 # The only thing that is changed: where these names on the Hub are read from. Models keep the names that they were
@@ -50,9 +50,6 @@ LOCAL = {
     "hf-dynspec/qwen2.5-vocabulary-eagle3-router": Path("router-of-the-head"),
 }
 NEW_TOKENS = 128
-# Of the pocket target, which EAGLE heads have to fit, and of the pocket drafter.
-TARGET_SHAPE = {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}
-DRAFTER_WIDTH = 64
 DOMAINS = ("code", "law", "med", "books", "math", "german")
 
 

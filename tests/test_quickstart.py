@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import typer
 from eagle_heads import random_head
+from pocket import POCKET, TARGET_SHAPE, VOCABULARY_SIZE
 from rich.console import Console
-from transformers import AutoConfig
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
-POCKET = ROOT / "examples" / "pocket"
 SMALL = ("--max-new-tokens", "16", "--repeats", "1")
 ROW = re.compile(
     r"^  (?P<name>\S.*?)  +(?P<speed>\d+)  +(?P<times>\d+\.\d\d)  +(?P<length>\d+\.\d\d) .* (?P<same>yes|NO)  $"
@@ -54,10 +53,7 @@ def examples(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory) -> Path:
     """A random EAGLE head for the pocket target."""
-    config = AutoConfig.from_pretrained(POCKET / "target")
-    heads = config.hidden_size // 16
-    shape = {"hidden_size": config.hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}
-    return random_head("eagle2", config.vocab_size, **shape).write(tmp_path_factory.mktemp("quickstart") / "head")
+    return random_head("eagle2", VOCABULARY_SIZE, **TARGET_SHAPE).write(tmp_path_factory.mktemp("quickstart") / "head")
 
 
 def test_it_shows_what_shortlists_are_for_and_no_library_warns():
