@@ -6,10 +6,13 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 READY := $(VENV)/ready
 
+# `make quickstart TARGET=… DRAFTER=… EAGLE=…` runs any pair: folders or Hub ids, a drafter or an EAGLE head or both.
+PAIR := $(if $(TARGET), --target "$(TARGET)")$(if $(DRAFTER), --drafter "$(DRAFTER)")$(if $(EAGLE), --eagle "$(EAGLE)")
+
 .PHONY: quickstart test compiler lint format clean
 
 quickstart: $(READY) compiler
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/quickstart.py
+	$(if $(PAIR),,HF_HUB_OFFLINE=1 )$(VENV)/bin/python examples/quickstart.py$(PAIR)
 
 test: $(READY) compiler
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest

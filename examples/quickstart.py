@@ -1,27 +1,39 @@
-"""Complete a Python function with the embedded pocket pair, and compare ways of speculative decoding on it.
+"""Completes code with the embedded pocket pair, or with a pair of yours, and compares ways of speculative decoding.
 
-Run with `make quickstart`, or `python examples/quickstart.py` where hf_dynspec is installed. Takes about a minute.
+    make quickstart
+    make quickstart TARGET=path/to/target DRAFTER=path/to/drafter EAGLE=path/to/eagle-head
+
+Or `python examples/quickstart.py --help`, where hf_dynspec is installed. With the embedded pair it takes about a
+minute on two processor cores and downloads nothing. Everything is measured on the CPU, in fp32; `hf-dynspec bench`
+measures on other devices too.
 """
 
-import logging
 import statistics
 import time
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
+import typer
+from real_head import show_real_head
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from hf_dynspec import DynSpecAssistant
+from hf_dynspec import DynSpecAssistant, EagleDrafter
+from hf_dynspec.errors import DynSpecError
+from hf_dynspec.loading import load_model, load_tokenizer
 
 POCKET = Path(__file__).parent / "pocket"
+PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
+EAGLE_POLICIES = ("full", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
-MAX_NEW_TOKENS = 128
-REPEATS = 5
-# A prompt ends where a token ends: the line break and the indentation after it are one.
+# It ends where a token of the pocket pair ends: the line break and the indentation after it are one.
 PROMPT = """class Node:
     def __init__(self, name, value, parent=None):
         self.name = name
@@ -35,78 +47,180 @@ PROMPT = """class Node:
         return self.value
 
     def get_parent(self):"""
+READ_ON = """Read on:
+  README.md                  how to use it, and "Will it help me?"
+  docs/choosing-a-policy.md  which shortlist, and how large
+  docs/eagle-and-trees.md    EAGLE heads and draft trees
+  model_cards/pocket.md      the embedded pair
+Try a pair of yours:
+  make quickstart TARGET=path/to/target DRAFTER=path/to/drafter"""
 
 
-def is_for_us(record: logging.LogRecord) -> bool:
-    """Whether a message concerns what is called here: transformers' assisted generation calls `generate` in a way that
-    transformers itself advises against, and nobody outside can change that."""
-    return not record.getMessage().startswith("Passing `generation_config` together with generation-related arguments")
+@dataclass
+class System:
+    """One way to generate, and what was measured of it.
+
+    Attributes:
+        assistant: what `generate` gets as its assistant model: nothing, a drafter, or an assistant of hf_dynspec.
+        acceptance_length: tokens per forward of the target.
+        speeds: tokens per second, one for each repeat.
+        tokens: the new tokens, which are the same in every repeat.
+    """
+
+    assistant: Any
+    acceptance_length: float = 0.0
+    speeds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Median tokens per second."""
+        return statistics.median(self.speeds)
+
+    def active_vocabulary(self, vocabulary_size: int) -> str:
+        """How many tokens a draft step scores, on average."""
+        if self.assistant is None:
+            return ""
+        is_ours = isinstance(self.assistant, DynSpecAssistant)
+        return f"{self.assistant.stats.active_vocabulary if is_ours else vocabulary_size:,.0f}"
 
 
-def load(name: str) -> PreTrainedModel:
-    """Load one model of the pocket pair in fp32, where greedy tokens must be identical to the last one."""
-    return AutoModelForCausalLM.from_pretrained(POCKET / name, dtype=torch.float32).eval()
+def silence_libraries() -> None:
+    """Keep what libraries say about themselves off the screen. What hf_dynspec warns of stays."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module="hf_dynspec")
 
 
-def generate(target: PreTrainedModel, inputs: dict, assistant) -> tuple[torch.Tensor, float]:
+def make_systems(
+    target: PreTrainedModel, drafter: PreTrainedModel | None, eagle: EagleDrafter | None
+) -> dict[str, System]:
+    """All ways to generate that are compared, by what the table calls them."""
+
+    def assistant(drafts: Any, policy: str) -> System:
+        return System(DynSpecAssistant(drafts, policy, target=target, num_assistant_tokens=NUM_ASSISTANT_TOKENS))
+
+    systems = {PLAIN: System(None)}
+    if drafter is not None:
+        # What transformers' own assisted generation reads, so that all draft the same number of tokens.
+        drafter.generation_config.num_assistant_tokens = NUM_ASSISTANT_TOKENS
+        drafter.generation_config.num_assistant_tokens_schedule = "constant"
+        drafter.generation_config.assistant_confidence_threshold = 0.0
+        systems[TRANSFORMERS] = System(drafter)
+        systems |= {policy: assistant(drafter, policy) for policy in POLICIES}
+    if eagle is not None:
+        systems |= {f"EAGLE, {policy}": assistant(eagle, policy) for policy in EAGLE_POLICIES}
+    return systems
+
+
+def load(
+    target: str, drafter: str | None, eagle: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, System]]:
+    """The target, its tokenizer and all ways to generate with it, in fp32 on the CPU, where greedy tokens must be the
+    same to the last one."""
+    model = load_model(target, device="cpu", dtype="float32", role="target")
+    tokenizer = load_tokenizer(target)
+    small = load_model(drafter, device="cpu", dtype="float32", role="drafter") if drafter else None
+    head = EagleDrafter.from_pretrained(eagle, target=model) if eagle else None
+    return model, tokenizer, make_systems(model, small, head)
+
+
+def generate(target: PreTrainedModel, inputs: dict, assistant: Any, max_new_tokens: int) -> tuple[list[int], float]:
     """Generate greedily. Returns the new tokens and the seconds that it took."""
     start = time.perf_counter()
-    output = target.generate(**inputs, assistant_model=assistant, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - start
+    output = target.generate(**inputs, assistant_model=assistant, max_new_tokens=max_new_tokens, do_sample=False)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, time.perf_counter() - start
 
 
-def acceptance_length(target: PreTrainedModel, inputs: dict, assistant) -> float:
-    """Tokens per forward of the target, counted, for assistants that keep no statistics."""
-    forwards = []
-    hook = target.register_forward_hook(lambda *_: forwards.append(1))
+def warm_up(target: PreTrainedModel, inputs: dict, systems: dict[str, System], max_new_tokens: int) -> None:
+    """Let each system generate once, and count the target's forwards."""
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    hook = target.register_forward_hook(count)
     try:
-        tokens, _ = generate(target, inputs, assistant)
+        for system in systems.values():
+            forwards = 0
+            system.tokens, _ = generate(target, inputs, system.assistant, max_new_tokens)
+            system.acceptance_length = len(system.tokens) / forwards
     finally:
         hook.remove()
-    return len(tokens) / len(forwards)
 
 
-def main() -> None:
-    logging.getLogger("transformers.generation.utils").addFilter(is_for_us)
-    console = Console()
-    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target")
-    target, drafter = load("target"), load("drafter")
-    # What transformers' own assisted generation reads, so that all draft the same number of tokens.
-    drafter.generation_config.num_assistant_tokens = NUM_ASSISTANT_TOKENS
-    drafter.generation_config.assistant_confidence_threshold = 0.0
-    inputs = dict(tokenizer(PROMPT, return_tensors="pt"))
-
-    assistants = {"plain generate": None, "transformers' assisted": drafter}
-    for policy in POLICIES:
-        assistants[f"hf_dynspec, {policy}"] = DynSpecAssistant(
-            drafter, policy, target=target, num_assistant_tokens=NUM_ASSISTANT_TOKENS
-        )
-
-    lengths = {name: acceptance_length(target, inputs, assistant) for name, assistant in assistants.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in assistants}
-    outputs = {}
-    for _ in track(range(REPEATS), "Generating", transient=True):
-        for name, assistant in assistants.items():
-            outputs[name], seconds = generate(target, inputs, assistant)
-            speeds[name].append(len(outputs[name]) / seconds)
-
-    console.print(PROMPT, style="dim", end="", markup=False, highlight=False)
-    console.print(tokenizer.decode(outputs["plain generate"], skip_special_tokens=True), markup=False, highlight=False)
-    headings = ("tokens/s", "acceptance\nlength", "active\nvocabulary", "same tokens\nas plain")
-    table = Table("", *headings)
-    for name, assistant in assistants.items():
-        is_ours = isinstance(assistant, DynSpecAssistant)
-        active = assistant.stats.active_vocabulary if is_ours else (len(tokenizer) if assistant else None)
-        same = outputs[name].tolist() == outputs["plain generate"].tolist()
+def show_table(console: Console, systems: dict[str, System], vocabulary_size: int) -> None:
+    """Print what was measured, a row for each system."""
+    plain = systems[PLAIN]
+    table = Table(box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens/s", "times\nplain", "acceptance\nlength", "active\nvocabulary", "same\ntokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, system in systems.items():
         table.add_row(
             name,
-            f"{statistics.median(speeds[name]):.0f}",
-            f"{lengths[name]:.2f}",
-            "" if active is None else f"{active:,.0f}",
-            "yes" if same else "NO",
+            f"{system.speed:.0f}",
+            f"{system.speed / plain.speed:.2f}",
+            f"{system.acceptance_length:.2f}",
+            system.active_vocabulary(vocabulary_size),
+            "yes" if system.tokens == plain.tokens else "NO",
         )
     console.print(table)
 
 
+def closing_sentence(systems: dict[str, System]) -> str:
+    """What the table says, in one sentence."""
+    prefix = "" if "hybrid" in systems else "EAGLE, "
+    hybrid, plain = systems[f"{prefix}hybrid"], systems[PLAIN]
+    others = {"full": systems[f"{prefix}full"], TRANSFORMERS: systems.get(TRANSFORMERS), "plain": plain}
+    times = [f"{hybrid.speed / other.speed:.1f}× {name}" for name, other in others.items() if other is not None]
+    same = "same tokens" if hybrid.tokens == plain.tokens else "NOT the same tokens"
+    return f"{prefix}hybrid: {', '.join(times)}, {same}."
+
+
+def main(
+    target: Annotated[
+        str | None, typer.Option("--target", help="Folder or Hub id of a target, in place of the pocket's.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", help="Folder or Hub id of an independent drafter for it.")
+    ] = None,
+    eagle: Annotated[str | None, typer.Option("--eagle", help="Folder or Hub id of an EAGLE head for it.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="The text to complete.")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate.")] = 96,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each system.")] = 3,
+) -> None:
+    """Complete a text with a target and its drafters, and compare ways of speculative decoding on it."""
+    if target is None and (drafter or eagle):
+        raise typer.BadParameter("a drafter or an EAGLE head belongs to a target: name its target too (TARGET=…)")
+    if target and not (drafter or eagle):
+        raise typer.BadParameter("a target drafts nothing alone: name a drafter (DRAFTER=…) or EAGLE head (EAGLE=…)")
+    if target is None:
+        target, drafter = str(POCKET / "target"), str(POCKET / "drafter")
+    silence_libraries()
+    console = Console()
+    try:
+        with console.status("Loading the models"):
+            model, tokenizer, systems = load(target, drafter, eagle)
+    except DynSpecError as error:
+        raise typer.BadParameter(str(error)) from error
+    inputs = dict(tokenizer(prompt, return_tensors="pt"))
+    with console.status("Warming up"):
+        warm_up(model, inputs, systems, max_new_tokens)
+    for _ in track(range(repeats), "Generating", console=console, transient=True, disable=not console.is_terminal):
+        for system in systems.values():
+            _, seconds = generate(model, inputs, system.assistant, max_new_tokens)
+            system.speeds.append(len(system.tokens) / seconds)
+    console.print(prompt, style="dim", end="", markup=False, highlight=False)
+    console.print(tokenizer.decode(systems[PLAIN].tokens, skip_special_tokens=True), markup=False, highlight=False)
+    show_table(console, systems, len(tokenizer))
+    show_real_head(console)
+    console.print(closing_sentence(systems), style="bold", highlight=False)
+    console.print(READ_ON, highlight=False)
+
+
 if __name__ == "__main__":
-    main()
+    typer.run(main)

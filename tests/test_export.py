@@ -12,6 +12,7 @@ import pytest
 import torch
 from eagle_heads import Head, random_head
 from models import random_router
+from pocket import POCKET, TARGET_SHAPE, VOCABULARY_SIZE, target_embedding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -39,8 +40,6 @@ from hf_dynspec.commands import app
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
-POCKET = ROOT / "examples" / "pocket"
-TARGET_SHAPE = {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}
 NEW_TOKENS = 24
 
 
@@ -98,7 +97,7 @@ def other_target(tmp_path, tokenizer) -> Path:
 # SGLang --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [None, 1, 5, 32768])
+@pytest.mark.parametrize("size", [None, 1, 5, VOCABULARY_SIZE])
 def test_a_token_map_is_what_sglang_loads(tmp_path, artifact, tokenizer, ranking, size):
     out = tmp_path / "new folder" / "map.pt"
     printed = export("sglang", artifact, "--out", out, *([] if size is None else ["--size", size]))
@@ -106,7 +105,7 @@ def test_a_token_map_is_what_sglang_loads(tmp_path, artifact, tokenizer, ranking
     assert type(loaded) is list and all(type(one) is int for one in loaded)
     ids = torch.tensor(loaded, dtype=torch.int64)  # as SGLang goes on
     size = size or 700
-    expected = ranking.tolist() if size == 32768 else [*ranking[: size - 1].tolist(), tokenizer.eos_token_id]
+    expected = ranking.tolist() if size == VOCABULARY_SIZE else [*ranking[: size - 1].tolist(), tokenizer.eos_token_id]
     assert ids.tolist() == expected and f"{len(expected):,} token ids" in printed
     assert int(ids.min()) >= 0 and int(ids.max()) < len(tokenizer)
     assert [one.name for one in out.parent.iterdir()] == ["map.pt"]
@@ -179,21 +178,24 @@ def words(command: str, tmp_path: Path, artifact: Path, target: Path) -> list[An
     """An export that works, into `tmp_path / "out"`."""
     if command != "vllm":
         return [command, artifact, "--out", tmp_path / "out", "--target", target]
-    head = random_head("eagle3", 32768, **TARGET_SHAPE).write(tmp_path / "head")
+    head = random_head("eagle3", VOCABULARY_SIZE, **TARGET_SHAPE).write(tmp_path / "head")
     return ["vllm", head, "--ranking", artifact, "--target", target, "--out", tmp_path / "out"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_another_tokenizer_is_refused(tmp_path, artifact, other_target, command):
-    with pytest.raises(ArtifactError, match=r"vocab_size|tokenizer of 32768 ids, and this one has 32769"):
+    told = f"vocab_size|tokenizer of {VOCABULARY_SIZE} ids, and this one has {VOCABULARY_SIZE + 1}"
+    with pytest.raises(ArtifactError, match=told):
         export(*words(command, tmp_path, artifact, other_target))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_more_tokens_than_there_are_are_refused(tmp_path, artifact, command):
-    with pytest.raises(ConfigurationError, match="size is 40,000, and the ranking holds 32,768 ids"):
-        export(*words(command, tmp_path, artifact, POCKET / "target"), "--size", 40_000)
+    with pytest.raises(
+        ConfigurationError, match=f"size is {VOCABULARY_SIZE + 1:,}, and the ranking holds {VOCABULARY_SIZE:,} ids"
+    ):
+        export(*words(command, tmp_path, artifact, POCKET / "target"), "--size", VOCABULARY_SIZE + 1)
     assert not (tmp_path / "out").exists()
 
 
@@ -232,27 +234,23 @@ def contents(path: Path) -> dict[str, bytes]:
 # vLLM ----------------------------------------------------------------------------------------------------------------
 
 
-def verifier_rows() -> torch.Tensor:
-    return load_file(POCKET / "target" / "model.safetensors")["model.embed_tokens.weight"]
-
-
 def with_target_rows(head: Head) -> Head:
     ids = torch.arange(head.tensors["d2t"].numel()) + head.tensors["d2t"]
-    head.tensors["lm_head.weight"] = verifier_rows()[ids]
+    head.tensors["lm_head.weight"] = target_embedding()[ids]
     return head
 
 
 HEADS = {
-    "official": lambda: random_head("eagle3", 32768, **TARGET_SHAPE),
-    "official with its own tokens": lambda: random_head("eagle3", 32768, 8192, **TARGET_SHAPE),
+    "official": lambda: random_head("eagle3", VOCABULARY_SIZE, **TARGET_SHAPE),
+    "official with its own tokens": lambda: random_head("eagle3", VOCABULARY_SIZE, 8192, **TARGET_SHAPE),
     "speculators with the target's rows": lambda: with_target_rows(
-        random_head("speculators", 32768, 8192, norm_before_residual=True, **TARGET_SHAPE)
+        random_head("speculators", VOCABULARY_SIZE, 8192, norm_before_residual=True, **TARGET_SHAPE)
     ),
     "speculators with its own rows": lambda: random_head(
-        "speculators", 32768, 8192, norm_before_residual=False, norm_before_fc=True, **TARGET_SHAPE
+        "speculators", VOCABULARY_SIZE, 8192, norm_before_residual=False, norm_before_fc=True, **TARGET_SHAPE
     ),
     "of other hidden states, with its own rows": lambda: random_head(
-        "speculators", 32768, 8192, eagle_aux_hidden_state_layer_ids=[1, 4, 6], **TARGET_SHAPE
+        "speculators", VOCABULARY_SIZE, 8192, eagle_aux_hidden_state_layer_ids=[1, 4, 6], **TARGET_SHAPE
     ),
 }
 
@@ -269,7 +267,9 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     layer = config["transformer_layer_config"]
     assert config["speculators_model_type"] == "eagle3" and config["architectures"] == ["Eagle3Speculator"]
-    assert layer["vocab_size"] == 32768 and layer["num_hidden_layers"] == 1 and layer["model_type"] == "llama"
+    assert (
+        layer["vocab_size"] == VOCABULARY_SIZE and layer["num_hidden_layers"] == 1 and layer["model_type"] == "llama"
+    )
     assert config["draft_vocab_size"] == 700
     assert config["norm_before_residual"] is bool(head.config.get("norm_before_residual", False))
     assert config["eagle_aux_hidden_state_layer_ids"] == head.config.get("eagle_aux_hidden_state_layer_ids", [2, 3, 3])
@@ -281,15 +281,15 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
 
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     ids = torch.arange(700) + tensors["d2t"]
-    draftable = set(range(32768))
+    draftable = set(range(VOCABULARY_SIZE))
     if "own" in name:
         draftable = set((torch.arange(8192) + head.tensors["d2t"]).tolist())
     eos = tokenizer.eos_token_id
     chosen = [one for one in [eos, *(one for one in ranking.tolist() if one != eos)] if one in draftable][:700]
     assert ids.tolist() == sorted(chosen) and tensors["t2d"].nonzero().flatten().tolist() == sorted(chosen)
     rows = tensors["lm_head.weight"]
-    if len(draftable) == 32768:
-        assert torch.equal(rows, verifier_rows()[ids])
+    if len(draftable) == VOCABULARY_SIZE:
+        assert torch.equal(rows, target_embedding()[ids])
     else:
         places = {one: row for row, one in enumerate((torch.arange(8192) + head.tensors["d2t"]).tolist())}
         assert torch.equal(rows, head.tensors["lm_head.weight"][[places[one] for one in ids.tolist()]])
@@ -330,7 +330,7 @@ def test_the_check_finds_a_head_that_drafts_otherwise(tmp_path, artifact, monkey
 
 
 def test_a_head_that_knows_too_few_of_the_ranking_is_refused(tmp_path, artifact):
-    head = random_head("eagle3", 32768, 512, **TARGET_SHAPE).write(tmp_path / "head")
+    head = random_head("eagle3", VOCABULARY_SIZE, 512, **TARGET_SHAPE).write(tmp_path / "head")
     with pytest.raises(ConfigurationError, match="size is 700, and of the ranking the head can draft 51"):
         export("vllm", head, "--ranking", artifact, "--target", POCKET / "target", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -339,11 +339,17 @@ def test_a_head_that_knows_too_few_of_the_ranking_is_refused(tmp_path, artifact)
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (random_head("eagle2", 32768, **TARGET_SHAPE), "EAGLE-2 head.*hf-dynspec export sglang"),
-        (random_head("eagle3", 32768), "hidden_size: of the head is 32, and the target's is 160"),
-        (random_head("eagle3", 301, **TARGET_SHAPE), "vocab_size: of the head is 301, and the target's is 32768"),
+        (random_head("eagle2", VOCABULARY_SIZE, **TARGET_SHAPE), "EAGLE-2 head.*hf-dynspec export sglang"),
         (
-            random_head("eagle3", 32768, eagle_aux_hidden_state_layer_ids=[2, 16, 29], **TARGET_SHAPE),
+            random_head("eagle3", VOCABULARY_SIZE),
+            r"hidden_size: of the head is 32, and the target's is \d+",
+        ),
+        (
+            random_head("eagle3", 301, **TARGET_SHAPE),
+            f"vocab_size: of the head is 301, and the target's is {VOCABULARY_SIZE}",
+        ),
+        (
+            random_head("eagle3", VOCABULARY_SIZE, eagle_aux_hidden_state_layer_ids=[2, 16, 29], **TARGET_SHAPE),
             "num_hidden_layers: is 6 in the target",
         ),
     ],
@@ -378,7 +384,7 @@ def test_a_target_whose_head_has_a_bias_is_refused(tmp_path, artifact):
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((POCKET / "target" / name).read_bytes())
-    tensors = {"lm_head.weight": verifier_rows(), "lm_head.bias": torch.zeros(32768)}
+    tensors = {"lm_head.weight": target_embedding(), "lm_head.bias": torch.zeros(VOCABULARY_SIZE)}
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ArtifactError, match=r"lm_head\.bias"):
         export(*words("vllm", tmp_path, artifact, folder))
@@ -448,10 +454,10 @@ def drafter():
     return AutoModelForCausalLM.from_pretrained(POCKET / "drafter", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("sizes", [(32768, 32768), (32768, 32768 + 64), (32768 + 128, 32768 + 64)])
-def test_the_drafter_scores_the_shortlist_and_nothing_else(loaded, drafter, tokenizer, sizes):
+@pytest.mark.parametrize("more", [(0, 0), (0, 64), (128, 64)])
+def test_the_drafter_scores_the_shortlist_and_nothing_else(loaded, drafter, tokenizer, more):
     """The target may have more rows or fewer, which transformers refuses by itself."""
-    drafter_rows, target_rows = sizes
+    drafter_rows, target_rows = (VOCABULARY_SIZE + rows for rows in more)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=drafter_rows, tie_word_embeddings=False, **shape)).eval()
     view = loaded(1000)["shortlisted"](model, target_rows)
@@ -469,7 +475,7 @@ def test_weights_that_change_are_followed_and_others_are_packed_once(loaded, dra
     namespace = loaded(64)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=32768,
+            vocab_size=VOCABULARY_SIZE,
             hidden_size=32,
             intermediate_size=32,
             num_hidden_layers=1,
@@ -477,11 +483,11 @@ def test_weights_that_change_are_followed_and_others_are_packed_once(loaded, dra
             tie_word_embeddings=False,
         )
     ).eval()
-    first = namespace["shortlisted"](model, 32768)
-    assert namespace["shortlisted"](model, 32768).lm_head is first.lm_head
+    first = namespace["shortlisted"](model, VOCABULARY_SIZE)
+    assert namespace["shortlisted"](model, VOCABULARY_SIZE).lm_head is first.lm_head
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-        after = namespace["shortlisted"](model, 32768)
+        after = namespace["shortlisted"](model, VOCABULARY_SIZE)
         ids = torch.tensor([[1, 2, 3]])
         torch.testing.assert_close(after(ids).logits[..., :60], model(ids).logits[..., :60], rtol=1e-6, atol=1e-6)
 
@@ -502,21 +508,21 @@ def test_models_that_the_shortlist_is_not_for_are_refused(loaded, target, drafte
     namespace = loaded(64)
     with pytest.raises(ValueError, match="needs assistant_model"):
         namespace["generate"](target)
-    with pytest.raises(ValueError, match="a tokenizer of 32,768 tokens, and these models score 512"):
+    with pytest.raises(ValueError, match=f"a tokenizer of {VOCABULARY_SIZE:,} tokens, and these models score 512"):
         namespace["shortlisted"](
             LlamaForCausalLM(
                 LlamaConfig(
                     vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
                 )
             ),
-            32768,
+            VOCABULARY_SIZE,
         )
     import copy
 
     replaced = copy.copy(drafter)
     replaced.forward = drafter.forward
     with pytest.raises(ValueError, match="cannot be cut to a shortlist"):
-        namespace["shortlisted"](replaced, 32768)
+        namespace["shortlisted"](replaced, VOCABULARY_SIZE)
 
 
 def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
@@ -528,7 +534,7 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
         "folder/custom_generate/requirements.txt",
     ]
     card = (out / "README.md").read_text()
-    assert 'custom_generate="me/shortlist"' in card and "700 tokens in place of all 32,768" in card
+    assert 'custom_generate="me/shortlist"' in card and f"700 tokens in place of all {VOCABULARY_SIZE:,}" in card
     assert "- custom_generate\n" in card
     needed = (out / "custom_generate/requirements.txt").read_text().split()
     assert [re.split("[<>=]", one)[0] for one in needed] == ["torch", "transformers"]
@@ -541,7 +547,7 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
 
 def test_the_code_in_the_package_is_for_no_tokenizer(drafter):
     with pytest.raises(ValueError, match="a tokenizer of 0 tokens"):
-        shortlist_generate.shortlisted(drafter, 32768)
+        shortlist_generate.shortlisted(drafter, VOCABULARY_SIZE)
 
 
 def test_a_name_that_is_no_repositorys_is_refused(tmp_path, artifact):

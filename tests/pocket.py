@@ -1,0 +1,25 @@
+"""The embedded pair's folders and sizes, as its own files tell them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+_TARGET, _DRAFTER = (
+    json.loads((POCKET / name / "config.json").read_text(encoding="utf-8")) for name in ("target", "drafter")
+)
+VOCABULARY_SIZE: int = _TARGET["vocab_size"]
+# What EAGLE heads have to fit.
+TARGET_SHAPE = {name: _TARGET[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+DRAFTER_WIDTH: int = _DRAFTER["hidden_size"]
+
+
+def target_embedding() -> torch.Tensor:
+    """`[VOCABULARY_SIZE, hidden_size]`: the target's embedding and projection in the dtype of the file."""
+    for path in sorted((POCKET / "target").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if "model.embed_tokens.weight" in file.keys():
+                return file.get_tensor("model.embed_tokens.weight")
+    raise LookupError("the pocket target has no embedding")
