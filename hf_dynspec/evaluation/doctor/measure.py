@@ -1,0 +1,260 @@
+"""Time a few calls of each policy, with chains of two lengths and with trees, taking turns on every prompt."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...drafters import CausalLMDrafter, Drafter
+from ...kernels import prepare_kernels
+from ...loading import shared_vocabulary_size
+from ...stats import DraftingStatistics, Stopwatch
+from ..head_product import head_product, why_not_head_product
+from ..pair import Pair, generation_config, open_pair, utc_now
+from ..prompts import WorkloadPrompt, read_workload
+from .diagnosis import Diagnosis
+from .expectations import Profile
+from .prompts import PROMPTS
+from .settings import DoctorSettings
+from .timing import RoundClock, TimedCall, time_forwards
+
+# Rows of the verifications that are timed.
+VERIFIED_ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 61)
+SHORT_CHAIN = 2
+# Of the tokens that speeds are expected for, the share that is generated: all with long chains, as acceptance changes
+# within a text; fewer where little but the time of a round is wanted.
+_SHARES = {"plain": 0.5, "short": 0.25, "long": 1.0, "tree": 0.5}
+_FEWEST_TOKENS = 16
+_FEWEST_PROMPTS = 2
+_WARM_UP_TOKENS = 12
+# Of two profiled calls, whose difference is what rounds take that read no prompt.
+_PROFILED_TOKENS = (12, 48)
+# Of the whole time.
+_SHARE_OF_FORWARDS, _SHARE_OF_PROFILES = 0.05, 0.1
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to generate that is timed.
+
+    Args:
+        kind: one of `_SHARES`.
+        label: the policy's, or what plain generation is shown as.
+        calls: where its calls are kept.
+        assistant: None for plain generation.
+        steps: of a chain; None where there are none.
+        surroundings: makes what its calls are made in.
+    """
+
+    kind: str
+    label: str
+    calls: list[TimedCall]
+    assistant: Any = None
+    steps: int | None = None
+    surroundings: Callable[[], AbstractContextManager] = nullcontext
+
+
+def diagnose_pair(
+    settings: DoctorSettings,
+    make_assistant: Callable[..., Any],
+    *,
+    target: PreTrainedModel | None = None,
+    drafter: PreTrainedModel | Drafter | None = None,
+    tokenizer: Any = None,
+    prompts: Sequence[WorkloadPrompt] | None = None,
+    report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+) -> Diagnosis:
+    """Measure a pair, and say what to expect of it. Settings, prompts and EAGLE heads are checked before any model is
+    loaded, and models are left as they were.
+
+    Args:
+        settings: what to measure.
+        make_assistant: `DynSpecAssistant`.
+        target: the loaded model, in place of the one that the settings name; likewise the next three.
+        drafter: the loaded small model or EAGLE head.
+        tokenizer: the tokenizer of both.
+        prompts: prompts that are not read from files.
+        report: called between generations with what is being done, how many seconds it took so far and how many it is
+            expected to take in all.
+
+    Raises:
+        ConfigurationError: a model or head cannot be loaded, or there is no drafter.
+        WorkloadError: the prompts cannot be read or are too long.
+        UnsupportedError: the models cannot be used together.
+    """
+    if prompts is None:
+        prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
+    policies = settings.resolved_policies()
+    heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
+    with open_pair(settings, target, drafter, tokenizer, by_turns(prompts), **heads) as pair, ExitStack() as stack:
+        (own,) = pair.drafters.values()
+        diagnosis = Diagnosis(
+            settings=settings,
+            policies=policies,
+            models=pair.described_models(),
+            vocabulary=_describe_vocabulary(pair, own),
+            prompts=pair.described_prompts(),
+            threads=torch.get_num_threads(),
+            started=utc_now(),
+            short_chain=SHORT_CHAIN,
+            drafts_at_once=isinstance(own, CausalLMDrafter),
+            verified_rows=VERIFIED_ROWS,
+        )
+        if "cpu" in {pair.target.device.type, own.head.device.type}:
+            prepare_kernels()
+        ways = _ways(diagnosis, pair, own, make_assistant, stack)
+        _Measurement(diagnosis, pair, ways, report).everything()
+        diagnosis.finished = utc_now()
+    return diagnosis
+
+
+def by_turns(prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:
+    """The prompts with domains taking turns, as there may be time for the first of them only."""
+    of_domain: dict[str, list[WorkloadPrompt]] = {}
+    for prompt in prompts:
+        of_domain.setdefault(prompt.domain, []).append(prompt)
+    return [prompt for turn in zip_longest(*of_domain.values()) for prompt in turn if prompt is not None]
+
+
+def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, Any]:
+    """How many tokens there are, and how many rows of both heads."""
+    size = shared_vocabulary_size(pair.target, drafter, pair.tokenizer)
+    rows = pair.target.get_output_embeddings().weight.shape[0], drafter.head.weight.shape[0]
+    return {"tokens": size, "target_rows": rows[0], "drafter_rows": rows[1]}
+
+
+def _ways(
+    diagnosis: Diagnosis, pair: Pair, drafter: Drafter, make_assistant: Callable[..., Any], stack: ExitStack
+) -> list[_Way]:
+    """All that is timed. The assistants leave the target when the stack is closed."""
+    tree, longest = diagnosis.settings.resolved_tree(), diagnosis.settings.num_assistant_tokens
+    ways = [_Way("plain", "plain generate", diagnosis.plain)]
+    if why_not_head_product(pair.target) is None:
+        product = _Way("plain", "head product", diagnosis.head_product, surroundings=lambda: head_product(pair.target))
+        ways.append(product)
+
+    def make(policy: Any, **settings: Any) -> Any:
+        assistant = make_assistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer, **settings)
+        stack.callback(assistant.unbind)
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        return assistant
+
+    for label, policy in diagnosis.policies.items():
+        chains = make(policy)
+        ways.append(_Way("long", label, diagnosis.long_chains.setdefault(label, []), chains, longest))
+        ways.append(_Way("short", label, diagnosis.short_chains.setdefault(label, []), chains, SHORT_CHAIN))
+        if tree is not None:
+            ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), make(policy, tree=tree)))
+    return ways
+
+
+class _Measurement:
+    """What is timed, within the seconds that there are."""
+
+    def __init__(self, diagnosis: Diagnosis, pair: Pair, ways: list[_Way], report: Callable[[str, int, int], None]):
+        self._diagnosis, self._settings, self._target = diagnosis, diagnosis.settings, pair.target
+        self._ways = ways
+        self._prompts = [torch.tensor([token_ids], device=pair.target.device) for token_ids in pair.encoded]
+        self._clock = Stopwatch(
+            enabled=False, devices=(pair.target.device, *(one.head.device for one in pair.drafters.values()))
+        )
+        self._report = report
+        self._began = time.monotonic()
+        self._share = 1.0
+
+    def everything(self) -> None:
+        """Forwards, then calls after a warm-up, then where the time goes."""
+        settings = self._settings
+        has_product = any(way.kind == "plain" and way.surroundings is not nullcontext for way in self._ways)
+        self._tell("forwards of the target")
+        self._diagnosis.verification = time_forwards(
+            self._target,
+            self._prompts[0][0].tolist(),
+            VERIFIED_ROWS,
+            _SHARE_OF_FORWARDS * settings.seconds,
+            (lambda: head_product(self._target)) if has_product else nullcontext,
+        )
+        for way in self._ways:
+            self._tell(f"warming up, {way.label}")
+            self._generate(way, 0, _WARM_UP_TOKENS)
+        one_turn = self._fit_to_time()
+        for number in range(len(self._prompts)):
+            if number >= _FEWEST_PROMPTS and self._left() * (1 - _SHARE_OF_PROFILES) < one_turn:
+                break
+            began = time.monotonic()
+            self._take_turns(number)
+            one_turn = max(one_turn, time.monotonic() - began) if number else time.monotonic() - began
+        for way in self._ways:
+            if way.kind == "long":
+                self._tell(f"profiling, {way.label}")
+                self._diagnosis.profiles[way.label] = self._profile(way)
+        self._tell("done")
+
+    def _fit_to_time(self) -> float:
+        """Shorten the texts where not even two prompts fit into the time. Returns the seconds that one takes."""
+        token_seconds = 0.0
+        for way in self._ways:
+            self._tell(f"warming up, {way.label}")
+            call = self._generate(way, 0, _WARM_UP_TOKENS)
+            token_seconds += _SHARES[way.kind] * call.ends[-1] / call.new_tokens
+        one_turn = token_seconds * self._settings.max_new_tokens
+        self._share = min(1.0, max(0.0, self._left() * (1 - _SHARE_OF_PROFILES) / 2 / one_turn))
+        return one_turn * self._share
+
+    def _take_turns(self, number: int) -> None:
+        """Time all ways on one prompt. They take turns in going first, so that none always finds the caches that
+        another one left."""
+        turn = number % len(self._ways)
+        for way in self._ways[turn:] + self._ways[:turn]:
+            self._tell(f"prompt {number + 1}, {way.label}")
+            tokens = round(self._settings.max_new_tokens * _SHARES[way.kind] * self._share)
+            tokens = min(self._settings.max_new_tokens, max(_FEWEST_TOKENS, tokens))
+            way.calls.append(self._generate(way, number, tokens))
+            if way.kind == "long":
+                self._diagnosis.drafting.setdefault(way.label, DraftingStatistics()).add(way.assistant.stats)
+
+    def _profile(self, way: _Way) -> Profile:
+        """Where the time of a round goes: the difference of two calls that begin alike."""
+        way.assistant.profile = True
+        counted = []
+        try:
+            for tokens in _PROFILED_TOKENS:
+                self._generate(way, 0, tokens)
+                counted.append(way.assistant.stats)
+        finally:
+            way.assistant.profile = False
+        few, many = counted
+        if many.rounds <= few.rounds:  # the text ended
+            few = DraftingStatistics()
+        rounds = many.rounds - few.rounds
+        seconds = {name: value - few.seconds.get(name, 0.0) for name, value in many.seconds.items()}
+        return Profile({name: max(0.0, value) / rounds for name, value in seconds.items()}, way.steps)
+
+    def _generate(self, way: _Way, number: int, new_tokens: int) -> TimedCall:
+        """Generate once."""
+        settings, input_ids = self._settings, self._prompts[number]
+        config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
+        arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
+        if way.assistant is not None:
+            arguments["assistant_model"] = way.assistant
+            if way.steps is not None:
+                way.assistant.generation_config.num_assistant_tokens = way.steps
+        torch.manual_seed(settings.seed + number)
+        with way.surroundings():
+            clock = RoundClock(self._clock.now)
+            self._target.generate(input_ids, streamer=clock, **arguments)
+            return clock.call(number, new_tokens)
+
+    def _left(self) -> float:
+        return self._settings.seconds - (time.monotonic() - self._began)
+
+    def _tell(self, activity: str) -> None:
+        total = round(self._settings.seconds)
+        done = total if activity == "done" else min(total, round(time.monotonic() - self._began))
+        self._report(activity, done, total)
