@@ -18,6 +18,9 @@ from .expectations import Expectation, MeasuredPair
 from .settings import FULL
 
 SCHEMA_VERSION = 1
+# What the policy of an assistant is shown as, if it is another one than those that are diagnosed anyway. It is what to
+# write in Python, too.
+OWN_POLICY = "assistant.policy"
 # What the parts of a round are called here.
 _PARTS = {
     "backbone": "draft layers",
@@ -33,7 +36,7 @@ _PARTS = {
 
 
 def findings(measured: MeasuredPair) -> list[str]:
-    """What is known of the pair, a sentence each."""
+    """What is known of the pair, and what was left out, a sentence each."""
     vocabulary = measured.vocabulary
     tokens, rows = vocabulary["tokens"], (vocabulary["target_rows"], vocabulary["drafter_rows"])
     padded = " and ".join(f"{count:,}" for count in dict.fromkeys(rows))
@@ -51,7 +54,7 @@ def findings(measured: MeasuredPair) -> list[str]:
             f"This package's head product, with which drafts are verified, would make plain generate {gain:.2f} times "
             "as fast: so much of what is gained is no merit of drafting."
         )
-    return sentences
+    return [*sentences, *(f"Note: {note}" for note in measured.notes)]
 
 
 def verification_table(measured: MeasuredPair) -> FittedTable:
@@ -83,7 +86,7 @@ def acceptance_table(measured: MeasuredPair) -> FittedTable:
 
 def speed_table(measured: MeasuredPair) -> FittedTable:
     """The expected speed of all settings, as multiples of plain generation's."""
-    tree = measured.settings.resolved_tree()
+    tree = measured.tree
     shapes: list[tuple[int | None, TreeConfig | None]] = [(steps, None) for steps in measured.lengths]
     headings = [str(steps) for steps in measured.lengths]
     if tree is not None:
@@ -216,6 +219,7 @@ class Diagnosis(MeasuredPair):
         return {
             "schema_version": SCHEMA_VERSION,
             "provenance": provenance(command, self.started, self.finished, self.threads),
+            "notes": self.notes,
             "settings": self.settings.to_dict(),
             "models": self.models,
             "vocabulary": self.vocabulary,

@@ -90,6 +90,7 @@ class MeasuredPair:
         verified_rows: the numbers of rows of the forwards that were timed.
         verification: their seconds.
         finished: UTC time.
+        notes: what was left out, and why.
         plain: calls of plain generation.
         head_product: the same with the product that verifications compute the target's logits by, where there is one.
         short_chains: calls by policy.
@@ -111,6 +112,7 @@ class MeasuredPair:
     verified_rows: tuple[int, ...]
     verification: tuple[float, ...] = ()
     finished: str | None = None
+    notes: list[str] = field(default_factory=list)
     plain: list[TimedCall] = field(default_factory=list)
     head_product: list[TimedCall] = field(default_factory=list)
     short_chains: dict[str, list[TimedCall]] = field(default_factory=dict)
@@ -125,6 +127,11 @@ class MeasuredPair:
     def lengths(self) -> range:
         """The lengths of chains that speeds are expected of."""
         return range(1, self.settings.num_assistant_tokens + 1)
+
+    @property
+    def tree(self) -> TreeConfig | None:
+        """The shape of the trees that were measured; None where there were none."""
+        return self.settings.resolved_tree() if self.trees else None
 
     @property
     def measured_prompts(self) -> int:
@@ -228,7 +235,7 @@ class MeasuredPair:
 
     def _texts(self, policy: str, prompts: Collection[int]) -> list[list[bool]]:
         longest = self.settings.num_assistant_tokens
-        return [verdicts_of(self.long_chains[policy][number], longest, self.drafts_at_once) for number in prompts]
+        return verdicts_of([self.long_chains[policy][number] for number in prompts], longest, self.drafts_at_once)
 
     def _predicted(self, prompts: Collection[int]) -> list[Expectation]:
         found = []
@@ -249,7 +256,7 @@ class MeasuredPair:
     def _tree(self, policy: str, prompts: Collection[int]) -> Expectation:
         """Trees are timed on the first part of the texts alone, which may be easier or harder than the rest. How much,
         chains tell."""
-        shape, plain = self.settings.resolved_tree(), self.plain_course(prompts)
+        shape, plain = self.tree, self.plain_course(prompts)
         levels = shape.depth + 1
         if self.settings.temperature > 0:
             levels = min(levels, shape.total_tokens - 1)

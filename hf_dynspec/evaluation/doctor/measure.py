@@ -1,9 +1,10 @@
 """Time a few calls of each policy, with chains of two lengths and with trees, taking turns on every prompt."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from transformers import PreTrainedModel
 
 from ...drafters import CausalLMDrafter, Drafter
+from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError
 from ...kernels import prepare_kernels
 from ...loading import shared_vocabulary_size
+from ...shortlists import ShortlistPolicy, as_policy
 from ...stats import DraftingStatistics, Stopwatch
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt, read_workload
-from .diagnosis import Diagnosis
+from .diagnosis import OWN_POLICY, Diagnosis
 from .expectations import Profile
 from .prompts import PROMPTS
-from .settings import DoctorSettings
+from .settings import FULL, POLICIES, DoctorSettings
 from .timing import RoundClock, TimedCall, time_forwards
 
 # Rows of the verifications that are timed.
@@ -67,6 +70,7 @@ def diagnose_pair(
     drafter: PreTrainedModel | Drafter | None = None,
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
+    fast_target_head: bool = True,
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
 ) -> Diagnosis:
     """Measure a pair, and say what to expect of it. Settings, prompts and EAGLE heads are checked before any model is
@@ -79,6 +83,7 @@ def diagnose_pair(
         drafter: the loaded small model or EAGLE head.
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
+        fast_target_head: as for `DynSpecAssistant`.
         report: called between generations with what is being done, how many seconds it took so far and how many it is
             expected to take in all.
 
@@ -107,10 +112,48 @@ def diagnose_pair(
         )
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
-        ways = _ways(diagnosis, pair, own, make_assistant, stack)
+        make_assistant = partial(make_assistant, own, fast_target_head=fast_target_head)
+        ways = _ways(diagnosis, pair, make_assistant, stack, fast_target_head)
         _Measurement(diagnosis, pair, ways, report).everything()
         diagnosis.finished = utc_now()
     return diagnosis
+
+
+def diagnose_assistant(
+    assistant: Any,
+    make_assistant: Callable[..., Any],
+    prompts: Sequence[str] | None,
+    report: Callable[[str, int, int], None],
+    settings: Mapping[str, Any],
+) -> Diagnosis:
+    """Measure the pair of an assistant. See `DynSpecAssistant.diagnose`."""
+    if assistant.target is None:
+        raise NotBoundError("bind the assistant to a target before diagnosing the pair.")
+    if assistant.tokenizer is None:
+        raise ConfigurationError("the tokenizer of the models is not known; make the assistant with tokenizer=…")
+    if prompts is not None:
+        prompts = [WorkloadPrompt(f"prompt {n}", f"prompt {n}", text) for n, text in enumerate(prompts, start=1)]
+    given = {"tree": assistant.tree or "default", **settings}
+    given.setdefault("policies", _with_own(assistant.policy))
+    return diagnose_pair(
+        DoctorSettings(**given),
+        make_assistant,
+        target=assistant.target,
+        drafter=assistant.drafter,
+        tokenizer=assistant.tokenizer,
+        prompts=prompts,
+        fast_target_head=assistant.fast_target_head,
+        report=report,
+    )
+
+
+def _with_own(own: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
+    """The policies that are diagnosed unless others are asked for, and an assistant's own where it is none of them."""
+    policies = {name: as_policy(name) for name in POLICIES}
+    is_known = any(
+        type(own) is type(one) and own.settings() == one.settings() and not own.tensors() for one in policies.values()
+    )
+    return policies if is_known else {**policies, OWN_POLICY: own}
 
 
 def by_turns(prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:
@@ -129,28 +172,42 @@ def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, Any]:
 
 
 def _ways(
-    diagnosis: Diagnosis, pair: Pair, drafter: Drafter, make_assistant: Callable[..., Any], stack: ExitStack
+    diagnosis: Diagnosis, pair: Pair, make_assistant: Callable[..., Any], stack: ExitStack, fast_target_head: bool
 ) -> list[_Way]:
     """All that is timed. The assistants leave the target when the stack is closed."""
     tree, longest = diagnosis.settings.resolved_tree(), diagnosis.settings.num_assistant_tokens
     ways = [_Way("plain", "plain generate", diagnosis.plain)]
-    if why_not_head_product(pair.target) is None:
+    if fast_target_head and why_not_head_product(pair.target) is None:
         product = _Way("plain", "head product", diagnosis.head_product, surroundings=lambda: head_product(pair.target))
         ways.append(product)
 
     def make(policy: Any, **settings: Any) -> Any:
-        assistant = make_assistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer, **settings)
+        models = {"target": pair.target, "tokenizer": pair.tokenizer}
+        assistant = make_assistant(policy, num_assistant_tokens=longest, **models, **settings)
         stack.callback(assistant.unbind)
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
         return assistant
 
-    for label, policy in diagnosis.policies.items():
-        chains = make(policy)
+    is_asked_for = diagnosis.settings.policies != POLICIES
+    for label, policy in list(diagnosis.policies.items()):
+        try:
+            chains = make(policy)
+        except DynSpecError as error:
+            if is_asked_for or label == FULL:
+                raise
+            diagnosis.notes.append(f"{label} was left out: {error}")
+            del diagnosis.policies[label]
+            continue
         ways.append(_Way("long", label, diagnosis.long_chains.setdefault(label, []), chains, longest))
         ways.append(_Way("short", label, diagnosis.short_chains.setdefault(label, []), chains, SHORT_CHAIN))
         if tree is not None:
-            ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), make(policy, tree=tree)))
+            try:
+                ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), make(policy, tree=tree)))
+            except UnsupportedError as error:
+                # Whatever the policy is.
+                diagnosis.notes.append(f"trees were left out: {error}")
+                diagnosis.trees, tree = {}, None
     return ways
 
 
@@ -225,7 +282,7 @@ class _Measurement:
         counted = []
         try:
             for tokens in _PROFILED_TOKENS:
-                self._generate(way, 0, tokens)
+                self._generate(way, 0, min(tokens, self._settings.max_new_tokens))
                 counted.append(way.assistant.stats)
         finally:
             way.assistant.profile = False

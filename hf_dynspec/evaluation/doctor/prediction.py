@@ -3,8 +3,8 @@
 *Tokens:* whether a draft of the next token is accepted depends on the text before it, and not on where its round began
 (when sampling, its probability does). So the verdicts along a text that long chains were drafted for tell what rounds
 of shorter chains would have brought. That is exact but for two things: a token that the target chose after a chain
-that was accepted as a whole has no verdict, and is taken for one that would have been accepted; and shortlists that
-fill with drafts depend on them a little.
+that was accepted as a whole has no verdict, and is given the one that the last draft step's tokens mostly have; and
+shortlists that fill with drafts depend on them a little.
 
 *Seconds:* chains of two lengths are timed, and a round of any other is taken to lie on the line through them, bent by
 what more rows cost a verification.
@@ -27,18 +27,27 @@ _LONGEST_ROUND = 3.0
 # Tokens ------------------------------------------------------------------------------------------------------------
 
 
-def verdicts_of(call: TimedCall, steps: int, drafts_at_once: bool) -> list[bool]:
-    """For each token of a text, whether a draft of it is accepted.
+def verdicts_of(calls: Sequence[TimedCall], steps: int, drafts_at_once: bool) -> list[list[bool]]:
+    """For each token of each text, whether a draft of it is accepted.
 
     Args:
-        call: drafted chains.
+        calls: drafted chains.
         steps: their length.
         drafts_at_once: the round that reads the prompt drafts too.
     """
-    verdicts: list[bool] = []
-    for brought, drafted in zip(call.tokens, drafted_steps(call, steps, drafts_at_once), strict=True):
-        verdicts += [True] * (brought - 1) + [brought > drafted]
-    return verdicts
+    # The share of tokens without a verdict that would have been rejected, evenly spread.
+    rejected = 1 - acceptance_by_step(calls, steps, drafts_at_once)[-1]
+    owed = 0.5
+    texts = []
+    for call in calls:
+        verdicts: list[bool] = []
+        for brought, drafted in zip(call.tokens, drafted_steps(call, steps, drafts_at_once), strict=True):
+            was_all_accepted = 0 < drafted < brought
+            owed += rejected * was_all_accepted
+            verdicts += [True] * (brought - 1) + [was_all_accepted and owed < 1]
+            owed -= owed >= 1
+        texts.append(verdicts)
+    return texts
 
 
 def drafted_steps(call: TimedCall, steps: int, drafts_at_once: bool) -> list[int]:
