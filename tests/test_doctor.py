@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_heads import agreeing_head, drafter_of, soft
 from models import perturbed, tiny, word_tokenizer
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant, FrequencyShortlist
 from hf_dynspec.commands import app
+from hf_dynspec.drafters import Drafter
 from hf_dynspec.drafting.expected_speed import RoundCosts
 from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, NotBoundError
@@ -25,6 +27,7 @@ from hf_dynspec.evaluation.doctor.measure import by_turns, diagnose_pair
 from hf_dynspec.evaluation.doctor.prediction import (
     acceptance_by_step,
     chain_costs,
+    drafted_steps,
     pace_of,
     rounds_along,
     verdicts_of,
@@ -77,7 +80,22 @@ def test_tokens_without_a_verdict_are_rejected_as_often_as_those_before_them():
     ]
 
 
-def test_real_rounds_of_every_length_are_foreseen_from_those_of_the_longest(target, drafter):
+@pytest.fixture(scope="module")
+def with_head() -> tuple[PreTrainedModel, Drafter]:
+    """A target whose layers change so little that a head agrees with it in half of its choices, and the head."""
+    target = soft(seed=1)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.3)
+    return target, drafter_of(agreeing_head("eagle2"), target)
+
+
+@pytest.mark.parametrize("drafts_at_once", [True, False], ids=["small model", "EAGLE head"])
+def test_real_rounds_of_every_length_are_foreseen_from_those_of_the_longest(
+    target, drafter, with_head, drafts_at_once
+):
+    target, drafter = (target, drafter) if drafts_at_once else with_head
     input_ids = TOKENIZER(TEXTS[0], return_tensors="pt")["input_ids"]
     assistant = DynSpecAssistant(drafter, "full", target=target, tokenizer=TOKENIZER)
     calls = {}
@@ -89,11 +107,12 @@ def test_real_rounds_of_every_length_are_foreseen_from_those_of_the_longest(targ
         calls[steps] = clock.call(0, NEW_TOKENS)
         assert calls[steps].new_tokens == assistant.stats.tokens
         assert len(calls[steps].tokens) == assistant.stats.rounds
+        assert sum(drafted_steps(calls[steps], steps, drafts_at_once)) == assistant.stats.drafted
     assistant.unbind()
-    (verdicts,) = verdicts_of([calls[8]], 8, True)
+    (verdicts,) = verdicts_of([calls[8]], 8, drafts_at_once)
     assert False in verdicts and True in verdicts
     for steps, call in calls.items():
-        assert len(rounds_along(verdicts, steps, True)) == pytest.approx(len(call.tokens), abs=1)
+        assert len(rounds_along(verdicts, steps, drafts_at_once)) == pytest.approx(len(call.tokens), abs=1)
 
 
 def test_acceptance_by_step_counts_what_was_tried():
@@ -242,9 +261,22 @@ def test_a_policy_with_settings_can_be_pasted():
     assert "hf_dynspec.evaluation.parse_policy('frequency:size=1024')" in measured.line
 
 
-def test_one_prompt_has_no_spread():
+def test_one_prompt_has_no_spread_and_makes_nothing_sure():
     measured = diagnosed(prompts=1)
     assert measured.best.error is None and "±" not in measured.sentence
+    assert measured.pays and measured.sentence.startswith("Try hybrid")
+
+
+def test_prompts_that_differ_much_make_nothing_sure():
+    measured = diagnosed()
+    # The first prompt, without a draft that is accepted.
+    text = [False] * 128
+    costs = replace(VERIFICATION, draft_step=0.002, other=0.0015)
+    measured.short_chains["hybrid"][0] = simulated(text, 2, True, costs.of_round, 0.06)
+    measured.long_chains["hybrid"][0] = simulated(text, 8, True, costs.of_round, 0.072)
+    (one,) = (one for one in measured.expectations if (one.policy, one.steps) == ("hybrid", 4))
+    (calm,) = (one for one in diagnosed().expectations if (one.policy, one.steps) == ("hybrid", 4))
+    assert one.error > 10 * calm.error
 
 
 def test_tables_fit_80_columns_without_being_broken_up():

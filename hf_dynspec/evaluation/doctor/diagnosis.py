@@ -148,17 +148,19 @@ def _dominant(measured: MeasuredPair, one: Expectation) -> str:
 def sentence(measured: MeasuredPair) -> str:
     """What to do."""
     best = measured.best
-    if measured.pays:
-        error = "" if best.error is None else f" (±{best.error:.2f})"
+    if not measured.pays:
+        why = "too few drafts are accepted" if measured.oracle.ratio < 1 else "drafting costs what it wins"
         return (
-            f"Use {best.policy} with {best.shape}: {best.ratio:.2f} times{error} the speed of plain generate is to be "
-            f"expected, {best.tokens_per_second:.0f} tokens per second."
+            f"Use none: the most that drafting is expected to bring here is {best.ratio:.2f} times the speed of plain "
+            f"generate, by {best.policy} with {best.shape}; {why}."
         )
-    why = "too few drafts are accepted" if measured.oracle.ratio < 1 else "drafting costs what it wins"
-    return (
-        f"Use none: the most that drafting is expected to bring here is {best.ratio:.2f} times the speed of plain "
-        f"generate, by {best.policy} with {best.shape}; {why}."
+    error = "" if best.error is None else f" (±{best.error:.2f})"
+    speed = (
+        f"{best.ratio:.2f} times{error} the speed of plain generate, {best.tokens_per_second:.0f} tokens per second"
     )
+    if measured.is_sure:
+        return f"Use {best.policy} with {best.shape}: {speed}."
+    return f"Try {best.policy} with {best.shape}: {speed}; more prompts or seconds would make that surer."
 
 
 def line_to_paste(measured: MeasuredPair) -> str:
@@ -232,6 +234,7 @@ class Diagnosis(MeasuredPair):
             "expected": [_as_json(one) for one in self.expectations],
             "oracle": _as_json(self.oracle),
             "pays": self.pays,
+            "is_sure": self.is_sure,
             "best": _as_json(self.best),
             "sentence": self.sentence,
             "line": self.line,

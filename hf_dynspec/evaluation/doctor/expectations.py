@@ -171,10 +171,15 @@ class MeasuredPair:
 
     @property
     def pays(self) -> bool:
-        """Whether the fastest setting is faster than plain generation by more than what could be chance or is too
-        little to bother."""
+        """Whether the fastest setting is expected to be faster than plain generation, by more than is too little to
+        bother."""
+        return self.best.ratio >= _LEAST_GAIN
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether what it gains is more than its standard error."""
         best = self.best
-        return best.ratio - (best.error or 0.0) > 1 and best.ratio >= _LEAST_GAIN
+        return best.error is not None and best.ratio - best.error > 1
 
     def break_even(self, policy: str) -> float | None:
         """See `ChainCosts.break_even`."""

@@ -112,9 +112,11 @@ def diagnose_pair(
         )
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
+        report("setting up", 0, round(settings.seconds))
+        began = time.monotonic()
         make_assistant = partial(make_assistant, own, fast_target_head=fast_target_head)
         ways = _ways(diagnosis, pair, make_assistant, stack, fast_target_head)
-        _Measurement(diagnosis, pair, ways, report).everything()
+        _Measurement(diagnosis, pair, ways, began, report).everything()
         diagnosis.finished = utc_now()
     return diagnosis
 
@@ -212,9 +214,24 @@ def _ways(
 
 
 class _Measurement:
-    """What is timed, within the seconds that there are."""
+    """What is timed, within the seconds that there are.
 
-    def __init__(self, diagnosis: Diagnosis, pair: Pair, ways: list[_Way], report: Callable[[str, int, int], None]):
+    Args:
+        diagnosis: takes what is measured.
+        pair: the models and prompts.
+        ways: what to time.
+        began: when the seconds began, by `time.monotonic`.
+        report: as for `diagnose_pair`.
+    """
+
+    def __init__(
+        self,
+        diagnosis: Diagnosis,
+        pair: Pair,
+        ways: list[_Way],
+        began: float,
+        report: Callable[[str, int, int], None],
+    ):
         self._diagnosis, self._settings, self._target = diagnosis, diagnosis.settings, pair.target
         self._ways = ways
         self._prompts = [torch.tensor([token_ids], device=pair.target.device) for token_ids in pair.encoded]
@@ -222,7 +239,7 @@ class _Measurement:
             enabled=False, devices=(pair.target.device, *(one.head.device for one in pair.drafters.values()))
         )
         self._report = report
-        self._began = time.monotonic()
+        self._began = began
         self._share = 1.0
 
     def everything(self) -> None:
