@@ -1,7 +1,7 @@
 """Time a few calls of each policy, with chains of two lengths and with trees, taking turns on every prompt."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +71,7 @@ def diagnose_pair(
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
     fast_target_head: bool = True,
+    optional: Collection[str] = (),
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
 ) -> Diagnosis:
     """Measure a pair, and say what to expect of it. Settings, prompts and EAGLE heads are checked before any model is
@@ -84,6 +85,8 @@ def diagnose_pair(
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
         fast_target_head: as for `DynSpecAssistant`.
+        optional: labels of policies that are left out, with a note, where the pair cannot have them; as are those
+            that nobody asked for.
         report: called between generations with what is being done, how many seconds it took so far and how many it is
             expected to take in all.
 
@@ -110,13 +113,19 @@ def diagnose_pair(
             drafts_at_once=isinstance(own, CausalLMDrafter),
             verified_rows=VERIFIED_ROWS,
         )
-        if "cpu" in {pair.target.device.type, own.head.device.type}:
-            prepare_kernels()
         report("setting up", 0, round(settings.seconds))
         began = time.monotonic()
-        make_assistant = partial(make_assistant, own, fast_target_head=fast_target_head)
-        ways = _ways(diagnosis, pair, make_assistant, stack, fast_target_head)
-        _Measurement(diagnosis, pair, ways, began, report).everything()
+        if "cpu" in {pair.target.device.type, own.head.device.type}:
+            prepare_kernels()
+        # What the target's forwards run in as verifications do.
+        surroundings = nullcontext
+        if fast_target_head and why_not_head_product(pair.target) is None:
+            surroundings = partial(head_product, pair.target)
+        models = {"target": pair.target, "tokenizer": pair.tokenizer, "fast_target_head": fast_target_head}
+        make_assistant = partial(make_assistant, own, **models)
+        optional = POLICIES if settings.policies == POLICIES else optional
+        ways = _ways(diagnosis, make_assistant, surroundings, optional, stack)
+        _Measurement(diagnosis, pair, ways, surroundings, began, report).everything()
         diagnosis.finished = utc_now()
     return diagnosis
 
@@ -135,16 +144,16 @@ def diagnose_assistant(
         raise ConfigurationError("the tokenizer of the models is not known; make the assistant with tokenizer=…")
     if prompts is not None:
         prompts = [WorkloadPrompt(f"prompt {n}", f"prompt {n}", text) for n, text in enumerate(prompts, start=1)]
-    given = {"tree": assistant.tree or "default", **settings}
-    given.setdefault("policies", _with_own(assistant.policy))
+    own = {"tree": assistant.tree or "default", "policies": _with_own(assistant.policy)}
     return diagnose_pair(
-        DoctorSettings(**given),
+        DoctorSettings(**{**own, **settings}),
         make_assistant,
         target=assistant.target,
         drafter=assistant.drafter,
         tokenizer=assistant.tokenizer,
         prompts=prompts,
         fast_target_head=assistant.fast_target_head,
+        optional=() if "policies" in settings else POLICIES,
         report=report,
     )
 
@@ -174,29 +183,30 @@ def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, Any]:
 
 
 def _ways(
-    diagnosis: Diagnosis, pair: Pair, make_assistant: Callable[..., Any], stack: ExitStack, fast_target_head: bool
+    diagnosis: Diagnosis,
+    make_assistant: Callable[..., Any],
+    surroundings: Callable[[], AbstractContextManager],
+    optional: Collection[str],
+    stack: ExitStack,
 ) -> list[_Way]:
     """All that is timed. The assistants leave the target when the stack is closed."""
     tree, longest = diagnosis.settings.resolved_tree(), diagnosis.settings.num_assistant_tokens
     ways = [_Way("plain", "plain generate", diagnosis.plain)]
-    if fast_target_head and why_not_head_product(pair.target) is None:
-        product = _Way("plain", "head product", diagnosis.head_product, surroundings=lambda: head_product(pair.target))
-        ways.append(product)
+    if surroundings is not nullcontext:
+        ways.append(_Way("plain", "head product", diagnosis.head_product, surroundings=surroundings))
 
-    def make(policy: Any, **settings: Any) -> Any:
-        models = {"target": pair.target, "tokenizer": pair.tokenizer}
-        assistant = make_assistant(policy, num_assistant_tokens=longest, **models, **settings)
+    def make(policy: ShortlistPolicy, **settings: Any) -> Any:
+        assistant = make_assistant(policy, num_assistant_tokens=longest, **settings)
         stack.callback(assistant.unbind)
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
         return assistant
 
-    is_asked_for = diagnosis.settings.policies != POLICIES
     for label, policy in list(diagnosis.policies.items()):
         try:
             chains = make(policy)
         except DynSpecError as error:
-            if is_asked_for or label == FULL:
+            if label == FULL or label not in optional:
                 raise
             diagnosis.notes.append(f"{label} was left out: {error}")
             del diagnosis.policies[label]
@@ -205,11 +215,13 @@ def _ways(
         ways.append(_Way("short", label, diagnosis.short_chains.setdefault(label, []), chains, SHORT_CHAIN))
         if tree is not None:
             try:
-                ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), make(policy, tree=tree)))
+                assistant = make(policy, tree=tree)
             except UnsupportedError as error:
                 # Whatever the policy is.
                 diagnosis.notes.append(f"trees were left out: {error}")
-                diagnosis.trees, tree = {}, None
+                tree = None
+            else:
+                ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), assistant))
     return ways
 
 
@@ -220,6 +232,7 @@ class _Measurement:
         diagnosis: takes what is measured.
         pair: the models and prompts.
         ways: what to time.
+        surroundings: makes what the target's forwards run in as verifications do.
         began: when the seconds began, by `time.monotonic`.
         report: as for `diagnose_pair`.
     """
@@ -229,11 +242,12 @@ class _Measurement:
         diagnosis: Diagnosis,
         pair: Pair,
         ways: list[_Way],
+        surroundings: Callable[[], AbstractContextManager],
         began: float,
         report: Callable[[str, int, int], None],
     ):
         self._diagnosis, self._settings, self._target = diagnosis, diagnosis.settings, pair.target
-        self._ways = ways
+        self._ways, self._surroundings = ways, surroundings
         self._prompts = [torch.tensor([token_ids], device=pair.target.device) for token_ids in pair.encoded]
         self._clock = Stopwatch(
             enabled=False, devices=(pair.target.device, *(one.head.device for one in pair.drafters.values()))
@@ -244,15 +258,13 @@ class _Measurement:
 
     def everything(self) -> None:
         """Forwards, then calls after a warm-up, then where the time goes."""
-        settings = self._settings
-        has_product = any(way.kind == "plain" and way.surroundings is not nullcontext for way in self._ways)
         self._tell("forwards of the target")
         self._diagnosis.verification = time_forwards(
             self._target,
             self._prompts[0][0].tolist(),
             VERIFIED_ROWS,
-            _SHARE_OF_FORWARDS * settings.seconds,
-            (lambda: head_product(self._target)) if has_product else nullcontext,
+            _SHARE_OF_FORWARDS * self._settings.seconds,
+            self._surroundings,
         )
         for way in self._ways:
             self._tell(f"warming up, {way.label}")

@@ -12,7 +12,7 @@ from transformers.generation import BaseStreamer
 
 from ...stats import Stopwatch
 
-# Tokens of a text that lie in the cache while forwards are timed: about as many as a prompt has.
+# Tokens of a text that forwards are timed at the end of: about as many as a prompt has.
 _CACHED = 256
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 15
 
@@ -88,10 +88,11 @@ def time_forwards(
         The median of the seconds, for each of `rows`.
     """
     clock = Stopwatch(enabled=False, devices=(target.device,))
-    text = (list(token_ids) * (_CACHED // len(token_ids) + 1))[:_CACHED]
-    text = torch.tensor([text], device=target.device)
-    cache = DynamicCache(config=target.config.get_text_config())
-    target(input_ids=text[:, : _CACHED - max(rows)], past_key_values=cache, use_cache=True)
+    config = target.config.get_text_config()
+    length = min(_CACHED, getattr(config, "max_position_embeddings", None) or _CACHED)
+    text = torch.tensor([(list(token_ids) * length)[:length]], device=target.device)
+    cache = DynamicCache(config=config)
+    target(input_ids=text[:, : length - max(rows)], past_key_values=cache, use_cache=True)
     cache.activate_past_recording()
     measured: list[list[float]] = [[] for _ in rows]
     with surroundings():
