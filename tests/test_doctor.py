@@ -215,6 +215,21 @@ def test_trees_are_taken_on_with_what_chains_say_of_the_rest_of_the_text():
     assert tree.tokens_per_round == pytest.approx(chain.tokens_per_round, rel=0.05)
 
 
+def test_a_text_that_ends_at_once_counts_for_its_one_token():
+    measured = diagnosed(tree="default")
+    ended = TimedCall(0, 128, 0.06, (0.06,), (1,))
+    names = ("short_chains", "long_chains", "trees")
+    for calls in (measured.plain, *(getattr(measured, name)["hybrid"] for name in names)):
+        calls[0] = ended
+    for calls in (getattr(measured, name)["full"] for name in names):
+        calls[0] = ended
+    (second,) = diagnosed(tree="default").long_chains["hybrid"][1:]
+    for one in measured.expectations:
+        if (one.policy, one.steps, one.tree) == ("hybrid", 8, None):
+            assert one.tokens_per_round == pytest.approx(129 / (1 + len(second.tokens)))
+        assert 1 < one.tokens_per_round < 8 and one.ratio > 0
+
+
 def test_the_break_even_acceptance_is_where_the_best_chain_is_plain():
     verification = RoundCosts(0.0, (1,), (1.0,))
     # One draft that costs half a token, or several: nothing is won below one half.

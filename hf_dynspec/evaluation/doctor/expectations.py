@@ -229,14 +229,15 @@ class MeasuredPair:
 
     def plain_course(self, prompts: Collection[int], calls: Sequence[TimedCall] | None = None) -> Course:
         """What texts take without drafts."""
-        pace, tokens = pace_of([(calls or self.plain)[number] for number in prompts]), self._tokens(prompts)
+        pace = pace_of([(calls or self.plain)[number] for number in prompts])
+        tokens = fmean(self._lengths(FULL, prompts))
         return Course(pace.start_seconds + (tokens - 1) * pace.round_seconds, tokens, tokens)
 
-    def _tokens(self, prompts: Collection[int]) -> float:
-        """Mean tokens of a text: as many as are asked for, or fewer where texts ended before."""
-        calls = [self.long_chains[FULL][number] for number in prompts]
+    def _lengths(self, policy: str, prompts: Collection[int]) -> list[int]:
+        """Tokens of each text: as many as are asked for, or fewer where it ended before."""
+        calls = [self.long_chains[policy][number] for number in prompts]
         most = self.settings.max_new_tokens
-        return fmean(most if call.new_tokens >= call.wanted else call.new_tokens for call in calls)
+        return [most if call.new_tokens >= call.wanted else call.new_tokens for call in calls]
 
     def _texts(self, policy: str, prompts: Collection[int]) -> list[list[bool]]:
         longest = self.settings.num_assistant_tokens
@@ -254,32 +255,37 @@ class MeasuredPair:
     def _chain(
         self, policy: str, costs: ChainCosts, prompts: Collection[int], steps: int, name: str | None = None
     ) -> Expectation:
-        texts, plain = self._texts(policy, prompts), self.plain_course(prompts)
-        expected = costs.course(steps, texts, plain.tokens, self.drafts_at_once)
-        return _expectation(name or policy, steps, None, expected, plain, costs.costs.of_round(steps))
+        texts, lengths = self._texts(policy, prompts), self._lengths(policy, prompts)
+        expected = costs.course(steps, texts, lengths, self.drafts_at_once)
+        seconds = costs.costs.of_round(steps)
+        return _expectation(name or policy, steps, None, expected, self.plain_course(prompts), seconds)
 
     def _tree(self, policy: str, prompts: Collection[int]) -> Expectation:
         """Trees are timed on the first part of the texts alone, which may be easier or harder than the rest. How much,
-        chains tell."""
-        shape, plain = self.tree, self.plain_course(prompts)
+        chains of as many draft steps tell, but for the last, which few trees get through."""
+        shape = self.tree
         levels = shape.depth + 1
         if self.settings.temperature > 0:
             levels = min(levels, shape.total_tokens - 1)
-        calls = [self.trees[policy][number] for number in prompts]
-        pace, texts = pace_of(calls, levels), self._texts(policy, prompts)
-        whole, parts = (
-            sum(len(rounds_along(text, levels, self.drafts_at_once)) / len(text) for text in some)
-            for some in (texts, [text[: call.new_tokens] for text, call in zip(texts, calls, strict=True)])
+        calls, texts = [self.trees[policy][number] for number in prompts], self._texts(policy, prompts)
+        lengths, parts = self._lengths(policy, prompts), [call.new_tokens for call in calls]
+        steps = max(1, levels - 1)
+        of_texts = sum(
+            len(rounds_along(text, steps, False)) * length / len(text)
+            for text, length in zip(texts, lengths, strict=True)
         )
-        rounds = plain.tokens * fmean(len(call.tokens) / call.new_tokens for call in calls) * whole / parts
-        expected = Course(pace.start_seconds + (rounds - 1) * pace.round_seconds, rounds, plain.tokens)
-        return _expectation(policy, levels, shape, expected, plain, pace.round_seconds)
+        of_parts = sum(len(rounds_along(text[:part], steps, False)) for text, part in zip(texts, parts, strict=True))
+        rounds = sum(len(call.tokens) for call in calls) * of_texts / of_parts / len(calls)
+        pace = pace_of(calls, levels)
+        expected = Course(pace.start_seconds + (rounds - 1) * pace.round_seconds, rounds, fmean(lengths))
+        return _expectation(policy, levels, shape, expected, self.plain_course(prompts), pace.round_seconds)
 
 
 def _expectation(
     policy: str, steps: int, tree: TreeConfig | None, expected: Course, plain: Course, round_seconds: float
 ) -> Expectation:
-    speed, ratio = expected.tokens / expected.seconds, plain.seconds / expected.seconds
+    speed = expected.tokens / expected.seconds
+    ratio = speed / (plain.tokens / plain.seconds)
     return Expectation(policy, steps, tree, speed, ratio, None, expected.tokens_per_round, round_seconds)
 
 

@@ -184,22 +184,24 @@ class ChainCosts:
         share = min(1.0, max(0.0, (steps - shorter) / (longer - shorter)))
         return short + share * (long - short)
 
-    def course(self, steps: int, texts: Sequence[Sequence[bool]], tokens: float, drafts_at_once: bool) -> Course:
+    def course(
+        self, steps: int, texts: Sequence[Sequence[bool]], lengths: Sequence[int], drafts_at_once: bool
+    ) -> Course:
         """What texts take with chains of that length.
 
         Args:
             steps: the length.
             texts: the verdicts along them, see `verdicts_of`.
-            tokens: how long texts become, if that is not as long as these.
+            lengths: how long each text becomes, of which the verdicts may be a first part.
             drafts_at_once: the round that reads the prompt drafts too.
         """
-        start, rounds, later = self.start_seconds(steps), [], []
-        for verdicts in texts:
+        rounds, later = [], []
+        for verdicts, length in zip(texts, lengths, strict=True):
             drafted = rounds_along(verdicts, steps, drafts_at_once)
-            longer = tokens / len(verdicts)
+            longer = length / len(verdicts)
             rounds.append(len(drafted) * longer)
             later.append(sum(map(self.costs.of_round, drafted[1:])) * longer)
-        return Course(start + fmean(later), fmean(rounds), tokens)
+        return Course(self.start_seconds(steps) + fmean(later), fmean(rounds), fmean(lengths))
 
     def without_head(self, share: float) -> "ChainCosts":
         """The same with draft steps that are shorter by that share."""
