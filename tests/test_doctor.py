@@ -1,5 +1,6 @@
 """The doctor: what it expects follows from what it timed, it says so where drafting loses, and it changes nothing."""
 
+import ast
 import itertools
 import json
 import random
@@ -43,6 +44,7 @@ POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 NEW_TOKENS = 40
 
 
+ROLES = ("target", "drafter")
 TOKENIZER = word_tokenizer()
 TEXTS = ("t5 t6 t7 t8 t9 t10", "t50 t60 t70")
 PROMPTS = [WorkloadPrompt(text, text, text) for text in TEXTS]
@@ -155,7 +157,7 @@ def diagnosed(
     measured = Diagnosis(
         settings,
         settings.resolved_policies(),
-        models={},
+        models={role: {"name": role, "parameters": 9e6, "dtype": "float32", "device": "cpu"} for role in ROLES},
         vocabulary={"tokens": 151_665, "target_rows": 151_936, "drafter_rows": 151_936},
         prompts=[{"identifier": f"one/{n}", "domain": "one", "tokens": 9} for n in range(prompts)],
         threads=1,
@@ -261,6 +263,7 @@ def test_the_answer_is_a_sentence_and_a_line():
     assert measured.line == expected
     text = str(measured)
     assert measured.sentence in " ".join(text.split()) and measured.line in text
+    assert "drafter: drafter, 9.0M parameters, float32 on cpu" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("acceptance", "draft_step"), [(0.05, 0.002), (0.8, 0.02)])
@@ -274,6 +277,9 @@ def test_use_none_where_drafting_loses(acceptance, draft_step):
 def test_a_policy_with_settings_can_be_pasted():
     measured = diagnosed(policies=("full", "frequency:size=1024"))
     assert "hf_dynspec.evaluation.parse_policy('frequency:size=1024')" in measured.line
+    shown = str(measured).splitlines()
+    start = next(number for number, line in enumerate(shown) if line.startswith("DynSpecAssistant("))
+    assert ast.dump(ast.parse("\n".join(shown[start:]))) == ast.dump(ast.parse(measured.line))
 
 
 def test_one_prompt_has_no_spread_and_makes_nothing_sure():

@@ -1,6 +1,6 @@
 """What a diagnosis says: tables, a sentence, a line to paste, and JSON values."""
 
-import os
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...drafting.tree_config import TreeConfig
 from ...shortlists import POLICIES as REGISTERED
-from ..policy_text import policy_labels
+from ..policy_text import policy_labels, shorten_paths
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
 from ..tree_text import format_tree
@@ -40,7 +40,10 @@ def findings(measured: MeasuredPair) -> list[str]:
     vocabulary = measured.vocabulary
     tokens, rows = vocabulary["tokens"], (vocabulary["target_rows"], vocabulary["drafter_rows"])
     padded = " and ".join(f"{count:,}" for count in dict.fromkeys(rows))
-    sentences = [f"One tokenizer of {tokens:,} tokens; the heads score {padded} rows."]
+    sentences = [
+        f"{_described(measured)}, {measured.threads} CPU threads.",
+        f"One tokenizer of {tokens:,} tokens; the heads score {padded} rows.",
+    ]
     profile, best = measured.profiles[FULL], measured.oracle
     sentences.append(
         f"The LM head takes {profile.head_share:.0%} of a draft step with the full vocabulary. Without it, chains of "
@@ -55,6 +58,17 @@ def findings(measured: MeasuredPair) -> list[str]:
             "as fast: so much of what is gained is no merit of drafting."
         )
     return [*sentences, *(f"Note: {note}" for note in measured.notes)]
+
+
+def _described(measured: MeasuredPair) -> str:
+    """Target and drafter, each with its name, size, dtype and device."""
+    target, models = measured.models["target"], measured.models
+    drafter = models["drafter"] if "drafter" in models else next(iter(models["eagle"].values()))
+    return "; ".join(
+        f"{role}: {one['name'] or one['class']}, {one['parameters'] / 1e6:,.1f}M parameters, {one['dtype']} on "
+        f"{one['device']}"
+        for role, one in (("Target", target), ("drafter", drafter))
+    )
 
 
 def verification_table(measured: MeasuredPair) -> FittedTable:
@@ -203,10 +217,11 @@ class Diagnosis(MeasuredPair):
 
     def __rich__(self) -> Group:
         tables = [verification_table(self), acceptance_table(self), speed_table(self), best_table(self)]
+        # Where the line is too long it is broken between arguments, and is as good Python as before.
         return Group(*map(Text, findings(self)), *tables, Text(self.sentence, style="bold"), Text(self.line))
 
     def __str__(self) -> str:
-        console = Console(width=int(os.environ.get("COLUMNS", "80")), no_color=True, highlight=False)
+        console = Console(file=io.StringIO(), highlight=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get()
@@ -237,7 +252,7 @@ class Diagnosis(MeasuredPair):
             "is_sure": self.is_sure,
             "best": _as_json(self.best),
             "sentence": self.sentence,
-            "line": self.line,
+            "line": shorten_paths(self.line),
         }
 
     def _plain(self) -> dict[str, Any]:
