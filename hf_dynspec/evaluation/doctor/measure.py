@@ -113,7 +113,7 @@ def diagnose_pair(
             drafts_at_once=isinstance(own, CausalLMDrafter),
             verified_rows=VERIFIED_ROWS,
         )
-        report("setting up", 0, round(settings.seconds))
+        report("setting up", 0, max(1, round(settings.seconds)))
         began = time.monotonic()
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
@@ -341,6 +341,6 @@ class _Measurement:
         return self._settings.seconds - (time.monotonic() - self._began)
 
     def _tell(self, activity: str) -> None:
-        total = round(self._settings.seconds)
+        total = max(1, round(self._settings.seconds))
         done = total if activity == "done" else min(total, round(time.monotonic() - self._began))
         self._report(activity, done, total)
