@@ -31,7 +31,7 @@ VERIFIED_ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 61)
 SHORT_CHAIN = 2
 # Of the tokens that speeds are expected for, the share that is generated: all with long chains, as acceptance changes
 # within a text; fewer where little but the time of a round is wanted.
-_SHARES = {"plain": 0.5, "short": 0.25, "long": 1.0, "tree": 0.75}
+_SHARES = {"plain": 0.5, "short": 0.5, "long": 1.0, "tree": 0.75}
 _FEWEST_TOKENS = 16
 _FEWEST_PROMPTS = 2
 _WARM_UP_TOKENS = 12
