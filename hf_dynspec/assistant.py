@@ -5,7 +5,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,8 @@ from .vocabulary import require_tokenizer_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
+
+    from .evaluation.doctor.diagnosis import Diagnosis
 
 
 class DynSpecAssistant(Assistant):
@@ -412,6 +414,39 @@ class DynSpecAssistant(Assistant):
         return push_assistant(
             self, repo_id, provenance=provenance, results=results, max_shard_size=max_shard_size, **options
         )
+
+    # What to expect ------------------------------------------------------------------------------------------------
+
+    def diagnose(
+        self,
+        prompts: Sequence[str] | None = None,
+        *,
+        report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+        **settings: Any,
+    ) -> "Diagnosis":
+        """Measure whether drafting pays for the target and the drafter on this computer, with which settings, and why.
+
+        Takes a minute or two, in which nothing else should run. The assistant and its models stay as they were.
+
+        Args:
+            prompts: texts to measure on (None: a few of several kinds). The more they are like yours, the better.
+            report: called between generations with what is being done, the seconds that went by, and about how many
+                there are in all.
+            settings: of `evaluation.doctor.settings.DoctorSettings`, such as `policies`, `temperature`, `tree`,
+                `max_new_tokens` or `seconds`.
+
+        Returns:
+            What was found. `print` shows it; `sentence` and `line` say what to do, `expectations` has every setting
+            and `to_dict()` everything, as JSON values.
+
+        Raises:
+            NotBoundError: the assistant is not bound to a target.
+            ConfigurationError: a setting is out of range, or the tokenizer is not known.
+            WorkloadError: a prompt has no tokens or too many.
+        """
+        from .evaluation.doctor.measure import diagnose_assistant
+
+        return diagnose_assistant(self, DynSpecAssistant, prompts, report, settings)
 
     # One round -----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ from hf_dynspec.evaluation.bench.benchmark import run_benchmark
 from hf_dynspec.evaluation.bench.figures import summarize
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
 from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
-from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, head_product
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
+from hf_dynspec.evaluation.head_product import head_product
 from hf_dynspec.evaluation.pair import head_labels
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt, encode_workload, read_workload

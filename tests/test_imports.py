@@ -37,11 +37,13 @@ ROOMS = (
     "evaluation",
     "commands",
 )
-# The climbs: what opens the room of artifacts when it is called, because it was given a name in place of a thing.
+# The climbs: what opens the room of artifacts when it is called, because it was given a name in place of a thing, and
+# the assistant that has itself diagnosed.
 CLIMBS = {
     ("shortlists.registry", "artifacts"),
     ("drafters.eagle.checkpoint", "artifacts"),
     ("assistant", "artifacts"),
+    ("assistant", "evaluation"),
     ("alignment.aligner", "artifacts"),
 }
 # Of the rooms that hold several implementations, a draft knows the contracts only.

@@ -10,6 +10,7 @@ from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
+from .doctor import doctor
 from .export import export_app
 from .graph import graph
 from .plot import plot
@@ -35,6 +36,7 @@ app.add_typer(export_app, name="export")
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
+app.command()(doctor)
 app.command()(plot)
 app.command()(push)
 app.command()(trace)

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError
-from ...kernels import dense_scores, has_dense_kernel, prepare_kernels
+from ...kernels import prepare_kernels
 from ...loading import shared_vocabulary_size
 from ...shortlists import ShortlistPolicy
+from ..head_product import head_product, why_not_head_product
 from ..pair import Pair
 from ..tree_text import format_tree
 
@@ -139,7 +138,7 @@ def open_systems(
     if "cpu" in {pair.target.device.type, *(drafter.head.device.type for drafter in pair.drafters.values())}:
         # Not in a call that is timed.
         prepare_kernels()
-    problem = _why_not_head_product(pair.target)
+    problem = why_not_head_product(pair.target)
     if problem is None:
         systems.append(System(HEAD_PRODUCT, None, surroundings=lambda: head_product(pair.target)))
     else:
@@ -192,44 +191,6 @@ def _assistant(
     for name, value in CONSTANT_DRAFT_LENGTH.items():
         setattr(assistant.generation_config, name, value)
     return assistant
-
-
-@contextmanager
-def head_product(target: PreTrainedModel) -> Iterator[None]:
-    """Let the target's output projection be computed as verifications compute it, until the block is left.
-
-    Args:
-        target: its projection is a linear layer, of whose weight `kernels.has_dense_kernel` holds.
-    """
-    projection = target.get_output_embeddings()
-    before = vars(projection).get("forward")
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        scores = dense_scores(hidden.flatten(0, -2), projection.weight)
-        if projection.bias is not None:
-            scores += projection.bias
-        return scores.view(*hidden.shape[:-1], -1)
-
-    projection.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del projection.forward
-        else:
-            projection.forward = before
-
-
-def _why_not_head_product(target: PreTrainedModel) -> str | None:
-    """Why the target's output projection is not computed by this package's product; None where it is."""
-    projection = target.get_output_embeddings()
-    if type(projection) is not nn.Linear:
-        return f"the target's output projection is {type(projection).__name__}, and not a plain linear layer"
-    weight = projection.weight
-    if has_dense_kernel(weight):
-        return None
-    kind = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} on {weight.device}"
-    return f"it is compiled for large heads in float32 on CPUs, where there is a C++ compiler; the target's is {kind}"
 
 
 def _why_not_transformers(pair: Pair) -> str | None:
