@@ -7,6 +7,7 @@ models that have the real vocabulary and next to no layers, on a device that is 
 
 import copy
 import statistics
+import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -171,7 +172,10 @@ def record_overhead(policy: ShortlistPolicy, vocabulary: int, dtype: torch.dtype
     of_layers = layers_work(empty_drafter, PROMPT_TOKENS)
     with pretended_device() as device, torch.random.fork_rng([]):
         target, drafter = move(target), move(drafter)
-        assistant = DynSpecAssistant(drafter, policy, target=target, num_assistant_tokens=_CHAIN)
+        with warnings.catch_warnings():
+            # Nobody has a tokenizer here.
+            warnings.filterwarnings("ignore", message="the tokenizers of target and drafter")
+            assistant = DynSpecAssistant(drafter, policy, target=target, num_assistant_tokens=_CHAIN)
         with recording(device) as recorded:
             _generate(target, temperature, assistant_model=assistant)
     # The first round reads the prompt, and the last ones draft less, as the text ends.

@@ -15,7 +15,9 @@ from ...loading import first_line, shared_rows
 from ...modeling.parts import output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
 from ..operations.counting import Work
+from ..pair import utc_now
 from ..policy_text import named_policies, shorten_paths
+from ..provenance import describe_policies, provenance
 from .counted_round import (
     empty_model,
     head_work,
@@ -25,12 +27,9 @@ from .counted_round import (
     screen_work,
     verification_work,
 )
+from .settings import FULL, POLICIES
 
-DEFAULT_POLICIES = ("full", "frequency", "in_context", "hybrid", "screen")
-# What others are compared with. It is counted whether it is asked for or not.
-FULL = "full"
-# The policies that look at no weights but the head's.
-_COUNTABLE = set(DEFAULT_POLICIES)
+SCHEMA_VERSION = 1
 # Models of more layers are none, and would take long to build.
 _LAYERS = WholeNumber(1, 1024)
 _BYTES_PER_SECOND, _SECONDS, _FLOPS = 1e9, 1e-6, 1e12
@@ -95,7 +94,7 @@ class EstimateSettings:
     target: str | os.PathLike
     drafter: str | os.PathLike
     machine: Machine
-    policies: Sequence[str] | Mapping[str, ShortlistPolicy] = DEFAULT_POLICIES
+    policies: Sequence[str] | Mapping[str, ShortlistPolicy] = POLICIES
     acceptance: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)
     num_assistant_tokens: int = 8
     cached_tokens: int = 1024
@@ -124,10 +123,10 @@ class EstimateSettings:
         policies = named_policies(self.policies)
         for label, policy in policies.items():
             parts = policy.policies if isinstance(policy, UnionShortlist) else (policy,)
-            if not {one.name for one in parts} <= _COUNTABLE:
+            if not {one.name for one in parts} <= set(POLICIES):
                 raise ConfigurationError(
                     f"the policy {label!r} has weights or an index of its own, of which configurations tell nothing. "
-                    f"Take one of {', '.join(DEFAULT_POLICIES)}, or have it measured."
+                    f"Take one of {', '.join(POLICIES)}, or have it measured."
                 )
         return {**named_policies([FULL]), **policies}
 
@@ -171,6 +170,7 @@ class Estimate:
         plain: what plain generation has for each token beside the target's forward.
         plain_speed: tokens per second of plain generation.
         policies: what to expect of each.
+        started: when it was begun, UTC in ISO format; likewise `finished`.
     """
 
     settings: EstimateSettings
@@ -182,18 +182,30 @@ class Estimate:
     plain: Work
     plain_speed: float
     policies: dict[str, PolicyEstimate]
+    started: str
+    finished: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values, without paths beyond their last two parts."""
+    def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
+        """All of it and where it comes from, as JSON values. Holds no path beyond its last two parts.
+
+        Args:
+            command: the words of the command line (None: it was called from Python).
+        """
         names = {name: shorten_paths(str(getattr(self.settings, name))) for name in ("target", "drafter")}
-        settings = {**asdict(self.settings), **names, "policies": list(self.policies)}
-        return {**{name: getattr(self, name) for name in ("models", "vocabulary", "verified_rows", "plain_speed")}} | {
+        return {
+            "schema_version": SCHEMA_VERSION,
             "is_estimate": True,
-            "settings": settings,
+            "provenance": provenance(command, self.started, self.finished, torch.get_num_threads()),
+            "settings": {**vars(self.settings), **names, "machine": asdict(self.settings.machine)}
+            | {"policies": describe_policies(self.settings.resolved_policies())},
+            "models": self.models,
+            "vocabulary": self.vocabulary,
+            "verified_rows": list(self.verified_rows),
             "verification": [asdict(one) for one in self.verification],
             "layers": asdict(self.layers),
             "plain": asdict(self.plain),
-            "policies": {label: asdict(one) for label, one in self.policies.items()},
+            "plain_speed": self.plain_speed,
+            "expected": {label: asdict(one) for label, one in self.policies.items()},
         }
 
 
@@ -218,7 +230,7 @@ def estimate_speed(
         ConfigurationError: there is no configuration, or it is of no use.
         UnsupportedError: a model is none that can be drafted for or with, or they have different vocabularies.
     """
-    policies = settings.resolved_policies()
+    started, policies = utc_now(), settings.resolved_policies()
     total = len(policies) + 2
     report("counting operations", 0, total)
     target_model = _model(target or read_config(settings.target, "target"), settings, "target")
@@ -237,8 +249,19 @@ def estimate_speed(
         found[label] = _of_policy(policy, settings, drafter_model, target_model.dtype, vocabulary, layers, alone)
         report("counting operations", done, total)
     models = {"target": _described(target_model), "drafter": _described(drafter_model)}
-    plain_speed = expected_speed([0.0], alone, 0)
-    return Estimate(settings, models, vocabulary, tuple(rows), tuple(verification), layers, plain, plain_speed, found)
+    return Estimate(
+        settings=settings,
+        models=models,
+        vocabulary=vocabulary,
+        verified_rows=tuple(rows),
+        verification=tuple(verification),
+        layers=layers,
+        plain=plain,
+        plain_speed=expected_speed([0.0], alone, 0),
+        policies=found,
+        started=started,
+        finished=utc_now(),
+    )
 
 
 def read_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
@@ -269,6 +292,12 @@ def _model(config: PreTrainedConfig, settings: EstimateSettings, role: str) -> P
     """
     if config.is_encoder_decoder:
         raise UnsupportedError(f"the {role} is an encoder-decoder ({config.model_type}). Name a decoder-only model.")
+    is_head = any("eagle" in str(one).lower() for one in config.architectures or ())
+    if is_head or getattr(config, "draft_vocab_size", None) is not None:
+        raise UnsupportedError(
+            f"the {role}'s configuration is that of an EAGLE head, whose layers it does not tell. Have the head "
+            "measured, with --eagle."
+        )
     text = config.get_text_config()
     _LAYERS.require(f"the {role}'s num_hidden_layers", getattr(text, "num_hidden_layers", None))
     WholeNumber(2).require(f"the {role}'s vocab_size", getattr(text, "vocab_size", None))

@@ -8,7 +8,8 @@ from rich.text import Text
 from ...drafting.expected_speed import break_even_acceptance
 from ..operations.counting import Work
 from ..tables import FittedTable
-from .estimate import FULL, Estimate, PolicyEstimate
+from .estimate import Estimate, PolicyEstimate
+from .settings import FULL
 
 # What an assistant takes if it is told nothing, and the share of the best speed that speaks for it.
 _DEFAULT, _CLEARLY = "hybrid", 0.97
