@@ -16,13 +16,8 @@ from hf_dynspec import DynSpecAssistant
 from hf_dynspec.commands import app
 from hf_dynspec.drafting.expected_speed import RoundCosts, break_even_acceptance, expected_speed
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
-from hf_dynspec.evaluation.doctor.counted_round import (
-    empty_model,
-    head_work,
-    layers_work,
-    record_overhead,
-    verification_work,
-)
+from hf_dynspec.evaluation.doctor.configurations import empty_model
+from hf_dynspec.evaluation.doctor.counted_round import head_work, layers_work, record_overhead, verification_work
 from hf_dynspec.evaluation.doctor.estimate import Estimate, EstimateSettings, Machine, estimate_speed
 from hf_dynspec.evaluation.doctor.estimate_report import line_to_paste, sentence
 from hf_dynspec.evaluation.operations.counting import Work, counting
@@ -143,8 +138,9 @@ def forward(config: PreTrainedConfig, device: str, ids: torch.Tensor, cached: in
     cache = DynamicCache(config=config)
     with counting(model):
         model(torch.arange(cached, device=device).unsqueeze(0), past_key_values=cache, use_cache=True)
-    with counting(model, rows=ids.shape[0]) as counter:
-        model(ids.to(device).unsqueeze(0), past_key_values=cache, use_cache=True)
+    ids = ids.to(device).unsqueeze(0)
+    with counting(model, rows=ids.shape[1]) as counter:
+        model(ids, past_key_values=cache, use_cache=True)
     return counter.work
 
 
@@ -440,14 +436,15 @@ def test_a_device_without_configurations_is_refused():
     assert isinstance(result.exception, ConfigurationError) and "--config" in str(result.exception)
 
 
-def test_the_command_of_the_docs_runs(tmp_path):
-    page = (DOCS / "on-a-gpu.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def test_the_docs_say_what_their_command_says(tmp_path):
+    page = (DOCS / "on-a-gpu.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^hf-dynspec (doctor --config .*)$", page, re.MULTILINE)
     names = {"Qwen/Qwen3-8B": QWEN3_8B, "Qwen/Qwen3-0.6B": QWEN3_06B}
     files = {name: written(tmp_path, name.split("/")[1], settings) for name, settings in names.items()}
-    words = [files.get(word, word) for word in shlex.split(line)[1:]]
-    result = run(*words, "--policy", "hybrid")
-    assert result.exit_code == 0, result.exception
-    shown = " ".join(result.output.split())
-    for figure in re.findall(r"`([^`]*)`: shown by the command above", page):
-        assert figure in shown
+    _, *words = [files.get(word, word) for word in shlex.split(line)]
+    said = re.findall(r"^```text\n(Estimate: .*)\n```$", page, re.MULTILINE)
+    assert len(said) == 2
+    for added, sentence_of_page in zip(([], ["--launch-latency", "0"]), said, strict=True):
+        result = run(*words, *added, "--policy", "hybrid")
+        assert result.exit_code == 0, result.exception
+        assert sentence_of_page in " ".join(result.output.split())

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...errors import UnsupportedError
@@ -27,6 +27,7 @@ from ...shortlists.union import UnionShortlist
 from ..operations.counting import Work, counting
 from ..operations.pretended_device import move, pretended_device, to_device
 from ..operations.rounds import PROMPT_TOKENS, Round, operations, random_model, recording
+from .configurations import empty_model
 
 # Of the chains whose rounds are recorded, of the texts that they are recorded in, and the layers of the models there.
 _CHAIN, _NEW_TOKENS, _LAYERS = 5, 11, 1
@@ -49,27 +50,6 @@ class Overhead:
     round: Work
     before: Shortlist
     shortlists: list[Shortlist]
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreTrainedModel:
-    """A model with shapes and without memory.
-
-    Args:
-        config: the model's.
-        dtype: of its weights.
-        role: what errors call it.
-
-    Raises:
-        UnsupportedError: transformers cannot build it from its configuration.
-    """
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-    except Exception as error:  # a configuration may say anything, and each family fails in its own way
-        raise UnsupportedError(
-            f"the {role} ({config.model_type}) cannot be built from its configuration: {first_line(error)}. Give the "
-            "config.json of a decoder-only language model that this transformers knows."
-        ) from error
 
 
 def verification_work(target: PreTrainedModel, rows: list[int], cached: int) -> list[Work]:

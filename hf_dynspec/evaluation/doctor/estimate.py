@@ -6,20 +6,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
-from ...errors import ConfigurationError, UnsupportedError, shown_value
+from ...errors import ConfigurationError, shown_value
 from ...fields import Number, WholeNumber
-from ...loading import first_line, shared_rows
+from ...loading import shared_rows
 from ...modeling.parts import output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
 from ..operations.counting import Work
+from ..operations.pretended_device import register_device
 from ..pair import utc_now
 from ..policy_text import named_policies, shorten_paths
 from ..provenance import describe_policies, provenance
+from .configurations import countable_model, read_config
 from .counted_round import (
-    empty_model,
     head_work,
     layers_work,
     plain_overhead,
@@ -30,8 +31,6 @@ from .counted_round import (
 from .settings import FULL, POLICIES
 
 SCHEMA_VERSION = 1
-# Models of more layers are none, and would take long to build.
-_LAYERS = WholeNumber(1, 1024)
 _BYTES_PER_SECOND, _SECONDS, _FLOPS = 1e9, 1e-6, 1e12
 
 Report = Callable[[str, int, int], None]
@@ -228,13 +227,16 @@ def estimate_speed(
 
     Raises:
         ConfigurationError: there is no configuration, or it is of no use.
-        UnsupportedError: a model is none that can be drafted for or with, or they have different vocabularies.
+        UnsupportedError: a model is none that can be drafted for or with, they have different vocabularies, or torch
+            is older than 2.9.
     """
+    register_device()
     started, policies = utc_now(), settings.resolved_policies()
     total = len(policies) + 2
     report("counting operations", 0, total)
-    target_model = _model(target or read_config(settings.target, "target"), settings, "target")
-    drafter_model = _model(drafter or read_config(settings.drafter, "drafter"), settings, "drafter")
+    dtype = getattr(torch, settings.dtype) if settings.dtype else None
+    target_model = countable_model(target or read_config(settings.target, "target"), dtype, "target")
+    drafter_model = countable_model(drafter or read_config(settings.drafter, "drafter"), dtype, "drafter")
     vocabulary = shared_rows(output_rows(target_model), output_rows(drafter_model))
     rows = _rows_to_count(settings.num_assistant_tokens + 1)
     verification = verification_work(target_model, rows, settings.cached_tokens)
@@ -262,58 +264,6 @@ def estimate_speed(
         started=started,
         finished=utc_now(),
     )
-
-
-def read_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
-    """Read a configuration, without running code that comes with it.
-
-    Args:
-        name: a `config.json`, or the folder or Hub id of a model that has one.
-        role: what errors call it.
-
-    Raises:
-        ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
-    """
-    try:
-        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
-    except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
-        raise ConfigurationError(
-            f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
-            "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
-        ) from error
-
-
-def _model(config: PreTrainedConfig, settings: EstimateSettings, role: str) -> PreTrainedModel:
-    """The model of a configuration on `meta`.
-
-    Raises:
-        ConfigurationError: a size is out of range, or nothing tells the size of the weights.
-        UnsupportedError: it can neither draft nor be drafted for.
-    """
-    if config.is_encoder_decoder:
-        raise UnsupportedError(f"the {role} is an encoder-decoder ({config.model_type}). Name a decoder-only model.")
-    is_head = any("eagle" in str(one).lower() for one in config.architectures or ())
-    if is_head or getattr(config, "draft_vocab_size", None) is not None:
-        raise UnsupportedError(
-            f"the {role}'s configuration is that of an EAGLE head, whose layers it does not tell. Have the head "
-            "measured, with --eagle."
-        )
-    text = config.get_text_config()
-    _LAYERS.require(f"the {role}'s num_hidden_layers", getattr(text, "num_hidden_layers", None))
-    WholeNumber(2).require(f"the {role}'s vocab_size", getattr(text, "vocab_size", None))
-    if settings.dtype is None and getattr(config, "quantization_config", None) is not None:
-        raise ConfigurationError(
-            f"the {role}'s weights are quantised, and what its kernels read cannot be counted. Name a dtype, such as "
-            "bfloat16, to count the model as it was before."
-        )
-    dtype = getattr(torch, settings.dtype) if settings.dtype else config.dtype or text.dtype or torch.float32
-    model = empty_model(config, dtype, role)
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedError(
-            f"the {role} ({config.model_type}) keeps a recurrent state, which cannot be rolled back to the accepted "
-            "tokens. Name a model that has attention alone."
-        )
-    return model
 
 
 def _rows_to_count(most: int) -> list[int]:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from ...errors import UnsupportedError
 from .counting import FusedAttention, bytes_read, bytes_written, is_operation
 
 NAME = "pretended"
@@ -99,7 +99,7 @@ class PretendedDevice(TorchDispatchMode):
         self.events: list[Event] = []
 
     def __enter__(self) -> "PretendedDevice":
-        _register()
+        register_device()
         # Makes `torch.tensor(…, device=…)` a copy that is seen here.
         self._lifted_before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
@@ -114,7 +114,18 @@ class PretendedDevice(TorchDispatchMode):
 
 
 @functools.cache
-def _register() -> None:
+def register_device() -> None:
+    """Make the device known to torch.
+
+    Raises:
+        UnsupportedError: this torch knows no devices written in Python.
+    """
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise UnsupportedError(
+            f"rounds cannot be counted with torch {torch.__version__}: install 2.9 or later"
+        ) from error
     _setup_privateuseone_for_python_backend(NAME)
 
 
@@ -125,7 +136,7 @@ def to_device(tensor: torch.Tensor) -> PretendedTensor:
 
 def move(model: torch.nn.Module) -> torch.nn.Module:
     """Move a model to the device, where it is, without counting it. Shared weights stay shared."""
-    _register()
+    register_device()
     moved: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
