@@ -7,17 +7,15 @@ numbers of layers do, and are named. Counted is the round that repeats: neither 
 """
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from pretended_device import Event, PretendedDevice, move, pretended_device, to_device
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
+from hf_dynspec.evaluation.operations.rounds import operations, random_model, recording, waits
 from hf_dynspec.shortlists import ShortlistPolicy
 from hf_dynspec.shortlists.frequency import FrequencyShortlist
 from hf_dynspec.shortlists.full import FullShortlist
@@ -26,7 +24,6 @@ from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router.policy import Router, RouterShortlist
 from hf_dynspec.shortlists.screen.policy import ScreenShortlist
 from hf_dynspec.shortlists.union import UnionShortlist
-from hf_dynspec.stats import Stopwatch
 
 VOCABULARY, WIDTH, CLUSTERS = 2048, 32, 16
 TARGET_LAYERS, DRAFTER_LAYERS = 4, 2
@@ -62,35 +59,21 @@ class Counts(NamedTuple):
     waits: int
 
 
-class Round(NamedTuple):
-    """One round, from the beginning of one verification to the beginning of the next.
-
-    Args:
-        events: what happened in it.
-        target: how many of them belong to the target's forward.
-        heads: before which of them the draft steps' heads began.
-    """
-
-    events: list[Event]
-    target: int
-    heads: list[int]
-
-
 def count(drafter: str, policy: ShortlistPolicy, tree: TreeConfig | bool, do_sample: bool) -> Counts:
     """Count the rounds of a call with random models."""
-    target = move(random_model(TARGET_LAYERS, seed=0))
+    target = move(random_model(TARGET_LAYERS, VOCABULARY, seed=0, width=WIDTH))
     with pretended_device() as device:
         if drafter == "independent":
-            drafts = move(random_model(DRAFTER_LAYERS, seed=1))
+            drafts = move(random_model(DRAFTER_LAYERS, VOCABULARY, seed=1, width=WIDTH))
         else:
             drafts = EagleDrafter(random_head(), target)
         assistant = DynSpecAssistant(drafts, policy, target=target, tree=tree, num_assistant_tokens=CHAIN)
         prompt = to_device(torch.arange(3, 15).unsqueeze(0))
-        with sections_of(device) as sections:
+        with recording(device) as recorded:
             torch.manual_seed(0)
             new = {"max_new_tokens": 11, "eos_token_id": None, "pad_token_id": 0}
             target.generate(prompt, assistant_model=assistant, do_sample=do_sample, **new)
-    rounds = rounds_of(device.events, sections)
+    rounds = recorded.rounds(device.events)
     # The first round reads the prompt, and the last ones draft less, as the text ends.
     steady = rounds[2:4]
     steps = [operations(one.events[begin:end]) for one in steady for begin, end in pairwise(one.heads)]
@@ -102,64 +85,7 @@ def count(drafter: str, policy: ShortlistPolicy, tree: TreeConfig | bool, do_sam
     )
 
 
-def operations(events: list[Event]) -> int:
-    """How many of these are operations."""
-    return sum(one.is_operation for one in events)
-
-
-def waits(events: list[Event]) -> int:
-    """How many of these are waited for."""
-    return sum(one.waits for one in events)
-
-
-@contextmanager
-def sections_of(device: PretendedDevice) -> Iterator[list[tuple[str, int, int]]]:
-    """Notes which of the device's events belong to which section of a round, by name, first event and end."""
-    sections: list[tuple[str, int, int]] = []
-    of_the_package = Stopwatch.section
-
-    @contextmanager
-    def section(self: Stopwatch, name: str) -> Iterator[None]:
-        begin = len(device.events)
-        yield
-        sections.append((name, begin, len(device.events)))
-
-    Stopwatch.section = section
-    try:
-        yield sections
-    finally:
-        Stopwatch.section = of_the_package
-
-
-def rounds_of(events: list[Event], sections: list[tuple[str, int, int]]) -> list[Round]:
-    """Divide what happened in one call into its rounds, the last one aside."""
-    verifications = [(begin, end) for name, begin, end in sections if name == "verification"]
-    heads = [begin for name, begin, _ in sections if name == "head"]
-    return [
-        Round(events[begin:after], end - begin, [one - begin for one in heads if begin <= one < after])
-        for (begin, end), (after, _) in pairwise(verifications)
-    ]
-
-
 # Random models -------------------------------------------------------------------------------------------------------
-
-
-def random_model(layers: int, seed: int) -> PreTrainedModel:
-    """A small Llama that nobody trained."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = 2
-    return model
 
 
 def random_head() -> EagleCheckpoint:

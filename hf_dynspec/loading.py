@@ -201,12 +201,7 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
     draftable = drafter.head.token_ids
     # A head that leaves tokens out says which ones it has, and was made for this target.
     drafter_rows = drafter.head.weight.shape[0] if draftable is None else target_rows
-    if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
-        raise UnsupportedError(
-            f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
-            f"tokenizers. {_ALTERNATIVE}"
-        )
-    rows = min(target_rows, drafter_rows)
+    rows = shared_rows(target_rows, drafter_rows)
     # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
     size = rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
     if draftable is not None and int(draftable.max()) >= size:
@@ -215,3 +210,17 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
             f"{size - 1:,}. Load the head that was made for this target."
         )
     return size
+
+
+def shared_rows(target_rows: int, drafter_rows: int) -> int:
+    """How many leading token ids two heads score, by their numbers of rows alone; padding counts as tokens.
+
+    Raises:
+        UnsupportedError: they differ by more than padding.
+    """
+    if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
+        raise UnsupportedError(
+            f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
+            f"tokenizers. {_ALTERNATIVE}"
+        )
+    return min(target_rows, drafter_rows)

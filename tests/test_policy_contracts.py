@@ -450,11 +450,11 @@ def test_rows_of_the_target_are_searched_once_a_round(sampling, target, drafter,
     policy = Watching()
     policy.needs = Needs(verify_top_k=9)
     assistant = DynSpecAssistant(drafter, policy, target=target)
-    output = target.generate(prompt(6), assistant_model=assistant, max_new_tokens=30, **sampling)
-    assert output.shape[1] == 36
+    torch.manual_seed(0)
+    target.generate(prompt(6), assistant_model=assistant, max_new_tokens=30, **sampling)
     verdicts = [one for one in policy.states[0].told if isinstance(one, Verdict)]
     # Nobody is told of the last round.
-    assert len(searched) == len(verdicts) + 1
+    assert len(searched) == len(verdicts) + 1 > 2
     assert searched[:-1] == [((len(one.drafted) + 1, target.config.vocab_size), 9) for one in verdicts]
 
 

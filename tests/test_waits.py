@@ -22,7 +22,9 @@ from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
 import count_operations
-from pretended_device import NAME, move, pretended_device, to_device
+
+from hf_dynspec.evaluation.operations.pretended_device import NAME, move, pretended_device, to_device
+from hf_dynspec.evaluation.operations.rounds import Round, operations, recording, waits
 
 CHAIN, TREE = False, TreeConfig(12, 2, 4)
 
@@ -101,11 +103,11 @@ def test_the_counter_sees_what_waits(kind):
 
 @pytest.mark.parametrize("kind", FREE)
 def test_the_counter_counts_what_does_not_wait(kind):
-    run, operations = FREE[kind]
+    run, expected = FREE[kind]
     with pretended_device() as device:
         run(to_device(torch.arange(4)))
     assert not [event.where for event in device.events if event.waits]
-    assert count_operations.operations(device.events) == operations
+    assert operations(device.events) == expected
 
 
 def test_the_device_refuses_what_lies_elsewhere():
@@ -123,7 +125,7 @@ def test_the_device_refuses_what_lies_elsewhere():
 
 def rounds(
     target, drafter, policy="full", tree=CHAIN, alignment=None, drafted: int | str = 3, **arguments
-) -> list[count_operations.Round]:
+) -> list[Round]:
     """The rounds of a call on the device. A greedy text must be what plain `generate` writes on the CPU."""
     input_ids = prompt()
     assistant_settings = {"tree": tree, "num_assistant_tokens": drafted, "alignment": alignment}
@@ -135,7 +137,7 @@ def rounds(
         else:
             drafts = move(copy.deepcopy(drafter))
         assistant = DynSpecAssistant(drafts, policy, target=there, **assistant_settings)
-        with count_operations.sections_of(device) as sections:
+        with recording(device) as recorded:
             torch.manual_seed(0)
             mask = {"attention_mask": to_device(torch.ones_like(input_ids))}
             outputs = there.generate(to_device(input_ids), assistant_model=assistant, **mask, **arguments)
@@ -144,15 +146,15 @@ def rounds(
         plain = {name: value for name, value in arguments.items() if name != "streamer"}
         expected = target.generate(input_ids, **plain)
         assert torch.equal(getattr(outputs, "sequences", outputs).memory, getattr(expected, "sequences", expected))
-    return count_operations.rounds_of(device.events, sections)
+    return recorded.rounds(device.events)
 
 
-def assert_waits(rounds: list[count_operations.Round], most: int = 1) -> None:
+def assert_waits(rounds: list[Round], most: int = 1) -> None:
     for one in rounds:
         waited = [event for event in one.events if event.waits]
         assert len(waited) <= most, "".join(f"{event.name}\n{event.where}\n" for event in waited)
     # Nothing comes out that nobody looks at.
-    assert all(count_operations.waits(one.events) for one in rounds)
+    assert all(waits(one.events) for one in rounds)
 
 
 @pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
@@ -223,11 +225,10 @@ class TestWaits:
 
     def test_of_a_criterion_of_ones_own(self, target, drafter):
         """It is asked after every token, before anybody sees the next: that waits as often as it must."""
-        waits = [
-            count_operations.waits(one.events)
-            for one in rounds(target, drafter, stopping_criteria=[NeverDone()], max_new_tokens=20)
+        waited = [
+            waits(one.events) for one in rounds(target, drafter, stopping_criteria=[NeverDone()], max_new_tokens=20)
         ]
-        assert max(waits) > 2
+        assert max(waited) > 2
 
 
 class LearnsNothing:

@@ -109,6 +109,9 @@ def command_line(context: typer.Context) -> list[str]:
         if isinstance(value, bool):
             words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
             continue
+        if parameter.nargs > 1:
+            words += [parameter.opts[0], *map(str, value)]
+            continue
         for item in value if isinstance(value, list | tuple) else [value]:
             words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
             words.append(str(item))

@@ -68,3 +68,26 @@ def expected_speed(acceptance: Sequence[float], costs: RoundCosts, steps: int) -
 def best_chain_length(acceptance: Sequence[float], costs: RoundCosts, longest: int) -> int:
     """How many tokens to draft, at most `longest`, for the most tokens per second; 0 where drafting does not pay."""
     return max(range(longest + 1), key=lambda steps: expected_speed(acceptance, costs, steps))
+
+
+def break_even_acceptance(costs: RoundCosts, longest: int, plain_seconds: float) -> float | None:
+    """The acceptance, the same at all draft steps, with which the best chain is as fast as plain generation; None
+    where none is.
+
+    Args:
+        costs: of the chains.
+        longest: most tokens of a chain.
+        plain_seconds: of one token of plain generation.
+    """
+
+    def is_as_fast(acceptance: float) -> bool:
+        speeds = (expected_speed([acceptance], costs, steps) for steps in range(1, longest + 1))
+        return max(speeds) * plain_seconds >= 1
+
+    if not is_as_fast(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_as_fast(middle) else (middle, high)
+    return high

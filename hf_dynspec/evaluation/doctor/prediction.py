@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from ...drafting.expected_speed import RoundCosts, expected_speed
+from ...drafting.expected_speed import RoundCosts, break_even_acceptance
 from .timing import TimedCall
 
 # Rounds before this one are not like those that follow: the prompt is read in the first, and what policies learn of
@@ -208,24 +208,8 @@ class ChainCosts:
         return replace(self, costs=replace(self.costs, draft_step=self.costs.draft_step * (1 - share)))
 
     def break_even(self, plain_seconds: float) -> float | None:
-        """The acceptance, the same at all draft steps, with which the best chain is as fast as plain generation; None
-        where none is.
-
-        Args:
-            plain_seconds: of one token of plain generation.
-        """
-
-        def is_faster(acceptance: float) -> bool:
-            lengths = range(1, self.lengths[1] + 1)
-            return max(expected_speed([acceptance], self.costs, steps) for steps in lengths) * plain_seconds >= 1
-
-        if not is_faster(1.0):
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            low, high = (low, middle) if is_faster(middle) else (middle, high)
-        return high
+        """See `break_even_acceptance`."""
+        return break_even_acceptance(self.costs, self.lengths[1], plain_seconds)
 
 
 def chain_costs(short: Pace, long: Pace, lengths: tuple[int, int], verification: RoundCosts) -> ChainCosts:

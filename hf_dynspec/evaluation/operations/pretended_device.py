@@ -20,15 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ...errors import UnsupportedError
+from .counting import FusedAttention, bytes_read, bytes_written, is_operation
 
 NAME = "pretended"
 _aten = torch.ops.aten
 
-# Without a kernel: they name memory that is there, or reserve some.
-_FREE = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
-_FREE |= {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-_FREE |= {"aten::_fused_sdp_choice", "aten::record_stream", "prim::device"}
 # What reads numbers back, or has as many results as the numbers say.
 _WAITING = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item", "aten::equal", "aten::nonzero"}
 _WAITING |= {"aten::nonzero_numpy", "aten::argwhere", "aten::masked_select", "aten::_unique", "aten::_unique2"}
@@ -43,12 +41,14 @@ class Event(NamedTuple):
         name: torch's name of the operation.
         waits: the host waits for it.
         is_operation: the device does something.
+        bytes: that it reads and writes.
         where: of a wait: the lines that led to it, the innermost last.
     """
 
     name: str
     waits: bool
     is_operation: bool
+    bytes: int = 0
     where: str = ""
 
 
@@ -99,7 +99,7 @@ class PretendedDevice(TorchDispatchMode):
         self.events: list[Event] = []
 
     def __enter__(self) -> "PretendedDevice":
-        _register()
+        register_device()
         # Makes `torch.tensor(…, device=…)` a copy that is seen here.
         self._lifted_before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
@@ -114,7 +114,18 @@ class PretendedDevice(TorchDispatchMode):
 
 
 @functools.cache
-def _register() -> None:
+def register_device() -> None:
+    """Make the device known to torch.
+
+    Raises:
+        UnsupportedError: this torch knows no devices written in Python.
+    """
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise UnsupportedError(
+            f"rounds cannot be counted with torch {torch.__version__}: install 2.9 or later"
+        ) from error
     _setup_privateuseone_for_python_backend(NAME)
 
 
@@ -125,7 +136,7 @@ def to_device(tensor: torch.Tensor) -> PretendedTensor:
 
 def move(model: torch.nn.Module) -> torch.nn.Module:
     """Move a model to the device, where it is, without counting it. Shared weights stay shared."""
-    _register()
+    register_device()
     moved: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -156,7 +167,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any], events: list[Event]) ->
         made = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
         is_empty = bool(made) and not any(one.numel() for one in made)
         crosses = bool(tensors) and there != to_there and not is_empty
-        events.append(_event(func, args, kwargs, crosses, is_empty))
+        events.append(_event(func, args, kwargs, results, crosses))
     if not to_there or not isinstance(results, torch.Tensor | tuple | list):
         return results
     if func is _aten.copy_.default:
@@ -172,13 +183,15 @@ def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _event(func: Any, args: tuple, kwargs: dict[str, Any], crosses: bool, is_empty: bool) -> Event:
+def _event(func: Any, args: tuple, kwargs: dict[str, Any], results: Any, crosses: bool) -> Event:
     name = func._schema.name
     # Whoever copies with `non_blocking` out of pinned memory does not wait, and nothing here is pinned.
     waits = crosses or name in _WAITING or _depends_on_numbers(name, args, kwargs) or _takes_a_number(name, args)
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
     where = "".join(traceback.format_stack(limit=24)[:-4]) if waits else ""
-    return Event(name, waits, not (is_view or is_empty or name in _FREE), where)
+    if not is_operation(func, results):
+        return Event(name, waits, False, 0, where)
+    read = sum(size for _, size in bytes_read(func, args, kwargs, results))
+    return Event(name, waits, True, read + bytes_written(func, args, kwargs, results), where)
 
 
 def _depends_on_numbers(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -203,5 +216,5 @@ def _takes_a_number(name: str, args: tuple) -> bool:
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
     """Enter the device, without gradients."""
-    with PretendedDevice() as device, torch.no_grad():
+    with PretendedDevice() as device, FusedAttention(), torch.no_grad():
         yield device

@@ -1,0 +1,91 @@
+"""Models of which there are configurations alone: read without running code, and built without memory."""
+
+import copy
+import os
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ...errors import ConfigurationError, UnsupportedError
+from ...fields import WholeNumber
+from ...loading import first_line
+
+# Models of more layers are none, and would take long to build.
+_LAYERS = WholeNumber(1, 1024)
+
+
+def read_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
+    """Read a configuration, without running code that comes with it.
+
+    Args:
+        name: a `config.json`, or the folder or Hub id of a model that has one.
+        role: what errors call it.
+
+    Raises:
+        ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+    except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
+        raise ConfigurationError(
+            f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
+            "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
+        ) from error
+
+
+def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: str) -> PreTrainedModel:
+    """The model of a configuration on `meta`, if it can be drafted for and with.
+
+    Args:
+        config: the configuration.
+        dtype: of its weights (None: what the configuration says, or float32 where it says nothing).
+        role: what errors call the model.
+
+    Raises:
+        ConfigurationError: a size is out of range, or the weights are quantised and no dtype is given.
+        UnsupportedError: it can neither draft nor be drafted for, or transformers cannot build it.
+    """
+    if config.is_encoder_decoder:
+        raise UnsupportedError(f"the {role} is an encoder-decoder ({config.model_type}). Name a decoder-only model.")
+    is_head = any("eagle" in str(one).lower() for one in config.architectures or ())
+    if is_head or getattr(config, "draft_vocab_size", None) is not None:
+        raise UnsupportedError(
+            f"the {role}'s configuration is that of an EAGLE head, whose layers it does not tell. Have the head "
+            "measured, with --eagle."
+        )
+    text = config.get_text_config()
+    _LAYERS.require(f"the {role}'s num_hidden_layers", getattr(text, "num_hidden_layers", None))
+    WholeNumber(2).require(f"the {role}'s vocab_size", getattr(text, "vocab_size", None))
+    if dtype is None and getattr(config, "quantization_config", None) is not None:
+        raise ConfigurationError(
+            f"the {role}'s weights are quantised, and what its kernels read cannot be counted. Name a dtype, such as "
+            "bfloat16, to count the model as it was before."
+        )
+    model = empty_model(config, dtype or config.dtype or text.dtype or torch.float32, role)
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedError(
+            f"the {role} ({config.model_type}) keeps a recurrent state, which cannot be rolled back to the accepted "
+            "tokens. Name a model that has attention alone."
+        )
+    return model
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreTrainedModel:
+    """A model with shapes and without memory.
+
+    Args:
+        config: the model's.
+        dtype: of its weights.
+        role: what errors call it.
+
+    Raises:
+        UnsupportedError: transformers cannot build it from its configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    except Exception as error:  # a configuration may say anything, and each family fails in its own way
+        raise UnsupportedError(
+            f"the {role} ({config.model_type}) cannot be built from its configuration: {first_line(error)}. Give the "
+            "config.json of a decoder-only language model that this transformers knows."
+        ) from error
