@@ -189,7 +189,7 @@ def _count_axis(axes: Any) -> None:
 
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}" if size < 1e3 else f"{size / 1e3:g}k"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12, y=0.12)
 

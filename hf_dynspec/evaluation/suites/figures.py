@@ -71,14 +71,12 @@ class Evaluation:
         found = self._by_place.get((kind, temperature, system), [])
         return [line for line in found if domain in (None, line["domain"])]
 
-    def expected_lines(self) -> int:
-        """How many timed lines there are when the evaluation is complete."""
-        return len(self.prompts) * len(self.systems) * self.settings["repeats"] * len(self.settings["temperatures"])
-
     @property
     def is_complete(self) -> bool:
         """Whether all that was asked for was timed."""
-        return sum(line["kind"] == TIMED for line in self.folder.lines.values()) == self.expected_lines()
+        runs = len(self.settings["temperatures"]) * self.settings["repeats"]
+        timed = sum(line["kind"] == TIMED for line in self.folder.lines.values())
+        return timed == len(self.prompts) * len(self.folder.systems) * runs
 
     @cached_property
     def _finished_by_all(self) -> set[tuple[str, float, int]]:

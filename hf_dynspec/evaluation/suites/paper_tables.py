@@ -12,7 +12,7 @@ from string import Template
 
 from ...errors import ConfigurationError, shown_value
 from ..bench.published_rows import BASELINES
-from ..bench.systems import PLAIN
+from ..bench.systems import HEAD_PRODUCT, PLAIN
 from .methods import Method
 
 # What a user may give, and how it goes into a policy's text.
@@ -26,7 +26,8 @@ class Row:
     Args:
         label: what the paper calls it.
         policy: what `parse_policy` understands, in which `${ranking}`, `${core}`, `${graph}`, `${router}` and
-            `${coral}` stand for settings that name what was given; None for plain generation.
+            `${coral}` stand for settings that name what was given; None for a baseline of `bench`, whose name is the
+            label.
         alignment: a name in `methods.ALIGNMENTS`.
         needs: names in `GIVEN`, without which the row is left out.
         omitted: why the row cannot be measured here; None where it can.
@@ -68,7 +69,7 @@ class PaperTable:
 
 SPEED, LENGTH, SIZE, MEMORY = "tokens_per_second", "acceptance_length", "active_vocabulary", "training_bytes"
 
-_PLAIN = Row(BASELINES[PLAIN])
+_PLAIN, _PLAIN_WITH_PRODUCT = Row(BASELINES[PLAIN]), Row(BASELINES[HEAD_PRODUCT])
 _FULL = Row("full vocabulary", "full")
 _FR_SPEC = Row("FR-Spec, 32k", "frequency:${ranking}size=32768")
 _CORAL = Row("CORAL", "coral:${coral}", needs=("coral",))
@@ -85,7 +86,7 @@ PAPER_TABLES = {
     "microspec-2": PaperTable(
         "MicroSpec, table 2",
         "speed and acceptance length by task",
-        (_PLAIN, _FULL, _CORAL, _FR_SPEC, _DYNASPEC, _MICROSPEC, _HYBRID),
+        (_PLAIN, _PLAIN_WITH_PRODUCT, _FULL, _CORAL, _FR_SPEC, _DYNASPEC, _MICROSPEC, _HYBRID),
         by_domain=(SPEED,),
         overall=(LENGTH, SIZE),
         compared_with=_PLAIN.label,

@@ -205,7 +205,7 @@ def _paper_tables(evaluation: Evaluation, table: PaperTable) -> Iterator[tuple[s
             for label, one in described.items()
             if (one["drafter"], one["tree"]) == (drafter, tree)
         }
-        labels[BASELINES[PLAIN]] = PLAIN
+        labels |= {name: label for label, name in BASELINES.items()}
         title = f"{decoding(evaluation, temperature)}, {drafter}, {shape}"
         yield title, _paper_headings(evaluation, table), _paper_rows(evaluation, table, temperature, labels)
 

@@ -7,7 +7,7 @@ run by one process and from its beginning, so that results depend neither on whe
 processes there are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -17,14 +17,13 @@ import torch
 
 from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
-from ..coverage.measure import measure_coverage
-from ..coverage.settings import CoverageSettings
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
 from ..prompts import WorkloadPrompt
 from ..provenance import provenance
 from .data import streams
 from .dialogue import Dialogue, require_room
 from .methods import make_policies
+from .recall import measure_recall
 from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder
 from .settings import SuiteSettings
 from .systems import SuiteSystem, open_suite_systems
@@ -301,33 +300,18 @@ class _Run:
     def _measure_recall(self, number: int, temperature: float) -> None:
         """Measure teacher-forced what the shortlists hold of the target's likeliest tokens."""
         prompt = self._pair.prompts[number]
-        for label, drafter in self._pair.drafters.items():
-            for k in self._settings.recall_k:
-                policies = {
-                    system.label: {prompt.domain: system.policies[prompt.domain]}
-                    for system in self._systems
-                    if k in self._recalled(system)
-                    and system.drafter == label
-                    and not self._has(RECALL, number, system, temperature, k)
-                }
-                if policies:
-                    self._report(f"{prompt.identifier}, recall@{k}", self._done, self._total)
-                    self._lead(prompt, drafter, policies, temperature, k)
-
-    def _lead(
-        self, prompt: WorkloadPrompt, drafter: Any, policies: Mapping[str, Any], temperature: float, k: int
-    ) -> None:
-        """Lead policies along one text, and write down what they held."""
-        s = self._settings
-        names = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads", "seed")
-        settings = CoverageSettings(
-            **{name: getattr(s, name) for name in names}, policies=policies, temperature=temperature, recall_k=k
-        )
-        models = {"target": self._pair.target, "drafter": drafter, "tokenizer": self._pair.tokenizer}
-        for one in measure_coverage(settings, **models, prompts=[prompt]).measured:
-            line = {"kind": RECALL, "prompt": prompt.identifier, "domain": prompt.domain, "system": one.policy}
-            line |= {"temperature": temperature, "repeat": k, "positions": one.positions}
-            self._write_line(line | {name: getattr(one, name) for name in ("size", "mass", "oracle_mass", "recall")})
+        for label, k in product(self._pair.drafters, self._settings.recall_k):
+            policies = {
+                system.label: {prompt.domain: system.policies[prompt.domain]}
+                for system in self._systems
+                if k in self._recalled(system)
+                and system.drafter == label
+                and not self._has(RECALL, number, system, temperature, k)
+            }
+            if policies:
+                self._report(f"{prompt.identifier}, recall@{k}", self._done, self._total)
+                for line in measure_recall(self._settings, self._pair, prompt, label, policies, temperature, k):
+                    self._write_line(line)
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._write(line)
