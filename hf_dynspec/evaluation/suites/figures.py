@@ -187,8 +187,14 @@ def round_times(
 def mean_over_domains(
     evaluation: Evaluation, temperature: float, system: str, name: str, domains: Iterable[str]
 ) -> Estimate | None:
-    """The mean of a figure over domains, as papers give it, each of which weighs the same; None where one lacks it."""
-    found = [summarize(evaluation, temperature, system, domain).get(name) for domain in domains]
+    """The mean of a figure over domains, as papers give it, each of which weighs the same; None where one lacks it in
+    which another system has it. On texts that end at once, nothing can be measured teacher-forced."""
+    has_figure = (
+        domain
+        for domain in domains
+        if any(name in summarize(evaluation, temperature, label, domain) for label in evaluation.systems)
+    )
+    found = [summarize(evaluation, temperature, system, domain).get(name) for domain in has_figure]
     if not found or any(one is None for one in found):
         return None
     errors = [one.standard_error for one in found]
