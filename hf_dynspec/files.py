@@ -197,6 +197,38 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
+def append_json_line(path: Path, values: Mapping[str, Any]) -> None:
+    """Add a line of JSON to the end of a file and wait until it is on the disk. A process that is killed meanwhile
+    leaves a torn last line at worst, which `read_whole_lines` leaves out."""
+    with path.open("ab") as file:
+        file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects that `append_json_line` has added to a file, without a last line that was torn.
+
+    Raises:
+        ArtifactError: a line before the last is no JSON object. Its `field` names the file and the line.
+        OSError: the file cannot be read.
+    """
+    lines = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            if number == len(lines) - 1:
+                break
+            fix = "Restore the file, or delete that line; what it said is then measured anew."
+            raise ArtifactError(f"{path}, line {number}", "is no JSON object", fix)
+        found.append(values)
+    return found
+
+
 def write_through(path: Path, data: bytes) -> None:
     """Write a file and wait until it is on the disk, so that a rename never makes half a file visible."""
     with path.open("wb") as file:

@@ -236,6 +236,7 @@ _SMALLER = {
     ("coverage",): _FEW_TOKENS,
     ("doctor",): (*_FEW_TOKENS, "--policy", "hybrid", "--seconds", "1"),
     ("bench",): _BENCH,
+    ("evaluate",): (*_FEW_TOKENS, "--profile-prompts", "1", "--no-rivals", "--no-transformers-assisted"),
     ("plot",): (),
     ("trace",): ("--max-new-tokens", "24", "--threads", "1"),
     ("push",): ("--dry-run",),
@@ -277,7 +278,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     for number, text in enumerate(texts):
         Path(f"corpus/{number}.jsonl").write_text(text + "\n", encoding="utf-8")
         Path(f"train/{number}.jsonl.xz").write_bytes(lzma.compress(text.encode("utf-8")))
-    for name in (*DOMAINS, "prompts"):
+    for name in (*DOMAINS, "prompts", "question"):
         shutil.copy(POCKET / "prompts.jsonl", f"{name}.jsonl")
     for folder in ("model_cards", "docs"):
         Path(folder).mkdir()
@@ -304,6 +305,9 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         "docs/speed.svg",
         "trace.html",
         "round.svg",
+        "evaluation/tables.md",
+        "evaluation/speed-by-domain.svg",
+        "microspec-2/tables.md",
     ):
         assert Path(name).stat().st_size > 0
     policy = RouterShortlist("router/")

@@ -1,5 +1,5 @@
 """The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
-but for `common` and `running`, which they share."""
+but for `common`, `running` and `launched`, which they share."""
 
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
 from .doctor import doctor
+from .evaluate import evaluate
 from .export import export_app
 from .graph import graph
 from .plot import plot
@@ -37,6 +38,7 @@ app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(coverage)
 app.command()(doctor)
+app.command()(evaluate)
 app.command()(plot)
 app.command()(push)
 app.command()(trace)

@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,17 +23,13 @@ from .build import (
     tell_resumed,
 )
 from .common import progress_bar, wide_console
+from .launched import Launched
 from .running import keeps, raise_lost_interrupt, require_space
 
 if TYPE_CHECKING:
     from ..build.cooccurrence import BigramCounts, Pruning
     from ..build.corpus import Corpus
     from ..shortlists import CooccurrenceGraph
-
-# What tells a process that launchers started that it is one of several, as accelerate reads it.
-_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# How long processes wait for one another: machines may be of different speed.
-_PATIENCE = timedelta(days=7)
 
 
 def graph(
@@ -88,7 +83,7 @@ def graph(
     if not paths:
         raise typer.BadParameter("give --text the files and folders to count")
     pruning = Pruning(minimum_count, threshold, largest_degree)
-    launched = _Launched()
+    launched = Launched()
     if launched.is_main:
         require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
@@ -132,42 +127,6 @@ def graph(
     _print_report(figures)
     work.tell_memory()
     typer.echo(f"{out}: {made.edges:,} edges from {made.sources:,} of {size:,} tokens")
-
-
-class _Launched:
-    """The processes that a launcher started, of which this is one; this one alone where there is no launcher."""
-
-    def __init__(self) -> None:
-        self.index, self.count, self._state = 0, 1, None
-        if any(int(os.environ.get(name) or 1) > 1 for name in _WORLD_SIZES):
-            from accelerate import PartialState
-
-            self._state = PartialState(cpu=True, timeout=_PATIENCE)
-            self.index, self.count = self._state.process_index, self._state.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        return self.index == 0
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        if self._state is not None:
-            self._state.wait_for_everyone()
-
-    def main_first(self, function: Callable[[], Any]) -> Any:
-        """Call a function, in the main process before the others, and go on when all have."""
-        if not self.is_main:
-            self.wait()
-        result = function()
-        if self.is_main:
-            self.wait()
-        self.wait()
-        return result
-
-    @property
-    def local_count(self) -> int:
-        """How many of them share this machine."""
-        return 1 if self._state is None else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class _Work:

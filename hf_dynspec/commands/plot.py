@@ -1,20 +1,35 @@
-"""`hf-dynspec plot`: the bar chart of a benchmark that was run before."""
+"""`hf-dynspec plot`: the pictures of what was measured before, without running anything."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .running import claim_file
+from .evaluate import write_results
+from .running import claim_file, claim_folder
 
 
 def plot(
     context: typer.Context,
-    results: Annotated[Path, typer.Argument(metavar="RESULTS.json", help="What bench --json wrote.")],
-    image: Annotated[Path, typer.Argument(metavar="FILE", help="The chart: .svg, .png or .pdf.")],
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="What bench --json wrote, or the folder of evaluate --out.")
+    ],
+    image: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Of a benchmark, the chart: .svg, .png or .pdf.")
+    ] = None,
 ) -> None:
-    """Draw the tokens per second of a benchmark as bars, as bench --plot does, without running anything."""
+    """Draw the tokens per second of a benchmark as bars, as bench --plot does; or make the tables and figures of an
+    evaluation anew, in its folder. Nothing is run."""
+    from ..errors import ConfigurationError
     from ..evaluation.bench.chart import read_benchmark, write_speed_chart
 
+    if results.is_dir():
+        if image is not None:
+            raise ConfigurationError(f"{results} is a folder, whose figures are drawn in it; leave {image} out")
+        claim_folder(context, results, "FOLDER")
+        write_results(results)
+        return
+    if image is None:
+        raise ConfigurationError(f"name the image to draw {results} into, such as speed.svg")
     claim_file(context, image, "FILE")
     write_speed_chart(image, read_benchmark(results))

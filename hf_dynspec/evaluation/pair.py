@@ -212,7 +212,7 @@ def open_pair(
         encoded = encode_workload(
             prompts,
             tokenizer,
-            _room_for_prompt(settings, target, drafters.get(INDEPENDENT)),
+            room_for_prompt(settings, target, drafters.get(INDEPENDENT)),
             truncate_to=settings.max_prompt_tokens,
             use_chat_template=settings.chat_template,
         )
@@ -339,7 +339,7 @@ def _load(settings: PairSettings, role: str) -> PreTrainedModel:
     return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
 
 
-def _room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:
+def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:
     """Most tokens of a prompt for which both models have positions, or None where none of them tells.
 
     The positions of EAGLE heads go on past what their configuration says.

@@ -1,7 +1,7 @@
 """Prompts to measure on, and their token ids."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,35 @@ class WorkloadPrompt:
     Args:
         identifier: unique among the prompts of a run, such as `"code/17"`: the file's name and the `question_id`.
         domain: what results are grouped by: the row's `category`, else the file's name.
-        text: the prompt's text, not empty.
+        text: the prompt's text, not empty; of a conversation, what the user says first.
+        later_turns: what the user says after the model's answers, turn by turn.
     """
 
     identifier: str
     domain: str
     text: str
+    later_turns: tuple[str, ...] = ()
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """All that the user says, turn by turn."""
+        return (self.text, *self.later_turns)
 
 
-def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list[WorkloadPrompt]:
+def read_workload(
+    paths: Sequence[str | Path],
+    limit: int | None = None,
+    require: Callable[[PromptRow], None] = lambda row: None,
+) -> list[WorkloadPrompt]:
     """Read prompts from JSON lines and Parquet files.
 
-    A row has Spec-Bench's `turns`, of which the first is taken, or a text in `prompt` or `text`; `question_id` and
-    `category` are optional. Where two files have the same category, their names tell the two apart.
+    A row has Spec-Bench's `turns`, the first of which is the prompt's text, or a text in `prompt` or `text`;
+    `question_id` and `category` are optional. Where two files have the same category, their names tell the two apart.
 
     Args:
         paths: files, and directories of files.
         limit: take the first so many prompts of each category of each file (None: all).
+        require: what else a row must fulfil, or raises `WorkloadError`.
 
     Raises:
         WorkloadError: no files, a file that cannot be read, a malformed row, two prompts with one identifier.
@@ -49,7 +61,7 @@ def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list
     if not paths:
         raise WorkloadError("no prompts: name at least one JSON lines file")
     try:
-        rows = [row for path in find_prompt_files(paths) for row in _read_file(path)]
+        rows = [row for path in find_prompt_files(paths) for row in _read_file(path, require)]
     except CorpusError as error:
         raise WorkloadError(str(error)) from error
     files_of = Counter(category for _, category in {(row.file, _category(row)) for row in rows})
@@ -64,7 +76,7 @@ def read_workload(paths: Sequence[str | Path], limit: int | None = None) -> list
         if identifier in prompts:
             raise WorkloadError(f"{row.place}: a second prompt {identifier}; rename the file or the question_id")
         domain = category if files_of[category] == 1 else f"{row.file_name}/{category}"
-        prompts[identifier] = WorkloadPrompt(identifier, shown_text(domain, 80), row.turns[0])
+        prompts[identifier] = WorkloadPrompt(identifier, shown_text(domain, 80), row.turns[0], row.turns[1:])
     return list(prompts.values())
 
 
@@ -78,7 +90,7 @@ def _category(row: PromptRow) -> Any:
     return row.file_name if given is None else given
 
 
-def _read_file(path: str) -> list[PromptRow]:
+def _read_file(path: str, require: Callable[[PromptRow], None]) -> list[PromptRow]:
     rows = list(read_prompt_file(path, TEXT_FIELDS, "a row needs turns (a list of texts), prompt or text"))
     for row in rows:
         question, category = _question(row), _category(row)
@@ -88,6 +100,7 @@ def _read_file(path: str) -> list[PromptRow]:
             raise WorkloadError(f"{row.place}: question_id must be a number or text, got {question!r}")
         if not isinstance(category, str) or not category:
             raise WorkloadError(f"{row.place}: category must be text, got {category!r}")
+        require(row)
     if not rows:
         raise WorkloadError(f"{path}: holds no prompts")
     return rows

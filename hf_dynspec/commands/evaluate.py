@@ -1,0 +1,202 @@
+"""`hf-dynspec evaluate`: whole suites over drafters, policies and temperatures, and the tables of the papers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    AllowPickle,
+    ChatTemplate,
+    Device,
+    DrafterModel,
+    Dtype,
+    Limit,
+    MaxNewTokens,
+    MaxPromptTokens,
+    Policies,
+    Seed,
+    Target,
+    Threads,
+    command_line,
+    progress_bar,
+    wide_console,
+)
+from .launched import Launched
+from .running import claim_folder, keeps
+
+if TYPE_CHECKING:
+    from ..evaluation.suites.settings import SuiteSettings
+
+
+def evaluate(
+    *,
+    context: typer.Context,
+    target: Target,
+    drafter: DrafterModel = None,
+    eagle: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."
+        ),
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="spec-bench, speed-bench, domains, topic-switch or multi-turn. Default: domains, or the table's.",
+        ),
+    ] = None,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Measure the rows of a paper's table: microspec-2, microspec-3, evospec-1, -2, -4, -6, -7 or -10, "
+            "dynaspec-1 or dynaspec-2.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE...", help="The suite's files, from where you have them: JSON lines or Parquet."),
+    ],
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files, so that shells can expand *.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of results; a stopped run goes on in it.")],
+    policy: Policies = None,
+    align: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Repeatable. Run every policy with an aligned drafter too: default, paper or osd."
+        ),
+    ] = None,
+    ranking: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: the static lists' ranking.")] = None,
+    router: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: DynaSpec's router.")] = None,
+    coral: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: CORAL's router.")] = None,
+    graph: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: the co-occurrence graph.")] = None,
+    chain: Annotated[bool, typer.Option(help="Draft chains.")] = True,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOTAL_TOKENS/DEPTH/TOP_K",
+            help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain, of transformers' own too.")] = 5,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")] = None,
+    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Times that each system runs each prompt.")] = 1,
+    limit: Limit = None,
+    profile_prompts: Annotated[
+        int, typer.Option(help="Prompts of each domain for a round's time and coverage, measured apart from speed.")
+    ] = 2,
+    transformers_assisted: Annotated[bool, typer.Option(help="Run transformers' assisted generation too.")] = True,
+    rivals: Annotated[
+        bool, typer.Option(help="Run transformers' assisted generation by its own defaults, and prompt lookup, too.")
+    ] = True,
+    chat_template: ChatTemplate = False,
+    max_prompt_tokens: MaxPromptTokens = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    seed: Seed = 0,
+    figures: Annotated[bool, typer.Option(help="Draw figures too.")] = True,
+) -> None:
+    """Run a suite of prompts, or measure a paper's table, and write raw lines, tables and figures into a folder.
+
+    Every drafter and EAGLE head runs with every policy, and all systems take turns on every prompt. In a conversation
+    the model's own answers are put back in. A run that is stopped, however it is, goes on where it was when the same
+    command is given again. In a policy, and in what --table takes, {domain} stands for the domain of a prompt.
+    `accelerate launch` (on CPUs with its --multi_gpu) shards the prompts over processes; all results but times are the
+    same whatever their number. `hf-dynspec plot FOLDER` makes the tables and figures anew and runs nothing.
+    """
+    from ..errors import ConfigurationError
+    from ..evaluation.plots import require_plot_file
+    from ..evaluation.policy_text import DEFAULT_POLICIES
+    from ..evaluation.suites.methods import make_methods
+    from ..evaluation.suites.paper_tables import paper_table, table_methods
+    from ..evaluation.suites.settings import SuiteSettings
+
+    given = {name: folder for name, folder in zip(_GIVEN, (ranking, router, coral, graph), strict=True) if folder}
+    spec = None if table is None else paper_table(table)
+    if spec is None and given:
+        raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
+    if spec is not None and (policy or align):
+        raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
+    launched = Launched()
+    settings = SuiteSettings(
+        target=target,
+        drafter=drafter,
+        eagle=eagle or [],
+        allow_pickle=allow_pickle,
+        suite=suite or (spec.suite if spec else "domains"),
+        table=table,
+        given=given,
+        prompts=[*data, *(more or [])],
+        methods=table_methods(spec, given) if spec else make_methods(policy or DEFAULT_POLICIES, align or []),
+        chains=chain,
+        trees=tree or [],
+        temperatures=temperature or (spec.temperatures if spec else [0.0]),
+        top_k=top_k,
+        repeats=repeats,
+        limit=limit,
+        recall_k=spec.recall_k if spec else (),
+        profile_prompts=profile_prompts,
+        transformers_assisted=transformers_assisted and spec is None,
+        rivals=rivals and spec is None,
+        max_new_tokens=max_new_tokens,
+        num_assistant_tokens=num_assistant_tokens,
+        chat_template=chat_template,
+        max_prompt_tokens=max_prompt_tokens,
+        dtype=dtype,
+        device=launched.own_device(device),
+        threads=threads,
+        seed=seed,
+    )
+    if figures:
+        require_plot_file(out / "figure.png")
+    if launched.is_main:
+        claim_folder(context, out)
+        keeps(context, f"what was measured until then is in {out}; the same command goes on")
+    _run(settings, out, launched, command_line(context))
+    if launched.is_main:
+        write_results(out, figures)
+
+
+_GIVEN = ("ranking", "router", "coral", "graph")
+
+
+def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> None:
+    from ..evaluation.suites.runner import Share, run_suite
+    from ..evaluation.suites.runs import RunFolder
+
+    prompts = settings.read_prompts()
+    share = Share(launched.index, launched.count, launched.wait)
+    with progress_bar() as bar:
+        # A bar for each process would be drawn over the others'.
+        report = bar if launched.is_main else lambda *_: None
+        run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report)
+
+
+def write_results(folder: Path, figures: bool = True) -> None:
+    """Write and show the tables of an evaluation, and draw its figures.
+
+    Args:
+        folder: of the evaluation.
+        figures: whether to draw.
+
+    Raises:
+        ConfigurationError: the folder holds no evaluation, or matplotlib is not installed.
+    """
+    from ..evaluation.suites.charts import write_charts
+    from ..evaluation.suites.figures import Evaluation
+    from ..evaluation.suites.report import shown_tables, write_tables
+
+    evaluation = Evaluation(folder)
+    written = [write_tables(evaluation), *(write_charts(evaluation) if figures else [])]
+    console = wide_console()
+    for shown in shown_tables(evaluation):
+        console.print(shown)
+    typer.echo(f"{folder}: {', '.join(path.name for path in written)}")

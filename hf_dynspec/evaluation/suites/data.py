@@ -1,0 +1,130 @@
+"""The suites: which prompts each reads, what their rows must hold, and how far what is learnt on them reaches.
+
+Their files are read from where a user has them. Spec-Bench is Xia et al. 2024 ("Unlocking Efficiency in Large Language
+Model Inference: A Comprehensive Survey of Speculative Decoding"), SPEED-Bench is arXiv 2604.09557.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...build.prompts import CATEGORY, QUESTION, PromptRow, find_prompt_files
+from ...errors import ConfigurationError, shown_value
+from ..prompts import WorkloadError, WorkloadPrompt, read_workload
+
+# How far what a policy or an aligned drafter learns reaches: where the next of these begins, it starts anew.
+PROMPT, DOMAIN, EVERYTHING = "prompt", "domain", "everything"
+
+# These categories are the tasks of MT-bench, which Spec-Bench counts as one.
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+# What stands in place of texts that SPEED-Bench may not pass on, until its own program has fetched them.
+_NOT_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One suite.
+
+    Args:
+        title: what it is shown as.
+        fields: what each row must have.
+        learns_within: `PROMPT`, `DOMAIN` or `EVERYTHING`.
+        least_turns: how many turns each row must have at least.
+        least_domains: how many categories there must be at least.
+        merged: categories by the domain that they are counted as.
+    """
+
+    title: str
+    fields: tuple[str, ...] = ()
+    learns_within: str = DOMAIN
+    least_turns: int = 1
+    least_domains: int = 1
+    merged: tuple[tuple[str, str], ...] = ()
+
+
+SUITES = {
+    "spec-bench": Suite(
+        "Spec-Bench", fields=(QUESTION, CATEGORY, "turns"), merged=tuple((one, "mt_bench") for one in _MT_BENCH)
+    ),
+    "speed-bench": Suite("SPEED-Bench", fields=(QUESTION, CATEGORY, "turns")),
+    "domains": Suite("Domains"),
+    "topic-switch": Suite("A stream of requests that switches topics", learns_within=EVERYTHING, least_domains=2),
+    "multi-turn": Suite("Conversations", learns_within=PROMPT, least_turns=2),
+}
+
+
+def suite_named(name: str) -> Suite:
+    """The suite of that name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if name not in SUITES:
+        raise ConfigurationError(f"there is no suite {shown_value(name)}; the suites are {', '.join(SUITES)}")
+    return SUITES[name]
+
+
+def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None) -> list[WorkloadPrompt]:
+    """Read the prompts of a suite, in the order of its files.
+
+    Args:
+        name: of the suite.
+        paths: its files, as `read_workload` takes them. Of SPEED-Bench, the Parquet files of one configuration that
+            its own `prepare_data.py` has written.
+        limit: take the first so many prompts of each category of each file (None: all).
+
+    Raises:
+        ConfigurationError: there is no such suite.
+        WorkloadError: a file cannot be read, or is not of this suite; names the file and the line.
+    """
+    suite = suite_named(name)
+
+    def require(row: PromptRow) -> None:
+        missing = [field for field in suite.fields if field not in row.values]
+        if missing:
+            raise WorkloadError(f"{row.place}: {suite.title} has the field {missing[0]!r} in every row; {_fix(name)}")
+        if len(row.turns) < suite.least_turns:
+            problem = f"{len(row.turns)} turn, and {name} takes conversations of {suite.least_turns} at least"
+            raise WorkloadError(f"{row.place}: {row.field} has {problem}; read it with --suite domains")
+        if not all(row.turns):
+            raise WorkloadError(f"{row.place}: a turn is empty; give each a text")
+        if any(turn.startswith(_NOT_FETCHED) for turn in row.turns):
+            raise WorkloadError(
+                f"{row.place}: holds a placeholder in place of its text; let SPEED-Bench's own prepare_data.py fetch "
+                "the texts, and name the files that it writes"
+            )
+
+    merged = dict(suite.merged)
+    prompts = [
+        replace(prompt, domain=merged.get(prompt.domain, prompt.domain))
+        for prompt in read_workload(paths, limit, require)
+    ]
+    domains = dict.fromkeys(prompt.domain for prompt in prompts)
+    if len(domains) < suite.least_domains:
+        raise WorkloadError(
+            f"{name} needs prompts of {suite.least_domains} categories, and all are of {next(iter(domains))}"
+        )
+    return prompts
+
+
+def _fix(name: str) -> str:
+    return f"name files of {SUITES[name].title}, or read others with --suite domains"
+
+
+def describe_data(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """The name and the SHA-256 of each file that these paths name or hold, in their order."""
+    files = map(Path, find_prompt_files(paths))
+    return [{"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()} for file in files]
+
+
+def streams(name: str, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
+    """The numbers of the prompts within which what is learnt on one is known on the next, in their order."""
+    within = suite_named(name).learns_within
+    if within == PROMPT:
+        return [[number] for number in range(len(prompts))]
+    by_key: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_key.setdefault(prompt.domain if within == DOMAIN else "", []).append(number)
+    return list(by_key.values())

@@ -1,0 +1,250 @@
+"""What an evaluation found, computed from the lines in its folder alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigurationError
+from ...stats import DRAFT_SECTIONS
+from ..bench.systems import PLAIN
+from ..coverage.estimates import Estimate
+from .runs import COVERAGE, PROFILE, RECALL, TIMED, RunFolder, read_settings
+
+Line = Mapping[str, Any]
+
+
+class Evaluation:
+    """An evaluation, as far as it was run.
+
+    Args:
+        path: its folder.
+
+    Attributes:
+        settings: as `SuiteSettings.fingerprint` has them.
+        folder: its lines.
+
+    Raises:
+        ConfigurationError: the folder holds none, or nothing was measured.
+        ArtifactError: a line is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.settings = read_settings(path)
+        self.folder = RunFolder(path)
+        self.folder.read()
+        self._by_place: dict[tuple[str, float, str], list[Line]] = {}
+        for line in self.folder.lines.values():
+            place = line["kind"], line["temperature"], line["system"]
+            self._by_place.setdefault(place, []).append(line)
+        if not any(line["kind"] == TIMED for line in self.folder.lines.values()):
+            raise ConfigurationError(f"{path} holds nothing that was measured; run the evaluation")
+
+    @property
+    def prompts(self) -> list[dict[str, Any]]:
+        """Identifier, domain and number of tokens of each prompt."""
+        return self.folder.sessions[-1]["prompts"]
+
+    @property
+    def domains(self) -> list[str]:
+        """The domains in the order of the prompts."""
+        return list(dict.fromkeys(prompt["domain"] for prompt in self.prompts))
+
+    @cached_property
+    def temperatures(self) -> list[float]:
+        """Those at which something was measured."""
+        return [value for value in self.settings["temperatures"] if any(place[1] == value for place in self._by_place)]
+
+    @cached_property
+    def systems(self) -> list[str]:
+        """The labels of the systems that ran, in their order."""
+        ran = {place[2] for place in self._by_place}
+        return [label for label in self.folder.systems if label in ran]
+
+    @property
+    def assistants(self) -> list[str]:
+        """Those of them that are of this package."""
+        return [label for label in self.systems if self.folder.described_systems[label]["method"] is not None]
+
+    def lines(self, kind: str, temperature: float, system: str, domain: str | None = None) -> list[Line]:
+        """The lines of a system, of all domains where `domain` is None."""
+        found = self._by_place.get((kind, temperature, system), [])
+        return [line for line in found if domain in (None, line["domain"])]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was asked for was timed."""
+        runs = len(self.settings["temperatures"]) * self.settings["repeats"]
+        timed = sum(line["kind"] == TIMED for line in self.folder.lines.values())
+        return timed == len(self.prompts) * len(self.folder.systems) * runs
+
+    @cached_property
+    def _finished_by_all(self) -> set[tuple[str, float, int]]:
+        finished: dict[tuple[str, float, int], int] = {}
+        for line in self.folder.lines.values():
+            if line["kind"] == TIMED:
+                place = line["prompt"], line["temperature"], line["repeat"]
+                finished[place] = finished.get(place, 0) + 1
+        return {place for place, count in finished.items() if count == len(self.systems)}
+
+    def compared(self, temperature: float, system: str, domain: str | None = None) -> list[Line]:
+        """The timed lines of a system on what all systems have finished, so that speeds are of the same work."""
+        lines = self.lines(TIMED, temperature, system, domain)
+        return [one for one in lines if (one["prompt"], one["temperature"], one["repeat"]) in self._finished_by_all]
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def summarize(
+    evaluation: Evaluation, temperature: float, system: str, domain: str | None = None
+) -> dict[str, Estimate]:
+    """The figures of a system that were measured, with standard errors that take prompts as independent.
+
+    Speeds and acceptance lengths are those of all tokens over all seconds and rounds. What a draft step's shortlist
+    held is a mean over rounds; times of a round are those of profiled calls.
+
+    Args:
+        evaluation: what was measured.
+        temperature: at which.
+        system: its label.
+        domain: on the prompts of this domain alone (None: on all).
+
+    Returns:
+        By name: `tokens_per_second`; `acceptance_length`; `active_vocabulary`; `oov_rate`; `coverage` in real runs;
+        `mass`, `oracle_mass`, `shortlist_size` and `recall@k` teacher-forced; `draft_ms` and `verification_ms` of a
+        round; `training_bytes` of an aligned drafter's gradients and optimizer; `peak_bytes` of a GPU's memory.
+    """
+    place = temperature, system, domain
+    timed = evaluation.compared(*place)
+    figures: dict[str, Estimate] = {}
+    if timed:
+        tokens = [_tokens(line) for line in timed]
+        figures["tokens_per_second"] = Estimate.of_ratio(tokens, [_seconds(line) for line in timed])
+        drafted, rounds = zip(*(_tokens_and_rounds(line) for line in timed), strict=True)
+        figures["acceptance_length"] = Estimate.of_ratio(drafted, rounds)
+    drafting = [line["drafting"] for line in timed if "drafting" in line]
+    for name in ("active_vocabulary", "oov_rate"):
+        _add_mean(figures, name, drafting, name)
+    _add_mean(figures, "coverage", [line["drafting"] for line in evaluation.lines(COVERAGE, *place)], "coverage")
+    _add_recalls(figures, evaluation.lines(RECALL, *place))
+    sections = round_times(evaluation, *place)
+    if sections:
+        figures["draft_ms"] = Estimate(sum(sections[name] for name in DRAFT_SECTIONS), None)
+        figures["verification_ms"] = Estimate(sections["verification"], None)
+    most = [line["alignment"]["training_bytes"] for line in timed if line.get("alignment")]
+    peaks = [line["peak_bytes"] for line in timed if "peak_bytes" in line]
+    for name, values in (("training_bytes", most), ("peak_bytes", peaks)):
+        if values:
+            figures[name] = Estimate(max(values), None)
+    return figures
+
+
+def _tokens(line: Line) -> int:
+    return sum(len(turn["tokens"]) for turn in line["turns"])
+
+
+def _seconds(line: Line) -> float:
+    return sum(turn["seconds"] for turn in line["turns"])
+
+
+def _tokens_and_rounds(line: Line) -> tuple[int, int]:
+    """Of an assistant as it counts them, the tokens that came out of rounds; of a baseline, tokens and forwards."""
+    if "drafting" in line:
+        return line["drafting"]["tokens"], max(1, line["drafting"]["rounds"])
+    return _tokens(line), max(1, sum(turn["rounds"] for turn in line["turns"]))
+
+
+def _add_mean(figures: dict[str, Estimate], name: str, drafting: Sequence[Line], field: str) -> None:
+    """The mean of a field over rounds, where some line has it."""
+    known = [one for one in drafting if one[field] is not None and one["rounds"]]
+    if known:
+        figures[name] = Estimate.of_ratio(
+            [one[field] * one["rounds"] for one in known], [one["rounds"] for one in known]
+        )
+
+
+def _add_recalls(figures: dict[str, Estimate], lines: Sequence[Line]) -> None:
+    for k in dict.fromkeys(line["repeat"] for line in lines):
+        of_k = [line for line in lines if line["repeat"] == k]
+        figures[f"recall@{k}"] = Estimate.of([line["recall"] for line in of_k])
+        for name, field in (("mass", "mass"), ("oracle_mass", "oracle_mass"), ("shortlist_size", "size")):
+            figures[name] = Estimate.of([line[field] for line in of_k])
+
+
+def round_times(
+    evaluation: Evaluation, temperature: float, system: str, domain: str | None = None
+) -> dict[str, float]:
+    """Milliseconds of a round by section, in profiled calls; empty where none was profiled."""
+    drafting = [line["drafting"] for line in evaluation.lines(PROFILE, temperature, system, domain)]
+    rounds = sum(one["rounds"] for one in drafting)
+    if not rounds:
+        return {}
+    names = dict.fromkeys(name for one in drafting for name in one["seconds"])
+    return {name: 1e3 * sum(one["seconds"].get(name, 0.0) for one in drafting) / rounds for name in names}
+
+
+def mean_over_domains(
+    evaluation: Evaluation, temperature: float, system: str, name: str, domains: Iterable[str]
+) -> Estimate | None:
+    """The mean of a figure over domains, as papers give it, each of which weighs the same; None where one lacks it in
+    which another system has it. On texts that end at once, nothing can be measured teacher-forced."""
+    has_figure = (
+        domain
+        for domain in domains
+        if any(name in summarize(evaluation, temperature, label, domain) for label in evaluation.systems)
+    )
+    found = [summarize(evaluation, temperature, system, domain).get(name) for domain in has_figure]
+    if not found or any(one is None for one in found):
+        return None
+    errors = [one.standard_error for one in found]
+    error = None if None in errors else sum(one**2 for one in errors) ** 0.5 / len(errors)
+    return Estimate(sum(one.mean for one in found) / len(found), error)
+
+
+# Losslessness --------------------------------------------------------------------------------------------------------
+
+
+def identity(evaluation: Evaluation, system: str) -> tuple[int, dict[str, int]]:
+    """How many greedy results were compared with those of the first plain generation, and of each prompt whose tokens
+    differ, the position of the first that does."""
+    plain = {line["prompt"]: _all_tokens(line) for line in evaluation.lines(TIMED, 0.0, PLAIN) if line["repeat"] == 0}
+    lines = [line for line in evaluation.lines(TIMED, 0.0, system) if line["prompt"] in plain]
+    mismatches = {}
+    for line in lines:
+        tokens, expected = _all_tokens(line), plain[line["prompt"]]
+        if tokens != expected:
+            pairs = enumerate(zip(tokens, expected, strict=False))
+            ends_first = min(len(tokens), len(expected))
+            mismatches.setdefault(line["prompt"], next((i for i, (a, b) in pairs if a != b), ends_first))
+    return len(lines), mismatches
+
+
+def _all_tokens(line: Line) -> list[int]:
+    return [token for turn in line["turns"] for token in turn["tokens"]]
+
+
+# Courses -------------------------------------------------------------------------------------------------------------
+
+
+def by_request(evaluation: Evaluation, temperature: float, system: str) -> list[float | None]:
+    """The acceptance length of each request of a stream; None where it was not measured."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for line in evaluation.lines(TIMED, temperature, system):
+        found.setdefault(line["prompt"], []).append(_tokens_and_rounds(line))
+    return [_length(found.get(prompt["identifier"], [])) for prompt in evaluation.prompts]
+
+
+def by_turn(evaluation: Evaluation, temperature: float, system: str) -> list[float | None]:
+    """The acceptance length of each turn, over all conversations that have it."""
+    turns: list[list[tuple[int, int]]] = []
+    for line in evaluation.lines(TIMED, temperature, system):
+        for number, turn in enumerate(line["turns"]):
+            turns += [[]] * (number == len(turns))
+            turns[number] = [*turns[number], (len(turn["tokens"]), turn["rounds"])]
+    return [_length(one) for one in turns]
+
+
+def _length(counts: Sequence[tuple[int, int]]) -> float | None:
+    rounds = sum(one for _, one in counts)
+    return sum(one for one, _ in counts) / rounds if rounds else None

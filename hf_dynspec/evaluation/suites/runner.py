@@ -1,0 +1,358 @@
+"""An evaluation: every system generates on every prompt, and each result is written down as soon as it is there.
+
+Systems take turns on every prompt, so that whatever else the computer does meanwhile slows all of them alike. What is
+timed is `target.generate`, prompt included; where time goes and what shortlists cover is measured in passes of their
+own. What a policy or an aligned drafter learns is forgotten where the suite says so, and such a stretch of prompts is
+run by one process and from its beginning, so that results depend neither on where a run was stopped nor on how many
+processes there are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from ...stats import DraftingStatistics, Stopwatch
+from ...vocabulary import as_token_ids
+from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
+from ..prompts import WorkloadPrompt
+from ..provenance import provenance
+from .data import streams
+from .dialogue import Dialogue, require_room
+from .methods import make_policies
+from .recall import measure_recall
+from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder
+from .settings import SuiteSettings
+from .systems import SuiteSystem, open_suite_systems
+
+# What is generated before anything is timed.
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of several processes this is.
+
+    Args:
+        index: from 0; the first puts the results together.
+        count: how many there are.
+        wait: waits for all of them.
+    """
+
+    index: int = 0
+    count: int = 1
+    wait: Callable[[], None] = lambda: None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one puts the results together."""
+        return self.index == 0
+
+    def of(self, units: Sequence[Any]) -> Sequence[Any]:
+        """Those of some units of work that are this process's."""
+        return units[self.index :: self.count]
+
+
+def run_suite(
+    settings: SuiteSettings,
+    folder: RunFolder,
+    prompts: Sequence[WorkloadPrompt],
+    *,
+    share: Share = Share(),
+    command: Sequence[str] | None = None,
+    report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+) -> None:
+    """Run what the folder lacks. Everything but the models is checked before they are loaded.
+
+    Args:
+        settings: what to run.
+        folder: where lines are written, and what an earlier run of the same settings left.
+        prompts: of the suite.
+        share: which part of it this process runs.
+        command: the words of the command line, for the record.
+        report: called between generations with what is being done, how many of this process's are done, and how many
+            there are.
+
+    Raises:
+        ConfigurationError: the folder holds something else, or a model or head cannot be loaded.
+        WorkloadError: a conversation is too long for the models.
+        UnsupportedError: the models cannot be used together.
+    """
+    policies = make_policies(settings.resolved_methods(), list(dict.fromkeys(one.domain for one in prompts)))
+    identifiers = [prompt.identifier for prompt in prompts]
+    if share.is_first:
+        folder.require_settings(settings.fingerprint(policies))
+        folder.put_together(identifiers)
+    share.wait()
+    folder.read()
+    notes: list[str] = []
+    with (
+        open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as pair,
+        open_suite_systems(pair, settings, policies, notes) as systems,
+    ):
+        run = _Run(settings, folder, pair, systems, share, report)
+        run.require_room()
+        if share.is_first:
+            run.begin_session(command, notes)
+        try:
+            run.everything()
+            share.wait()
+        except BaseException:
+            # Others may still be writing; the next run puts theirs together.
+            if share.count == 1:
+                folder.put_together(identifiers)
+            raise
+    if share.is_first:
+        folder.put_together(identifiers)
+    share.wait()
+
+
+class _Run:
+    """One process's part of an evaluation."""
+
+    def __init__(
+        self,
+        settings: SuiteSettings,
+        folder: RunFolder,
+        pair: Pair,
+        systems: list[SuiteSystem],
+        share: Share,
+        report: Callable[[str, int, int], None],
+    ):
+        self._settings, self._folder, self._pair, self._systems = settings, folder, pair, systems
+        self._share, self._report = share, report
+        self._write = folder.writer(share.index)
+        self._device = pair.target.device
+        devices = [self._device, *(drafter.head.device for drafter in pair.drafters.values())]
+        self._clock = Stopwatch(enabled=False, devices=tuple(devices))
+        self._configs = {
+            (temperature, system.label): self._config(temperature, system, settings.max_new_tokens)
+            for temperature, system in product(settings.temperatures, systems)
+        }
+        self._streams = streams(settings.suite, pair.prompts)
+        learners = [system for system in systems if system.learns]
+        self._forget_broken_streams(learners)
+        # Where nobody learns, prompts have nothing to do with one another.
+        units = self._streams if learners else [[number] for number in range(len(pair.prompts))]
+        self._units = share.of(units)
+        self._studied = share.of(_first_of_each_domain(pair.prompts, settings.profile_prompts))
+        self._done, self._total = 0, sum(1 for _ in self._missing())
+
+    def require_room(self) -> None:
+        """Refuse conversations that could outgrow the models' positions."""
+        room = room_for_prompt(self._settings, self._pair.target, self._pair.drafters.get(INDEPENDENT))
+        for prompt in self._pair.prompts:
+            require_room(self._dialogue(prompt), prompt.identifier, room, self._settings.max_new_tokens)
+
+    def begin_session(self, command: Sequence[str] | None, notes: Sequence[str]) -> None:
+        """Write down by what is measured from here on."""
+        threads = torch.get_num_threads()
+        self._write(
+            {
+                "kind": SESSION,
+                "provenance": provenance(command, utc_now(), None, threads),
+                "processes": self._share.count,
+                "models": self._pair.described_models(),
+                "prompts": self._pair.described_prompts(),
+                "systems": [system.described() for system in self._systems],
+                "notes": list(notes),
+            }
+        )
+
+    def everything(self) -> None:
+        """Run all that is missing."""
+        self._warm_up()
+        for temperature, repeat in product(self._settings.temperatures, range(self._settings.repeats)):
+            for unit in self._units:
+                self._time(unit, temperature, repeat)
+        for temperature, (number, system) in product(
+            self._settings.temperatures, product(self._studied, self._systems)
+        ):
+            self._study(number, system, temperature)
+        for temperature, number in product(self._settings.temperatures, self._studied):
+            self._measure_recall(number, temperature)
+        self._report("done", self._done, self._total)
+
+    # What is missing -------------------------------------------------------------------------------------------------
+
+    def _key(self, kind: str, number: int, system: SuiteSystem, temperature: float, repeat: int = 0) -> Key:
+        return kind, self._pair.prompts[number].identifier, system.label, temperature, repeat
+
+    def _has(self, *key: Any) -> bool:
+        return self._key(*key) in self._folder.lines
+
+    def _forget_broken_streams(self, learners: list[SuiteSystem]) -> None:
+        """What a system learnt went with the process that was stopped, so that it starts on the stream anew."""
+        places = product(learners, self._streams, self._settings.temperatures, range(self._settings.repeats))
+        for system, stream, temperature, repeat in places:
+            keys = [self._key(TIMED, number, system, temperature, repeat) for number in stream]
+            if not all(key in self._folder.lines for key in keys):
+                self._folder.drop(keys)
+
+    def _missing(self) -> Iterator[Key]:
+        """What this process has to run."""
+        s = self._settings
+        for temperature, system in product(s.temperatures, self._systems):
+            for repeat, unit in product(range(s.repeats), self._units):
+                keys = (self._key(TIMED, number, system, temperature, repeat) for number in unit)
+                yield from (key for key in keys if key not in self._folder.lines)
+            for number in self._studied if _is_studied(system) else ():
+                keys = [self._key(kind, number, system, temperature) for kind in (PROFILE, COVERAGE)]
+                keys += [self._key(RECALL, number, system, temperature, k) for k in self._recalled(system)]
+                yield from (key for key in keys if key not in self._folder.lines)
+
+    def _recalled(self, system: SuiteSystem) -> Sequence[int]:
+        """The `k` for which its recall is measured: along chains, whatever it drafts, so that of the shapes of its
+        drafts one is enough."""
+        return self._settings.recall_k if _is_studied(system) and system.shape == self._systems[-1].shape else ()
+
+    # Generating ------------------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Let every system that has something to do compile and allocate what it needs."""
+        wanted = {key[2] for key in self._missing()}
+        for system in self._systems:
+            if system.label in wanted:
+                self._report(f"warming up, {system.label}", self._done, self._total)
+                prompt = self._pair.prompts[0]
+                system.take_domain(prompt.domain)
+                for temperature in self._settings.temperatures:
+                    config = self._config(temperature, system, min(_WARM_UP_TOKENS, self._settings.max_new_tokens))
+                    self._generate(system, self._dialogue(prompt).next_turn(), config, system.speaker(1))
+
+    def _time(self, unit: Sequence[int], temperature: float, repeat: int) -> None:
+        missing = {
+            system.label
+            for system in self._systems
+            if any(not self._has(TIMED, number, system, temperature, repeat) for number in unit)
+        }
+        for system in self._systems:
+            if system.learns and system.label in missing:
+                system.start_anew()
+        for number in unit:
+            # Systems take turns in going first, so that none always finds the caches that another one left.
+            turn = (number + repeat) % len(self._systems)
+            for system in self._systems[turn:] + self._systems[:turn]:
+                if system.label in missing and not self._has(TIMED, number, system, temperature, repeat):
+                    self._converse(TIMED, number, system, temperature, repeat)
+
+    def _study(self, number: int, system: SuiteSystem, temperature: float) -> None:
+        """Measure where the time goes and, in a call of its own, what the shortlists cover."""
+        for kind, switch in ((PROFILE, "profile"), (COVERAGE, "measure_coverage")):
+            if _is_studied(system) and not self._has(kind, number, system, temperature):
+                setattr(system.assistant, switch, True)
+                try:
+                    self._converse(kind, number, system, temperature, 0)
+                finally:
+                    setattr(system.assistant, switch, False)
+
+    def _converse(self, kind: str, number: int, system: SuiteSystem, temperature: float, repeat: int) -> None:
+        """Let a system answer all turns of a prompt, and write down how it went."""
+        prompt = self._pair.prompts[number]
+        self._report(f"{prompt.identifier}, {system.label}", self._done, self._total)
+        system.take_domain(prompt.domain)
+        dialogue, speaker = self._dialogue(prompt), system.speaker(len(prompt.turns))
+        stats, turns = DraftingStatistics(), []
+        torch.manual_seed(self._settings.seed + number + 1000 * repeat)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        while not dialogue.is_over:
+            read = dialogue.next_turn()
+            config = self._configs[temperature, system.label]
+            tokens, seconds, forwards = self._generate(system, read, config, speaker)
+            dialogue.answer(tokens)
+            rounds = forwards if system.assistant is None else system.assistant.stats.rounds
+            turns.append({"read": len(read), "tokens": tokens, "seconds": seconds, "rounds": rounds})
+            if system.assistant is not None:
+                stats.add(system.assistant.stats)
+        line = {"kind": kind, "prompt": prompt.identifier, "domain": prompt.domain, "system": system.label}
+        line |= {"temperature": temperature, "repeat": repeat, "turns": turns}
+        self._write_line(line | self._described(system, stats))
+
+    def _described(self, system: SuiteSystem, stats: DraftingStatistics) -> dict[str, Any]:
+        """What is known of a conversation besides its turns."""
+        described: dict[str, Any] = {}
+        if system.assistant is not None:
+            described["drafting"] = stats.to_dict()
+            if system.assistant.alignment is not None:
+                described["alignment"] = system.assistant.alignment.stats.to_dict()
+        if self._device.type == "cuda":
+            described["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        return described
+
+    def _generate(
+        self, system: SuiteSystem, read: Sequence[int], config: Any, speaker: Any
+    ) -> tuple[list[int], float, int]:
+        """Generate once; return the new tokens, the seconds that it took and the target's forwards."""
+        input_ids = torch.tensor([read], device=self._device)
+        arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
+        if speaker is not None:
+            arguments["assistant_model"] = speaker
+        with _counting_forwards(self._pair.target) as forwards, system.surroundings():
+            start = self._clock.now()
+            output = self._pair.target.generate(input_ids, **arguments)
+            seconds = self._clock.now() - start
+        return output[0, len(read) :].tolist(), seconds, len(forwards)
+
+    def _measure_recall(self, number: int, temperature: float) -> None:
+        """Measure teacher-forced what the shortlists hold of the target's likeliest tokens."""
+        prompt = self._pair.prompts[number]
+        for label, k in product(self._pair.drafters, self._settings.recall_k):
+            policies = {
+                system.label: {prompt.domain: system.policies[prompt.domain]}
+                for system in self._systems
+                if k in self._recalled(system)
+                and system.drafter == label
+                and not self._has(RECALL, number, system, temperature, k)
+            }
+            if policies:
+                self._report(f"{prompt.identifier}, recall@{k}", self._done, self._total)
+                for line in measure_recall(self._settings, self._pair, prompt, label, policies, temperature, k):
+                    self._write_line(line)
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        self._write(line)
+        self._done += 1
+
+    def _config(self, temperature: float, system: SuiteSystem, max_new_tokens: int) -> Any:
+        config = generation_config(self._pair.target, max_new_tokens, temperature, self._settings.top_k)
+        config.update(**system.generation)
+        return config
+
+    def _dialogue(self, prompt: WorkloadPrompt) -> Dialogue:
+        return Dialogue(
+            prompt,
+            self._pair.tokenizer,
+            as_token_ids(self._pair.target.generation_config.eos_token_id),
+            use_chat_template=self._settings.chat_template,
+            truncate_to=self._settings.max_prompt_tokens,
+        )
+
+
+def _is_studied(system: SuiteSystem) -> bool:
+    """Whether it is measured where its time goes and what its shortlists cover: what learns would learn of that."""
+    return system.assistant is not None and not system.learns
+
+
+@contextmanager
+def _counting_forwards(target: torch.nn.Module) -> Iterator[list[None]]:
+    """A list with an element for each forward of the target: one per round, and one per token without drafts."""
+    forwards: list[None] = []
+    hook = target.register_forward_hook(lambda *_: forwards.append(None))
+    try:
+        yield forwards
+    finally:
+        hook.remove()
+
+
+def _first_of_each_domain(prompts: Sequence[WorkloadPrompt], count: int) -> list[int]:
+    taken: dict[str, int] = {}
+    chosen = []
+    for number, prompt in enumerate(prompts):
+        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
+        if taken[prompt.domain] <= count:
+            chosen.append(number)
+    return chosen

@@ -1,0 +1,149 @@
+"""The folder of an evaluation: its settings, and a line for everything that was measured.
+
+Every process adds to a file of its own, so that a process which is killed costs the line that it was writing. They are
+put together into `runs.jsonl` when an evaluation begins and when it ends, in the order of the prompts and systems,
+however many processes there were.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigurationError, shown_value
+from ...files import append_json_line, read_whole_lines, replacing, write_json
+
+SETTINGS, RUNS = "settings.json", "runs.jsonl"
+_PARTS = "runs-of-process-*.jsonl"
+# The kinds of lines. A session is the time for which one process worked.
+SESSION, TIMED, PROFILE, COVERAGE, RECALL = "session", "timed", "profile", "coverage", "recall"
+
+# What a line is of: its kind, prompt, system, temperature and repeat; of a recall's, k in place of the repeat.
+Key = tuple[str, str, str, float, int]
+
+
+def key_of(line: Mapping[str, Any]) -> Key:
+    """What a line is of."""
+    return line["kind"], line["prompt"], line["system"], line["temperature"], line["repeat"]
+
+
+class RunFolder:
+    """The lines of an evaluation on the disk.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.sessions: list[dict[str, Any]] = []
+        self.lines: dict[Key, dict[str, Any]] = {}
+
+    def require_settings(self, fingerprint: Mapping[str, Any]) -> None:
+        """Note the settings of an evaluation that begins, or refuse to mix two.
+
+        Raises:
+            ConfigurationError: the folder holds an evaluation with other settings, or something else.
+        """
+        path = self.path / SETTINGS
+        wanted = json.loads(json.dumps(fingerprint))
+        if not path.exists():
+            if (self.path / RUNS).exists():
+                raise ConfigurationError(f"{self.path} has a {RUNS} and no {SETTINGS}; choose another folder")
+            write_json(path, wanted)
+            return
+        found = read_settings(self.path)
+        differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+        if differing:
+            name = differing[0]
+            others = f" (and {', '.join(differing[1:])})" if differing[1:] else ""
+            raise ConfigurationError(
+                f"{self.path} holds an evaluation with other settings: {name}{others} differs, which was "
+                f"{_shown(found.get(name))} and is {_shown(wanted.get(name))}; choose another folder, or give the "
+                "same settings"
+            )
+
+    def read(self) -> None:
+        """Read all lines.
+
+        Raises:
+            ArtifactError: a line is damaged.
+        """
+        self.sessions, self.lines = [], {}
+        for file in self._files():
+            for line in read_whole_lines(file):
+                if line.get("kind") == SESSION:
+                    self.sessions.append(line)
+                else:
+                    # What was measured anew counts.
+                    self.lines[key_of(line)] = line
+
+    @property
+    def systems(self) -> list[str]:
+        """The labels of the systems that ran, in their order."""
+        return list(self.described_systems)
+
+    @property
+    def described_systems(self) -> dict[str, dict[str, Any]]:
+        """By label what each system is: its `drafter`, its `method` and its `tree`, all None for a baseline."""
+        return {one["label"]: one for session in self.sessions for one in session["systems"]}
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Forget lines, as what they are of has to be measured anew."""
+        for key in keys:
+            self.lines.pop(key, None)
+
+    def put_together(self, prompts: Sequence[str]) -> None:
+        """Read all lines, and replace the files that they are in by one.
+
+        Args:
+            prompts: identifiers in their order.
+
+        Raises:
+            ArtifactError: a line is damaged.
+        """
+        self.read()
+        places = {name: number for number, name in enumerate(prompts)}
+        columns = {name: number for number, name in enumerate(self.systems)}
+
+        def place(key: Key) -> tuple:
+            kind, prompt, system, temperature, repeat = key
+            known = places.get(prompt, len(places)), columns.get(system, len(columns))
+            return (kind != TIMED, kind, temperature, repeat, *known, prompt, system)
+
+        ordered = [*self.sessions, *(self.lines[key] for key in sorted(self.lines, key=place))]
+        with replacing(self.path / RUNS) as scratch:
+            text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in ordered)
+            scratch.write_text(text, encoding="utf-8")
+        for part in self.path.glob(_PARTS):
+            part.unlink()
+
+    def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
+        """What adds a line to the file of one process."""
+        path = self.path / _PARTS.replace("*", str(process))
+        return lambda line: append_json_line(path, line)
+
+    def _files(self) -> list[Path]:
+        merged = [self.path / RUNS] if (self.path / RUNS).exists() else []
+        return [*merged, *sorted(self.path.glob(_PARTS))]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of the evaluation in a folder.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    try:
+        found = json.loads((path / SETTINGS).read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"{path} holds no evaluation: {SETTINGS}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path / SETTINGS} is no JSON: {error!s:.100}") from error
+    if not isinstance(found, dict) or "suite" not in found:
+        raise ConfigurationError(f"{path / SETTINGS} is not of hf-dynspec evaluate; choose another folder")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:100] if isinstance(value, list | dict) else shown_value(value)
