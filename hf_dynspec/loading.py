@@ -1,4 +1,4 @@
-"""Loading models and tokenizers, the ids that end a text, and which token ids two models share.
+"""Loading models, their configurations and tokenizers, the ids that end a text, and which token ids two models share.
 
 Nothing that is loaded here brings code of its own, and weights are read from safetensors alone.
 """
@@ -8,7 +8,14 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .drafters import CausalLMDrafter, Drafter
 from .errors import ConfigurationError, UnsupportedError
@@ -58,6 +65,25 @@ def load_model(
         problem = f"the {role} {name_or_path} cannot be loaded on {device} as {dtype}: {first_line(error)}"
         raise ConfigurationError(problem) from error
     return model.eval()
+
+
+def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
+    """Read a configuration, without running code that comes with it.
+
+    Args:
+        name: a `config.json`, or the folder or Hub id of a model that has one.
+        role: what errors call it.
+
+    Raises:
+        ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+    except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
+        raise ConfigurationError(
+            f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
+            "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
+        ) from error
 
 
 def load_tokenizer(name_or_path: str | os.PathLike) -> Any:

@@ -837,7 +837,7 @@ def test_prompts_are_read_and_grouped(tmp_path):
     second = tmp_path / "plain.jsonl"
     second.write_bytes(b'\xef\xbb\xbf{"text": "four"}\r\n\r\n{"prompt": "f\xc3\xbcnf", "category": "math"}\n')
     assert read_workload([first, second], limit=1) == [
-        WorkloadPrompt("spec/81", "writing", "one"),
+        WorkloadPrompt("spec/81", "writing", "one", ("more",)),
         WorkloadPrompt("spec/q", "spec/math", "three"),
         WorkloadPrompt("plain/line 1", "plain", "four"),
         WorkloadPrompt("plain/line 3", "plain/math", "fünf"),
@@ -851,7 +851,7 @@ def test_prompts_are_read_from_tables_folders_and_links(tmp_path):
     parquet.write_table(pyarrow.table(rows), tmp_path / "some" / "a.parquet")
     (tmp_path / "some" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "three"}'))
     expected = [
-        WorkloadPrompt("a/7", "law", "one"),
+        WorkloadPrompt("a/7", "law", "one", ("more",)),
         WorkloadPrompt("a/line 2", "a", "two"),
         WorkloadPrompt("b/line 1", "b", "three"),
     ]

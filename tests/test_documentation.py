@@ -27,7 +27,13 @@ from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.artifacts.exports.custom_generate import write_custom_generate
 from hf_dynspec.artifacts.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
-from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from hf_dynspec.evaluation.bench.systems import (
+    HEAD_PRODUCT,
+    PLAIN,
+    PROMPT_LOOKUP,
+    TRANSFORMERS,
+    TRANSFORMERS_DEFAULTS,
+)
 from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist, ShortlistPolicy
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
@@ -384,11 +390,14 @@ def rows(page: Path, heading: str) -> dict[str, list[str]]:
 _NAMES = {
     PLAIN: {"plain generate"},
     HEAD_PRODUCT: {HEAD_PRODUCT},
-    TRANSFORMERS: {"transformers' assisted generation", "transformers' assisted"},
+    TRANSFORMERS: {"transformers' assisted generation, chains of 5", "transformers' assisted"},
+    TRANSFORMERS_DEFAULTS: {"transformers' assisted generation, its defaults"},
+    PROMPT_LOOKUP: {"transformers' prompt lookup"},
     "full": {"full"},
     "frequency": {"frequency, 32,768 in merge order", "frequency`, 32,768"},
     "in_context": {"in_context"},
     "hybrid": {"hybrid"},
+    "screen": {"screen"},
 }
 
 
@@ -437,4 +446,4 @@ def test_the_readmes_picture_is_what_the_command_draws(tmp_path):
         re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text(encoding="utf-8"))
         for file in (tmp_path / "a.svg", ROOT / "docs/speed.svg")
     )
-    assert shipped == drawn and "135  (1.76×)" in drawn
+    assert shipped == drawn and "149  (1.87×)" in drawn

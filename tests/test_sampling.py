@@ -277,21 +277,25 @@ def test_every_token_of_long_texts_under_processors_that_remember(kind, looks, t
     assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
 
 
-@pytest.mark.parametrize("lie", ["reports less than it drew from", "argmax drafts"])
+@pytest.mark.parametrize("lie", ["reports less than it drew from", "argmax drafts", "names other weights"])
 def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
-    """The negative control: two mistakes that speculative sampling is prone to."""
+    """The negative control: mistakes that speculative sampling is prone to."""
     choose = TokenChoice.__call__
 
     def wrong(self, logits, shortlist, drafted):
         if lie == "reports less than it drew from":  # so that too much is accepted
-            token, used = choose(self, logits, shortlist, drafted)
-            return token, torch.where(shortlist.scored_slots == token, used - 1.0, used)
-        return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits
+            token, used, _ = choose(self, logits, shortlist, drafted)
+            return token, torch.where(shortlist.scored_slots == token, used - 1.0, used), None
+        if lie == "names other weights":
+            token, used, few = choose(self, logits, shortlist, drafted)
+            return token, used, FewWeights(few.token_ids, few.weights[1:] + few.weights[:1])
+        return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits, None
 
     monkeypatch.setattr(TokenChoice, "__call__", wrong)
     torch.manual_seed(7)
     assistant = DynSpecAssistant(drafter, POLICIES["full"](), target=target, num_assistant_tokens=2)
-    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
+    processors = PROCESSORS["top-k" if lie == "names other weights" else "plain"]
+    assert uniformity(sampled_numbers(target, drafter, assistant, processors)) < FALSE_ALARM
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
@@ -596,6 +600,8 @@ def test_what_a_top_k_leaves_is_processed_alone_and_alike(temperature, ties, aft
         assert few.token_ids == sorted(set(few.token_ids))
         assert torch.equal(actual > 0, of_row > 0)
         torch.testing.assert_close(actual, of_row, rtol=1e-5, atol=0)
+    # They write nothing into what they are given, which may be the logits that others are shown.
+    assert torch.equal(scores, before)
     # Where tokens tie for the last place, all of them are kept, and how many they are says the whole row alone.
     assert (0 < shortened < 20) if ties else shortened == 20
 

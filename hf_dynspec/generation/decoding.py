@@ -246,8 +246,10 @@ class _Verifier:
         def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | FewWeights:
             left = few[row] if few else None
             if left is None:
-                # A copy, as processors may write into what they are given.
-                processed = logits.index_select(0, row)
+                # A copy where it outlives the round, or as processors may write into what they are given; those by
+                # value do not.
+                is_passing = not (self._by_id or self._keeps_scores) and is_free_to_look(logits.device)
+                processed = logits[row.item()].unsqueeze(0) if is_passing else logits.index_select(0, row)
                 if self._by_id:
                     processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
                 if count is not None and not few:

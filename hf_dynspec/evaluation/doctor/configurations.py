@@ -1,10 +1,9 @@
-"""Models of which there are configurations alone: read without running code, and built without memory."""
+"""Models of which there are configurations alone: built without memory."""
 
 import copy
-import os
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigurationError, UnsupportedError
 from ...fields import WholeNumber
@@ -12,25 +11,6 @@ from ...loading import first_line
 
 # Models of more layers are none, and would take long to build.
 _LAYERS = WholeNumber(1, 1024)
-
-
-def read_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
-    """Read a configuration, without running code that comes with it.
-
-    Args:
-        name: a `config.json`, or the folder or Hub id of a model that has one.
-        role: what errors call it.
-
-    Raises:
-        ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
-    """
-    try:
-        return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
-    except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
-        raise ConfigurationError(
-            f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
-            "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
-        ) from error
 
 
 def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: str) -> PreTrainedModel:

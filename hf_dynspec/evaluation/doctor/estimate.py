@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
 from ...errors import ConfigurationError, shown_value
 from ...fields import Number, WholeNumber
-from ...loading import shared_rows
+from ...loading import load_config, shared_rows
 from ...modeling.parts import output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
 from ..operations.counting import Work
@@ -19,7 +19,7 @@ from ..operations.pretended_device import register_device
 from ..pair import utc_now
 from ..policy_text import named_policies, shorten_paths
 from ..provenance import describe_policies, provenance
-from .configurations import countable_model, read_config
+from .configurations import countable_model
 from .counted_round import (
     head_work,
     layers_work,
@@ -235,8 +235,8 @@ def estimate_speed(
     total = len(policies) + 2
     report("counting operations", 0, total)
     dtype = getattr(torch, settings.dtype) if settings.dtype else None
-    target_model = countable_model(target or read_config(settings.target, "target"), dtype, "target")
-    drafter_model = countable_model(drafter or read_config(settings.drafter, "drafter"), dtype, "drafter")
+    target_model = countable_model(target or load_config(settings.target, "target"), dtype, "target")
+    drafter_model = countable_model(drafter or load_config(settings.drafter, "drafter"), dtype, "drafter")
     vocabulary = shared_rows(output_rows(target_model), output_rows(drafter_model))
     rows = _rows_to_count(settings.num_assistant_tokens + 1)
     verification = verification_work(target_model, rows, settings.cached_tokens)
