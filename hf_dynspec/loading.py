@@ -3,6 +3,7 @@
 Nothing that is loaded here brings code of its own, and weights are read from safetensors alone.
 """
 
+import copy
 import os
 import warnings
 from typing import Any
@@ -83,6 +84,27 @@ def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
         raise ConfigurationError(
             f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
             "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
+        ) from error
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreTrainedModel:
+    """A model with shapes and without memory.
+
+    Args:
+        config: the model's.
+        dtype: of its weights.
+        role: what errors call it.
+
+    Raises:
+        UnsupportedError: transformers cannot build it from its configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False).eval()
+    except Exception as error:  # a configuration may say anything, and each family fails in its own way
+        raise UnsupportedError(
+            f"the {role} ({config.model_type}) cannot be built from its configuration: {first_line(error)}. Give the "
+            "config.json of a decoder-only language model that this transformers knows."
         ) from error
 
 

@@ -16,13 +16,13 @@ from hf_dynspec import DynSpecAssistant
 from hf_dynspec.commands import app
 from hf_dynspec.drafting.expected_speed import RoundCosts, break_even_acceptance, expected_speed
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
-from hf_dynspec.evaluation.doctor.configurations import empty_model
 from hf_dynspec.evaluation.doctor.counted_round import head_work, layers_work, record_overhead, verification_work
 from hf_dynspec.evaluation.doctor.estimate import Estimate, EstimateSettings, Machine, estimate_speed
 from hf_dynspec.evaluation.doctor.estimate_report import line_to_paste, sentence
 from hf_dynspec.evaluation.operations.counting import Work, counting
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
 from hf_dynspec.evaluation.operations.rounds import operations, recording
+from hf_dynspec.loading import empty_model
 from hf_dynspec.shortlists import HybridShortlist
 
 DOCS = Path(__file__).parents[1] / "docs"

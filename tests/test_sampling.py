@@ -287,8 +287,8 @@ def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
             token, used, _ = choose(self, logits, shortlist, drafted)
             return token, torch.where(shortlist.scored_slots == token, used - 1.0, used), None
         if lie == "names other weights":
-            token, used, few = choose(self, logits, shortlist, drafted)
-            return token, used, FewWeights(few.token_ids, few.weights[1:] + few.weights[:1])
+            _, used, few = choose(self, logits, shortlist, drafted)
+            return shortlist.scored_slots[used.argmax(-1, keepdim=True)], used, few
         return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits, None
 
     monkeypatch.setattr(TokenChoice, "__call__", wrong)

@@ -1,13 +1,11 @@
 """Models of which there are configurations alone: built without memory."""
 
-import copy
-
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import ConfigurationError, UnsupportedError
 from ...fields import WholeNumber
-from ...loading import first_line
+from ...loading import empty_model
 
 # Models of more layers are none, and would take long to build.
 _LAYERS = WholeNumber(1, 1024)
@@ -48,24 +46,3 @@ def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: s
             "tokens. Name a model that has attention alone."
         )
     return model
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreTrainedModel:
-    """A model with shapes and without memory.
-
-    Args:
-        config: the model's.
-        dtype: of its weights.
-        role: what errors call it.
-
-    Raises:
-        UnsupportedError: transformers cannot build it from its configuration.
-    """
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-    except Exception as error:  # a configuration may say anything, and each family fails in its own way
-        raise UnsupportedError(
-            f"the {role} ({config.model_type}) cannot be built from its configuration: {first_line(error)}. Give the "
-            "config.json of a decoder-only language model that this transformers knows."
-        ) from error

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...errors import UnsupportedError
-from ...loading import first_line
+from ...loading import empty_model, first_line
 from ...modeling.head import DynamicLMHead, PackedRows
 from ...modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ...protocol import Shortlist
@@ -27,7 +27,6 @@ from ...shortlists.union import UnionShortlist
 from ..operations.counting import Work, counting
 from ..operations.pretended_device import move, pretended_device, to_device
 from ..operations.rounds import PROMPT_TOKENS, Round, operations, random_model, recording
-from .configurations import empty_model
 
 # Of the chains whose rounds are recorded, of the texts that they are recorded in, and the layers of the models there.
 _CHAIN, _NEW_TOKENS, _LAYERS = 5, 11, 1
