@@ -109,10 +109,12 @@ def test_what_cannot_run_is_refused_by_name(examples, words, told):
     assert told in " ".join(result.output.replace("│", " ").split())
 
 
-def test_make_passes_the_pair_on():
+def test_make_passes_the_pair_on(monkeypatch):
+    monkeypatch.setenv("MAKELEVEL", "1")  # as under `make test`, where make tells its folder too
+
     def recipe(*words: str) -> str:
         run = subprocess.run(
-            ["make", "--dry-run", "--old-file=.venv/ready", "quickstart", *words],
+            ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/ready", "quickstart", *words],
             cwd=ROOT,
             capture_output=True,
             text=True,
