@@ -1,14 +1,16 @@
-"""Measure `num_assistant_tokens="auto"` against fixed draft lengths and plain generation, domain by domain.
+"""Measure `num_assistant_tokens="auto"` against fixed draft lengths and plain generation, domain by domain; and with
+several policies the choice between them as well, against each of them at each length.
 
 All of them take turns on every prompt, in one process, so that whatever else the computer does meets all alike. Tables
-show tokens per second, how close automatic drafting comes to the best fixed length of each domain, which nobody knows
+show tokens per second, how close automatic drafting comes to the best fixed setting of each domain, which nobody knows
 beforehand, and to plain generation where drafting loses. An assistant sees one prompt after another, as it would in a
 server: what it learns from one is there for the next, and nothing is at the first. On the embedded pair:
 
     python examples/automatic_drafting.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
 
-with `--eagle` in place of `--drafter` for a head, and with `--random-weights` for a drafter that is never right.
+with `--eagle` in place of `--drafter` for a head, with `--policy hybrid --policy screen` to choose between these, and
+with `--random-weights` for a drafter that is never right.
 """
 
 import time
@@ -22,8 +24,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hf_dynspec import DynSpecAssistant
+from hf_dynspec import AutomaticShortlist, DynSpecAssistant
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
+from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.files import write_json
 
 PLAIN, AUTO = "plain", "auto"
@@ -34,20 +37,25 @@ app = typer.Typer(add_completion=False)
 
 
 def open_assistants(
-    pair: Pair, policy: str, lengths: list[int], tree: bool, random_weights: bool
+    pair: Pair, policies: list[str], lengths: list[int], tree: bool, random_weights: bool
 ) -> dict[str, DynSpecAssistant | None]:
-    """What is compared, by name: plain generation, an assistant for each fixed length, and one that chooses."""
+    """What is compared, by name: plain generation, each fixed setting, and an assistant that chooses."""
     drafter = next(iter(pair.drafters.values()))
     if random_weights:
         torch.manual_seed(0)
         for parameter in drafter.module.parameters():
             parameter.data = torch.randn_like(parameter) * 0.02
     settings = {"target": pair.target, "tokenizer": pair.tokenizer, "tree": tree}
-    fixed = {} if tree else {str(length): length for length in lengths}
-    fixed = fixed or {"the tree": None}
+    made = {text: parse_policy(text) for text in policies}
+    fixed = {
+        f"{text}, {'tree' if length is None else length}": (policy, length)
+        for text, policy in made.items()
+        for length in ([None] if tree else lengths)
+    }
+    chosen = next(iter(made.values())) if len(made) == 1 else AutomaticShortlist(list(made.values()))
     return {PLAIN: None} | {
         name: DynSpecAssistant(drafter, policy, num_assistant_tokens=length, **settings)
-        for name, length in {**fixed, AUTO: AUTO}.items()
+        for name, (policy, length) in {**fixed, AUTO: (chosen, AUTO)}.items()
     }
 
 
@@ -90,12 +98,18 @@ def speeds(measured: Measured, names: list[str]) -> dict[str, dict[str, float]]:
 
 
 def show(console: Console, title: str, by_domain: dict[str, dict[str, float]], names: list[str]) -> None:
-    """Print a table of tokens per second, with how automatic drafting compares."""
-    table = Table("", *names, "auto /\nbest fixed", "auto /\nplain", title=title)
+    """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
+    domain, and with the one that is the best over all of them."""
+    table = Table(
+        "", PLAIN, "best fixed", "", "best of\nall", AUTO, "auto /\nbest fixed", "auto /\nplain", title=title
+    )
+    fixed = [name for name in names if name not in (PLAIN, AUTO)]
+    best_of_all = max(fixed, key=by_domain["all"].get)
     for domain, speed in by_domain.items():
-        best = max(speed[name] for name in names if name not in (PLAIN, AUTO))
-        cells = [f"{speed[name]:.1f}" for name in names]
-        table.add_row(domain, *cells, f"{speed[AUTO] / best:.3f}", f"{speed[AUTO] / speed[PLAIN]:.3f}")
+        best = max(fixed, key=speed.get)
+        shown = (f"{speed[name]:.1f}" for name in (best, best_of_all, AUTO))
+        ratios = (f"{speed[AUTO] / speed[name]:.3f}" for name in (best, PLAIN))
+        table.add_row(domain, f"{speed[PLAIN]:.1f}", best, *shown, *ratios)
     console.print(table)
 
 
@@ -105,7 +119,7 @@ def main(
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSON lines files of prompts.")],
     drafter: Annotated[str | None, typer.Option("--drafter", help="Folder or Hub id of the small model.")] = None,
     eagle: Annotated[str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in its place.")] = None,
-    policy: Annotated[str, typer.Option(help="Shortlist policy.")] = "hybrid",
+    policy: Annotated[list[str], typer.Option(help="Shortlist policy. Repeatable.")] = ["hybrid"],  # noqa: B006
     lengths: Annotated[str, typer.Option(help="Fixed draft lengths, comma separated.")] = "1,2,3,5,8,12",
     tree: Annotated[bool, typer.Option(help="Draft trees of the default shape, and smaller ones.")] = False,
     random_weights: Annotated[bool, typer.Option(help="Give the drafter random weights.")] = False,
@@ -116,7 +130,7 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write what was measured to.")] = None,
 ) -> None:
-    """Compare automatic drafting with every fixed length."""
+    """Compare automatic drafting with every fixed setting."""
     console = Console()
     settings = PairSettings(target, drafter, prompts, max_new_tokens=max_new_tokens, limit=limit, threads=threads)
     results = {}
@@ -130,13 +144,15 @@ def main(
             for domain, name, seconds, tokens in measure(pair, assistants, max_new_tokens, value, repeats):
                 measured[domain][name].append({"seconds": seconds, "tokens": tokens})
                 progress.advance(task)
-            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speeds(measured, names)}
+            rounds = {name: dict(one.stats_total.rounds_of) for name, one in assistants.items() if one is not None}
+            speed = speeds(measured, names)
+            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speed, "rounds_of": rounds}
             for one in assistants.values():
                 if one is not None:
                     one.unbind()
             if out is not None:
                 write_json(out, {"models": pair.described_models(), "results": results})
-            show(console, f"tokens per second, T = {value:g}", results[f"{value:g}"]["tokens_per_second"], names)
+            show(console, f"tokens per second, T = {value:g}", speed, names)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArtifactError": ".errors",
+    "AutomaticShortlist": ".shortlists",
     "ConfigurationError": ".errors",
     "CoralShortlist": ".shortlists",
     "DynSpecAssistant": ".assistant",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .protocol import Shortlist as Shortlist
     from .protocol import Verdict as Verdict
     from .protocol import VocabularyInfo as VocabularyInfo
+    from .shortlists import AutomaticShortlist as AutomaticShortlist
     from .shortlists import CoralShortlist as CoralShortlist
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist

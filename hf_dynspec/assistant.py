@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .alignment.aligner import Aligner
 from .alignment.settings import OnlineAlignment
 from .drafters import Drafter, as_drafter
-from .drafting.automatic import LearntDrafting
+from .drafting.automatic_call import LearntDrafting
 from .drafting.session import DraftSession, outside_inference_mode
 from .drafting.settings import as_tree_config, drafting_config
 from .drafting.tree_config import TreeConfig
@@ -481,7 +481,6 @@ class DynSpecAssistant(Assistant):
             return draft_once(
                 self.forward,
                 session,
-                self.policy.needs,
                 self.drafter.reads,
                 self.generation_config,
                 self.tree,

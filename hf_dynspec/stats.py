@@ -1,6 +1,7 @@
 """What happened while drafting: acceptance, active vocabulary, and where the time went."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -57,6 +58,7 @@ class DraftingStatistics:
 
     Attributes:
         background_work: what the policy did in a thread of its own.
+        rounds_of: how many rounds were drafted with each policy, by its name.
     """
 
     def __init__(self):
@@ -69,6 +71,7 @@ class DraftingStatistics:
         self.accepted_at: list[int] = []
         self.seconds: dict[str, float] = {}
         self.background_work = BackgroundWork()
+        self.rounds_of: Counter[str] = Counter()
         self._drafted_at: list[int | torch.Tensor] = []
         self._draft_steps = 0
         self._active_sum: int | torch.Tensor = 0
@@ -80,8 +83,9 @@ class DraftingStatistics:
 
     # Recording ---------------------------------------------------------------------------------------------------
 
-    def record_draft(self, candidates: Candidates) -> None:
-        """Count the candidates of one round and the shortlists they were chosen from."""
+    def record_draft(self, candidates: Candidates, policy: str) -> None:
+        """Count the candidates of one round and the shortlists that a policy let them be chosen from."""
+        self.rounds_of[policy] += 1
         self.drafted += candidates.token_ids.shape[0]
         for depth in range(len(candidates.shortlists)):
             _add_at(self._drafted_at, depth, 1 if candidates.is_chain else (candidates.depths == depth).sum())
@@ -128,6 +132,7 @@ class DraftingStatistics:
             for index, count in enumerate(getattr(other, name)):
                 _add_at(getattr(self, name), index, _number(count))
         self.background_work += other.background_work
+        self.rounds_of += other.rounds_of
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._active_sum = _number(self._active_sum) + _number(other._active_sum)
@@ -214,6 +219,7 @@ class DraftingStatistics:
             "active_vocabulary": self.active_vocabulary,
             "active_vocabulary_max": self.active_vocabulary_max,
             "coverage": self.coverage,
+            "rounds_of": dict(self.rounds_of),
             "seconds": dict(self.seconds),
             "background_work": self._background_figures(),
         }
@@ -239,6 +245,8 @@ class DraftingStatistics:
             ("out of vocabulary", f"{self.oov_rate:.4f}"),
             ("active vocabulary", f"{self.active_vocabulary:.0f} (at most {self.active_vocabulary_max})"),
         ]
+        if len(self.rounds_of) > 1:
+            rows.append(("rounds drafted with", ", ".join(f"{name} {n}" for name, n in self.rounds_of.most_common())))
         if self.coverage is not None:
             rows.append(("coverage", f"{self.coverage:.4f}"))
         for name, seconds in self.seconds.items():

@@ -422,6 +422,8 @@ def _check_drafting(case: _Case) -> None:
 def _check_unions(case: _Case) -> None:
     """It does so as the first and as the last part of a union, told more than it asked for."""
     window = InContextShortlist(20, prompt_top_k=6, verify_top_k=6)
+    if not case.policy.can_be_part:
+        return
     unions = ((case.policy, window), (window, FrequencyShortlist(size=20), case.policy))
     for parts, (shape, tree) in zip(unions, _SHAPES.items(), strict=True):
         _draft(case, UnionShortlist(*parts), tree, f"drafting {shape} in a union", validate=True)

@@ -12,13 +12,23 @@ from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
 from transformers import PreTrainedModel
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec import (
+    AutomaticShortlist,
+    ConfigurationError,
+    DynSpecAssistant,
+    FullShortlist,
+    InContextShortlist,
+    TreeConfig,
+    UnionShortlist,
+)
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.drafting import automatic
-from hf_dynspec.drafting.automatic import AutomaticDrafting, LearntDrafting
+from hf_dynspec.drafting import automatic_call
+from hf_dynspec.drafting.automatic import AutomaticDrafting
+from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.round_times import RoundTimes
 from hf_dynspec.generation.round import Drafting
+from hf_dynspec.shortlists import POLICIES
 
 TREE = TreeConfig(24, 3, 4)
 
@@ -74,7 +84,7 @@ def automatically(machine: Machine, texts: Sequence[Sequence[bool]], drafting: A
     """One call for each text. Returns how many steps each round drafted."""
     steps = []
     for known in texts:
-        call = drafting.begin_call(lambda: machine.now)
+        call = AutomaticCall(drafting, lambda: machine.now)
         steps += generate_text(machine, known, lambda call=call: call.begin_round(99).steps, call.end_round)
     return steps
 
@@ -187,7 +197,7 @@ def test_the_sizes_of_trees_are_told_apart():
     """Large trees bring a little more and cost much more here, and deep ones nothing."""
     drafting, rng, chosen = AutomaticDrafting(shapes_of(TreeConfig(60, 5, 10))), random.Random(0), []
     now = [0.0]
-    call = drafting.begin_call(lambda: now[0])
+    call = AutomaticCall(drafting, lambda: now[0])
     for _ in range(400):
         shape = call.begin_round(99)
         chosen.append(shape)
@@ -213,7 +223,7 @@ def test_every_shape_of_a_tree_can_be_drafted_and_is_weighed(tree):
         assert shape.nodes < tree.total_tokens
         assert shape.steps <= tree.depth + 1
     now, drafting = [0.0], AutomaticDrafting(shapes)
-    call, chosen = drafting.begin_call(lambda: now[0]), []
+    call, chosen = AutomaticCall(drafting, lambda: now[0]), []
     for _ in range(60):
         chosen.append(call.begin_round(99))
         now[0] += 10 + chosen[-1].steps
@@ -248,14 +258,99 @@ def test_what_was_learnt_is_bounded_and_follows_the_weights():
     assert learnt.under("other", None, 2) is not resting
 
 
+# The choice of a policy, on such a machine ---------------------------------------------------------------------------
+
+
+class Policies:
+    """How long a draft step of each policy takes on a machine, and how likely its tokens are to be right, as shares of
+    those of the first one."""
+
+    def __init__(self, *steps_and_shares: tuple[float, float]):
+        self._of = steps_and_shares
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def run(
+        self,
+        texts: int,
+        choose: Callable[[AutomaticCall], DraftShape],
+        drafting: AutomaticDrafting,
+        noise: float,
+        seed: int,
+    ) -> tuple[float, list[int]]:
+        """Rounds of so many texts of 200 tokens. Returns the seconds that they would take without noise, and how often
+        each policy drafted."""
+        rng, seconds, chosen = random.Random(seed), 0.0, [0] * len(self)
+        for _ in range(texts):
+            call, done = AutomaticCall(drafting, lambda: self._now), 0
+            while done < 200:
+                shape = choose(call)
+                step, share = self._of[shape.policy]
+                accepted = 0
+                while accepted < shape.steps and rng.random() < 0.75 * share:
+                    accepted += 1
+                took = 10.0 + (1.0 + step * shape.steps if shape.steps else 0.0)
+                seconds += took
+                self._now += took * rng.lognormvariate(0, noise)
+                chosen[shape.policy] += shape.steps > 0
+                done += accepted + 1
+                call.end_round(accepted)
+        return seconds, chosen
+
+    def best(self, texts: int, lengths: Sequence[int], seed: int) -> float:
+        """Seconds of the best policy and length."""
+        shapes = [DraftShape(steps, steps, policy) for policy in range(len(self)) for steps in lengths]
+        unused = AutomaticDrafting(shapes_of(None))
+        return min(self.run(texts, lambda call, shape=shape: shape, unused, 0.0, seed)[0] for shape in shapes)
+
+
+FIVE = DraftShape(5, 5)
+PAIRS_OF_POLICIES = {
+    "the first is faster": (Policies((1.0, 1.0), (1.6, 1.02), (2.5, 1.03)), 0),
+    "the last is faster": (Policies((2.5, 1.03), (1.6, 1.02), (1.0, 1.0)), 2),
+    "all are alike": (Policies((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), None),
+}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("fixed", [FIVE, None], ids=["chains of five", "any length"])
+@pytest.mark.parametrize("case", PAIRS_OF_POLICIES)
+def test_little_is_lost_to_the_best_policy_known_in_hindsight(case, fixed, noise):
+    policies, best = PAIRS_OF_POLICIES[case]
+    shares = []
+    for seed in range(4):
+        drafting = AutomaticDrafting(shapes_of(None), len(policies))
+        seconds, chosen = policies.run(16, lambda call: call.begin_round(99, fixed), drafting, noise, seed)
+        shares.append(policies.best(16, [5] if fixed else [3, 4, 5, 6, 8], seed) / seconds)
+        assert best is None or chosen[best] == max(chosen)
+    assert sum(shares) / len(shares) > (0.985 if fixed else 0.94)
+
+
+def test_a_policy_whose_drafts_are_better_is_found():
+    """It is hardly slower, so that only the tokens tell."""
+    drafting, policies = AutomaticDrafting(shapes_of(None), 2), Policies((1.0, 0.9), (1.02, 1.0))
+    policies.run(60, lambda call: call.begin_round(99, FIVE), drafting, 0.05, 1)
+    _, chosen = policies.run(20, lambda call: call.begin_round(99, FIVE), drafting, 0.05, 2)
+    assert chosen[1] > 2 * chosen[0]
+
+
+def test_a_policy_that_became_faster_is_found():
+    drafting = AutomaticDrafting(shapes_of(None), 2)
+    Policies((1.0, 1.0), (3.0, 1.0)).run(8, lambda call: call.begin_round(99, FIVE), drafting, 0.05, 1)
+    _, chosen = Policies((1.0, 1.0), (0.3, 1.0)).run(60, lambda call: call.begin_round(99, FIVE), drafting, 0.05, 2)
+    assert chosen[1] > chosen[0]
+
+
 # In generate ---------------------------------------------------------------------------------------------------------
 
 
 class Whim(AutomaticDrafting):
     """Drafts something else every few rounds, and rests in between, whatever it costs."""
 
-    def __init__(self, shapes: Sequence[DraftShape]):
-        super().__init__(shapes)
+    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1):
+        super().__init__(shapes, policies)
         self._random = random.Random(5)
         self._plan: list[DraftShape] = []
         self._left = 0
@@ -268,7 +363,9 @@ class Whim(AutomaticDrafting):
     def reads_features(self) -> bool:
         return self._left <= 3
 
-    def choose(self) -> DraftShape:
+    def choose(self, fixed: DraftShape | None = None) -> DraftShape:
+        if fixed is not None:
+            return fixed._replace(policy=self._random.randrange(self._policies))
         if self._left:
             self._left -= 1
             return ALONE
@@ -296,7 +393,7 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable]:
 @pytest.mark.parametrize("drafter", ["the target itself", "another model", "EAGLE-2", "EAGLE-3"])
 @pytest.mark.parametrize("policy", ["full", "hybrid"])
 def test_tokens_are_the_same_whatever_is_drafted(policy, drafter, tree, target, monkeypatch):
-    monkeypatch.setattr(automatic, "AutomaticDrafting", Whim)
+    monkeypatch.setattr(automatic_call, "AutomaticDrafting", Whim)
     drafts = drafters(target)[drafter]()
     assistant = DynSpecAssistant(drafts, POLICY_CASES[policy](), target=target, tree=tree, num_assistant_tokens="auto")
     for seed in range(3):
@@ -310,10 +407,90 @@ def test_tokens_are_the_same_whatever_is_drafted(policy, drafter, tree, target, 
         assert stats.accepted == stats.drafted
 
 
+@pytest.mark.parametrize("length", [5, "auto"])
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["the target itself", "EAGLE-3"])
+def test_tokens_are_the_same_whichever_policy_drafts(drafter, tree, length, target, monkeypatch):
+    """Each round has another policy, in a conversation too; what one has not seen of the text it reads later."""
+    monkeypatch.setattr(automatic_call, "AutomaticDrafting", Whim)
+    policies = [POLICY_CASES[name]() for name in ("hybrid", "screen", "full", "retrieval", "router", "union")]
+    assistant = DynSpecAssistant(
+        drafters(target)[drafter](),
+        AutomaticShortlist(policies),
+        target=target,
+        tree=tree,
+        num_assistant_tokens=length,
+        validate=True,
+    )
+    text, arguments = prompt(), {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 299}
+    for assistant_model in (assistant, conversation := assistant.conversation(), conversation):
+        expected = target.generate(text, **arguments)
+        assert torch.equal(target.generate(text, assistant_model=assistant_model, **arguments), expected)
+        text = expected
+    assert len(assistant.stats_total.rounds_of) >= 4
+    assert "rounds drafted with" in str(assistant.stats_total)
+
+
+def test_what_is_chosen_finds_out_by_itself(target):
+    """No policy is given up without a trial, and the counts say how often each one drafted."""
+    assistant = DynSpecAssistant(copy.deepcopy(target), "auto", target=target)
+    for seed in range(2):
+        target.generate(prompt(seed=seed), assistant_model=assistant, max_new_tokens=60, do_sample=False)
+    assert set(assistant.stats_total.rounds_of) == {"hybrid", "screen", "full"}
+    assert assistant.stats_total.to_dict()["rounds_of"] == dict(assistant.stats_total.rounds_of)
+
+
+def test_all_policies_are_bound_and_closed_together(target):
+    """What one of them cannot do is told when the assistant is bound, and nothing of the others is left open."""
+    opened = []
+
+    class Counting(FullShortlist):
+        name = "counting"
+
+        def start(self, vocabulary, memory=None):
+            state = super().start(vocabulary)
+            opened.append(state)
+            state.close = lambda: opened.remove(state)
+            return state
+
+    class Refusing(FullShortlist):
+        name = "refusing"
+
+        def start(self, vocabulary, memory=None):
+            raise ConfigurationError("not for this pair")
+
+    drafter = perturbed(target)
+    with pytest.raises(ConfigurationError, match="not for this pair"):
+        DynSpecAssistant(drafter, AutomaticShortlist([Counting(), Refusing()]), target=target)
+    assert not opened
+    assistant = DynSpecAssistant(drafter, AutomaticShortlist([Counting(), Counting()]), target=target)
+    assert len(opened) == 2
+    assistant.unbind()
+    assert not opened
+
+
+def test_one_that_chooses_is_no_part_of_another():
+    automatically = AutomaticShortlist([FullShortlist()])
+    for make in (UnionShortlist, lambda *policies: AutomaticShortlist(policies)):
+        with pytest.raises(ConfigurationError, match="the policy 'auto' cannot be a part"):
+            make(FullShortlist(), automatically)
+    for wrong in ("hybrid", FullShortlist(), 3, [], ["full"]):
+        with pytest.raises(ConfigurationError, match="an automatic policy"):
+            AutomaticShortlist(wrong)
+
+
+def test_an_assistant_that_chooses_is_stored_with_all_its_policies(target, tmp_path):
+    assistant = DynSpecAssistant(perturbed(target), AutomaticShortlist([FullShortlist(), InContextShortlist(30)]))
+    config = DynSpecConfig(PolicyConfig("auto", assistant.policy.settings()))
+    stored = DynSpecConfig.from_dict(config.to_dict()).policy
+    loaded = POLICIES["auto"].from_settings(stored.settings, {})
+    assert isinstance(loaded, AutomaticShortlist) and repr(loaded.policies) == repr(assistant.policy.policies)
+
+
 @pytest.mark.parametrize("policy", POLICY_CASES)
 def test_every_policy_goes_on_after_a_rest(policy, target, monkeypatch):
     """Its shortlists are held against the contract, and the tokens against the target's own."""
-    monkeypatch.setattr(automatic, "AutomaticDrafting", Whim)
+    monkeypatch.setattr(automatic_call, "AutomaticDrafting", Whim)
     assistant = DynSpecAssistant(
         perturbed(target), POLICY_CASES[policy](), target=target, num_assistant_tokens="auto", validate=True
     )
@@ -393,7 +570,9 @@ def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
     chosen = []
     choose = AutomaticDrafting.choose
-    monkeypatch.setattr(AutomaticDrafting, "choose", lambda self: chosen.append(choose(self)) or chosen[-1])
+    monkeypatch.setattr(
+        AutomaticDrafting, "choose", lambda self, fixed: chosen.append(choose(self, fixed)) or chosen[-1]
+    )
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert chosen
     assert assistant.generation_config.num_assistant_tokens == "auto"
@@ -410,7 +589,7 @@ def test_nobody_is_shown_what_is_said_while_drafting_rests(target, monkeypatch):
     monkeypatch.setattr(Drafting, "_wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
     monkeypatch.setattr(AutomaticDrafting, "is_resting", True)
     monkeypatch.setattr(AutomaticDrafting, "reads_features", False)
-    monkeypatch.setattr(AutomaticDrafting, "choose", lambda self: ALONE)
+    monkeypatch.setattr(AutomaticDrafting, "choose", lambda self, fixed: ALONE)
     assistant = DynSpecAssistant(drafters(target)["EAGLE-3"](), target=target, num_assistant_tokens="auto")
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=10, do_sample=False)
     assert wanted and not any(wanted)

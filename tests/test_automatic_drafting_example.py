@@ -33,7 +33,9 @@ def run(app: typer.Typer, *arguments: object) -> Result:
 
 @pytest.mark.filterwarnings("ignore:drafting does not pay here")
 @pytest.mark.parametrize(
-    "added", [(), ("--random-weights",), ("--tree",)], ids=lambda added: "".join(added) or "chains"
+    "added",
+    [(), ("--random-weights",), ("--tree",), ("--policy", "full", "--policy", "hybrid")],
+    ids=lambda added: "".join(added) or "chains",
 )
 def test_everything_is_timed_in_every_domain(added, tmp_path):
     small = ("--limit", "1", "--max-new-tokens", "8", "--repeats", "1", "--lengths", "2,5", "--temperature", "0.8")
@@ -41,7 +43,9 @@ def test_everything_is_timed_in_every_domain(added, tmp_path):
     assert done.exit_code == 0, done.exception or done.output
     assert "auto /" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]["0.8"]
-    systems = {"plain", "the tree", "auto"} if "--tree" in added else {"plain", "2", "5", "auto"}
+    policies = [text for text in added if text in ("full", "hybrid")] or ["hybrid"]
+    lengths = ["tree"] if "--tree" in added else ["2", "5"]
+    systems = {"plain", "auto", *(f"{policy}, {length}" for policy in policies for length in lengths)}
     assert "all" in result["tokens_per_second"]
     for speeds in result["tokens_per_second"].values():
         assert set(speeds) == systems

@@ -223,7 +223,7 @@ def test_a_conversation_keeps_the_window_and_the_drafters_cache(target, drafter)
     # In later turns the drafter reads the five new tokens and the few that it had not read when the last turn ended.
     assert lengths[0] == 10
     assert all(5 <= length <= 5 + 2 for length in lengths[1:])
-    window = set(conversation.session._state.select(0, text[0, -1:], torch.empty(0)).ids().tolist())
+    window = set(conversation.session._selector.state.select(0, text[0, -1:], torch.empty(0)).ids().tolist())
     assert set(text[0, :-5].tolist()) <= window
 
 
@@ -259,7 +259,7 @@ def test_a_conversation_in_which_the_eos_ids_change(target, drafter):
     arguments = {"eos_token_id": [EOS, other], "max_new_tokens": 20}
     actual = greedy(target, prompt(seed=3), assistant_model=conversation, **arguments)
     assert torch.equal(actual, greedy(target, prompt(seed=3), **arguments))
-    shortlist = conversation.session._state.select(0, prompt()[0, -1:], torch.empty(0))
+    shortlist = conversation.session._selector.state.select(0, prompt()[0, -1:], torch.empty(0))
     assert {EOS, other} <= set(shortlist.ids().tolist())
 
 

@@ -149,7 +149,7 @@ def test_several_ends(assistant, target):
     output = assert_same(target, assistant, eos_token_id=ends)
     assert output[0, -1] in ends and output.shape[1] <= 12 + 7
     session = assistant.take_session(assistant.scored_eos_token_ids(GenerationConfig(eos_token_id=ends)))
-    assert set(ends) <= set(session._state.select(0, prompt()[0, -1:], torch.empty(0)).ids().tolist())
+    assert set(ends) <= set(session._selector.state.select(0, prompt()[0, -1:], torch.empty(0)).ids().tolist())
     assert_same(target, assistant, eos_token_id=torch.tensor(ends))
     # The next call has the model's own EOS again.
     assert assert_same(target, assistant).shape[1] > output.shape[1]

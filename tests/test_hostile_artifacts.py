@@ -69,7 +69,7 @@ from hf_dynspec.shortlists import (
     UnionShortlist,
 )
 from hf_dynspec.shortlists.in_context import LARGEST_TOP_K
-from hf_dynspec.shortlists.union import DEEPEST_UNION, MOST_POLICIES
+from hf_dynspec.shortlists.several import DEEPEST, MOST_POLICIES
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
@@ -336,7 +336,7 @@ def test_nested_policies_are_counted_before_any_is_built(tmp_path):
     many = {
         "side by side": {"name": "union", "settings": {"policies": [nested(0)] * 20_000}},
         "all together": {"name": "union", "settings": {"policies": [nested(1, leaf)] * (MOST_POLICIES // 2 + 1)}},
-        "within each other": nested(DEEPEST_UNION + 1),
+        "within each other": nested(DEEPEST + 1),
         "in a union of unions": {"name": "union", "settings": {"policies": [nested(2)] * 11}},
     }
     for policy in many.values():

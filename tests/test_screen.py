@@ -300,7 +300,7 @@ def test_other_eos_ids_are_on_the_shortlists_of_their_call(target, drafter):
     assistant = DynSpecAssistant(drafter, ScreenShortlist(rank=2, candidates=5), target=target)
     for eos in ([EOS], [EOS, 9, 300], [EOS]):
         session = assistant.take_session(tuple(eos))
-        shortlist = session._state.select(0, torch.tensor([3]), random(1, 32))
+        shortlist = session._selector.state.select(0, torch.tensor([3]), random(1, 32))
         assert shortlist.ids().tolist()[: len(eos)] == eos and shortlist.count == 5 + len(eos)
 
 
@@ -316,7 +316,7 @@ def test_weights_that_change_get_a_factor_of_their_own(target, counted_factors):
     assert counted_factors == [6, 6], "of the new weights there is one factor, which all sessions share"
     head, session = assistant.drafter.head, conversation.session
     hidden = random(1, 32, seed=4)
-    actual = set(session._state.select(0, torch.tensor([3]), hidden).ids().tolist())
+    actual = set(session._selector.state.select(0, torch.tensor([3]), hidden).ids().tolist())
     assert actual == expected_ids(ScreenFactor.of_head(head.weight, 6), session.vocabulary, hidden, 40)
 
 
@@ -372,12 +372,12 @@ def test_a_factor_is_stored_with_the_policy(states, target, drafter, tmp_path, c
     by_name = ScreenShortlist(candidates=30, factor=folder)
     assert counted_factors == [6], "a stored factor is not made again"
     hidden = random(1, 32, seed=8)
-    expected = assistant.take_session((EOS,))._state.select(0, torch.tensor([3]), hidden)
+    expected = assistant.take_session((EOS,))._selector.state.select(0, torch.tensor([3]), hidden)
     for own in (loaded.policy, by_name):
         assert own.settings() == policy.settings() == {"rank": 6, "candidates": 30}
         assert all(torch.equal(own.tensors()[name], tensor) for name, tensor in policy.tensors().items())
         session = DynSpecAssistant(drafter, own, target=target, tokenizer=word_tokenizer()).take_session((EOS,))
-        assert torch.equal(session._state.select(0, torch.tensor([3]), hidden).slots, expected.slots)
+        assert torch.equal(session._selector.state.select(0, torch.tensor([3]), hidden).slots, expected.slots)
     assert by_name.tokenizer_fingerprints
     assert torch.equal(greedy(target, loaded), greedy(target))
 

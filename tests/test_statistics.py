@@ -189,11 +189,11 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     stats = DraftingStatistics()
     shortlist = Shortlist(torch.tensor([4, 5]), 0)
     candidates = Candidates(torch.tensor([4, 5]), (shortlist, shortlist), (torch.zeros(1), torch.zeros(1)))
-    stats.record_draft(candidates)
+    stats.record_draft(candidates, "full")
     stats.record_verification(2)
     stats.record_verified_tokens(2, candidates.has_missed(torch.tensor([4, 5, 9])))
     assert stats.oov_rate == 0.0
-    stats.record_draft(candidates)
+    stats.record_draft(candidates, "full")
     stats.record_verification(1)
     stats.record_verified_tokens(1, candidates.has_missed(torch.tensor([4, 9])))
     assert stats.oov_rate == 1 / 4

@@ -1,20 +1,17 @@
-"""How many tokens to draft, chosen round by round: the shape of draft that is expected to bring the most tokens per
-second, by what rounds have taken and what the target has accepted so far (DynaSpec, equation 2).
+"""How many tokens to draft, and with which policy, chosen round by round: what is expected to bring the most tokens
+per second, by what rounds have taken and what the target has accepted so far (DynaSpec, equation 2).
 
 Nothing here waits for a device. A round is timed by the host's clock from its beginning to the next one's, and between
 the two lies the one wait that every round has, so that on a GPU too it is the time of a whole round.
 """
 
 import threading
-import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Iterator, Sequence
 
-from .draft_shapes import ALONE, DraftShape, are_chains, shapes_of
+from .draft_shapes import ALONE, DraftShape, are_chains
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
-from .tree_config import TreeConfig
 
 # The most rounds that earlier calls count for in a new one.
 _ROUNDS_OF_EARLIER_CALLS = 8
@@ -22,12 +19,12 @@ _ROUNDS_OF_EARLIER_CALLS = 8
 # What to draft is settled anew after so many rounds, which is soon enough, and takes a tenth of a millisecond.
 _ROUNDS_PER_CHOICE = 4
 # Once in so many rounds another shape is tried that promises nearly as much and was tried too seldom, or long ago in
-# rounds. Once in many more the target alone is timed.
+# rounds. Once in many more the target alone is timed, and policies that promise less are tried.
 _ROUNDS_PER_TRIAL = 10
 _NEARLY_BEST = 0.95
 _TRIED_ENOUGH = 2
 _STALE_AFTER = 128
-_ALONE_AGAIN_AFTER = 256
+_OTHERS_AGAIN_AFTER = 256
 
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 3
@@ -43,9 +40,6 @@ FEATURES_BEFORE_RETRIAL = 64
 # Seconds without a round after which drafting that rests is tried again.
 _FORGETS_AFTER = 600.0
 
-# Settings of which it is remembered what was learnt.
-_MOST_KEPT = 8
-
 
 class AutomaticDrafting:
     """What was learnt of drafting under one setting, and the choice that follows from it. Shareable between threads.
@@ -55,18 +49,25 @@ class AutomaticDrafting:
     warning when that happens first; it is tried again at intervals that grow as long as it loses.
 
     Args:
-        shapes: those to choose from besides `ALONE`.
+        shapes: those to choose from besides `ALONE`, of the policy 0.
+        policies: how many there are to choose from. All of them draft each of the shapes.
     """
 
-    def __init__(self, shapes: Sequence[DraftShape]):
+    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1):
         self._lock = threading.Lock()
-        self._shapes = tuple(shapes)
+        self._policies = policies
+        self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
         self._times = RoundTimes()
-        self._acceptance = RunningAcceptance(set() if are_chains(shapes) else {shape.nodes for shape in shapes})
-        self._first_trials = _first_trials(self._shapes)
+        sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
+        self._acceptance = RunningAcceptance(sizes, policies)
+        self._first_trials = _first_trials(tuple(shapes), policies)
         self._rounds = 0
+        # Rounds of each policy that were timed.
+        self._rounds_of = [0] * policies
         self._tried_at = dict.fromkeys((ALONE, *self._shapes), 0)
         self._choice = self._shapes[0]
+        # What is tried once more, as a policy's first round in a while is not like others.
+        self._again: DraftShape | None = None
         self._choose_again_at = self._try_another_at = 0
         self._ended = -float("inf")
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
@@ -78,17 +79,16 @@ class AutomaticDrafting:
 
     # A call ---------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, clock: Callable[[], float] = time.perf_counter) -> "AutomaticCall":
+    def begin_call(self, now: float) -> None:
         """A call begins: what was learnt of other texts counts for less in it.
 
         Args:
-            clock: tells the time in seconds.
+            now: the time in seconds.
         """
         with self._lock:
             self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
-            if clock() - self._ended > _FORGETS_AFTER:
+            if now - self._ended > _FORGETS_AFTER:
                 self._wake()
-        return AutomaticCall(self, clock)
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
@@ -111,15 +111,26 @@ class AutomaticDrafting:
         """Whether a head that reads the target's features has to be given those of the tokens that come now."""
         return self._rest is None or self._rest - self._rested <= FEATURES_BEFORE_RETRIAL
 
-    def choose(self) -> DraftShape:
-        """What to draft in the next round."""
+    def choose(self, fixed: DraftShape | None = None) -> DraftShape:
+        """What to draft in the next round, and with which policy.
+
+        Args:
+            fixed: the shape to choose a policy for (None: the shape is to be chosen too, `ALONE` among them).
+        """
         with self._lock:
-            shape = self._choose()
-            warns = self.is_resting and not self._has_warned
+            shape = self._choose() if fixed is None else self._choose_policy(fixed)
+            warns = fixed is None and self.is_resting and not self._has_warned
             self._has_warned |= warns
         if warns:
             self._warn()
         return shape
+
+    def _choose_policy(self, fixed: DraftShape) -> DraftShape:
+        for policy, rounds in enumerate(self._rounds_of):
+            if rounds < _TRIED_ENOUGH:
+                return fixed._replace(policy=policy)
+        among = [fixed._replace(policy=policy) for policy in range(self._policies)]
+        return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
     def _choose(self) -> DraftShape:
         if self.is_resting:
@@ -127,14 +138,21 @@ class AutomaticDrafting:
         if self._rest is not None:
             return self._best_drafted()
         for shape, count in self._first_trials:
-            if self._times.count(shape) < count:
+            if self._times.count(self._features(shape)) < count:
                 return shape
+        return self._best_or_trial((ALONE, *self._shapes))
+
+    def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
+        """What promises the most, settled anew every few rounds; or now and then another one, to see."""
+        if self._again is not None:
+            again, self._again = self._again, None
+            return again
         if self._rounds < self._choose_again_at:
             return self._choice
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
-        speeds = self._speeds()
+        speeds = self._speeds(among)
         self._choice = max(speeds, key=speeds.get)
-        if self._choice == ALONE and self._times.count(ALONE) >= _TIMED_BEFORE_REST:
+        if self._choice == ALONE and self._times.count(self._features(ALONE)) >= _TIMED_BEFORE_REST:
             self._rest, self._rested, self._lost = _FIRST_REST, 0, 0.0
             # What comes later counts from its first round on.
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
@@ -144,28 +162,54 @@ class AutomaticDrafting:
         self._try_another_at = self._rounds + _ROUNDS_PER_TRIAL
         # For this round alone.
         self._choose_again_at = self._rounds
-        return self._trial_beside(speeds)
+        trial = self._trial_beside(speeds)
+        if trial != ALONE and trial.policy != self._choice.policy:
+            self._again = trial
+        return trial
 
-    def _speeds(self) -> dict[DraftShape, float]:
-        """Tokens per second to expect of every shape."""
+    def _features(self, shape: DraftShape) -> tuple[int, ...]:
+        """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
+        one of the first policy."""
+        steps = (shape.steps if policy == shape.policy else 0 for policy in range(1, self._policies))
+        return (shape.steps, shape.nodes, *steps)
+
+    def _speeds(self, among: Sequence[DraftShape]) -> dict[DraftShape, float]:
+        """Tokens per second to expect of these shapes."""
         tokens = self._acceptance.expected_tokens()
-        return {shape: tokens[shape] / self._times.expected(shape) for shape in self._tried_at}
+        gains = [self._acceptance.gain(policy) for policy in range(self._policies)]
+        return {
+            shape: tokens[shape._replace(policy=0)]
+            * (gains[shape.policy] if shape.steps else 1.0)
+            / self._times.expected(self._features(shape))
+            for shape in among
+        }
 
     def _best_drafted(self) -> DraftShape:
-        speeds = self._speeds()
-        return max(self._shapes, key=speeds.get)
+        speeds = self._speeds(self._shapes)
+        return max(speeds, key=speeds.get)
 
     def _trial_beside(self, speeds: dict[DraftShape, float]) -> DraftShape:
         """A shape to try in place of the chosen one, or that one where there is none to try."""
         enough = _NEARLY_BEST * speeds[self._choice]
-        age = {shape: self._rounds - tried_at for shape, tried_at in self._tried_at.items()}
+        age = {shape: self._rounds - self._tried_at.get(shape, 0) for shape in speeds}
         wanted = [
             shape
             for shape, speed in speeds.items()
-            if (speed >= enough and (self._times.count(shape) < _TRIED_ENOUGH or age[shape] > _STALE_AFTER))
-            or (shape == ALONE and age[shape] > _ALONE_AGAIN_AFTER)
+            if speed >= enough
+            and (self._times.count(self._features(shape)) < _TRIED_ENOUGH or age[shape] > _STALE_AFTER)
         ]
+        if not wanted:
+            wanted = [shape for shape in self._best_of_each(speeds) if age[shape] > _OTHERS_AGAIN_AFTER]
         return max(wanted, key=age.get) if wanted else self._choice
+
+    def _best_of_each(self, speeds: dict[DraftShape, float]) -> Iterator[DraftShape]:
+        """The target alone, and of each policy that was not tried for long what promises the most."""
+        if ALONE in speeds:
+            yield ALONE
+        for policy in range(self._policies):
+            tried = [tried_at for shape, tried_at in self._tried_at.items() if shape.steps and shape.policy == policy]
+            if self._rounds - max(tried) > _OTHERS_AGAIN_AFTER:
+                yield max((one for one in speeds if one.steps and one.policy == policy), key=speeds.get)
 
     def record(self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool) -> None:
         """A round is over.
@@ -184,7 +228,8 @@ class AutomaticDrafting:
                 return
             self._tried_at[shape] = self._rounds
             if is_usual:
-                self._times.add(shape, seconds)
+                self._times.add(self._features(shape), seconds)
+                self._rounds_of[shape.policy] += shape.steps > 0
             if shape != ALONE:
                 self._acceptance.add(shape, accepted)
             if self._rest is not None:
@@ -195,10 +240,10 @@ class AutomaticDrafting:
         if shape == ALONE:
             self._rested += 1
             return
-        alone = self._times.expected(ALONE)
+        alone = self._times.expected(self._features(ALONE))
         self._retrials += 1
         self._lost += max(0.0, seconds - (accepted + 1) * alone)
-        speeds = self._speeds()
+        speeds = self._speeds((ALONE, *self._shapes))
         if max(speeds, key=speeds.get) != ALONE:
             self._wake()
         elif self._retrials >= _ROUNDS_OF_RETRIAL:
@@ -208,9 +253,8 @@ class AutomaticDrafting:
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
 
     def _warn(self) -> None:
-        alone = self._times.expected(ALONE)
-        speeds = self._speeds()
-        drafted = 1 / max(speeds[shape] for shape in self._shapes)
+        alone = self._times.expected(self._features(ALONE))
+        drafted = 1 / max(self._speeds(self._shapes).values())
         warnings.warn(
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
             f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "
@@ -219,9 +263,14 @@ class AutomaticDrafting:
         )
 
 
-def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
-    """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
-    node of a tree."""
+def _first_trials(shapes: Sequence[DraftShape], policies: int) -> tuple[tuple[DraftShape, int], ...]:
+    """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, one of
+    each policy, and a node of a tree."""
+    trials = _trials_of_shapes(shapes)
+    return (*trials, *((trials[0][0]._replace(policy=policy), _TRIED_ENOUGH) for policy in range(1, policies)))
+
+
+def _trials_of_shapes(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
     if are_chains(shapes):
         steps = max(shape.steps for shape in shapes)
         middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
@@ -232,97 +281,3 @@ def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int],
     shallow = DraftShape(min(2, deep.steps), small)
     large = max(shape for shape in shapes if shape.nodes == sizes[-1])
     return ((deep, 2), (ALONE, 1), (shallow, 2), (large, 2))
-
-
-class AutomaticCall:
-    """The rounds of one call under automatic drafting. Not shared between threads.
-
-    Args:
-        drafting: what was learnt, and is learnt on.
-        clock: tells the time in seconds.
-    """
-
-    def __init__(self, drafting: AutomaticDrafting, clock: Callable[[], float]):
-        self._drafting = drafting
-        self._clock = clock
-        # The round that was begun last: what it drafts, when it began, whether it reads no more than rounds do, and
-        # how many tokens were accepted in it, None until that is known.
-        self._shape: DraftShape | None = None
-        self._began = 0.0
-        self._is_usual = False
-        self._accepted: int | None = None
-        # Rounds since the drafter has read the text, None where it never has.
-        self._unread: int | None = None
-        self._is_first = True
-
-    @property
-    def is_resting(self) -> bool:
-        """See `AutomaticDrafting.is_resting`."""
-        return self._drafting.is_resting
-
-    @property
-    def reads_features(self) -> bool:
-        """See `AutomaticDrafting.reads_features`."""
-        return self._drafting.reads_features
-
-    def begin_round(self, most: int) -> DraftShape:
-        """A round begins, and the one before it is over.
-
-        Args:
-            most: steps that there is room for; 0 where nothing can be drafted now.
-
-        Returns:
-            What to draft.
-        """
-        now = self._clock()
-        if self._accepted is not None:
-            self._drafting.record(self._shape, self._accepted, self._began, now, self._is_usual)
-        self._began, self._accepted = now, None
-        shape = self._drafting.choose() if most > 0 else ALONE
-        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short.
-        self._shape = shape if shape.steps <= most and most > 0 else None
-        is_drafting = shape.steps > 0
-        has_read = not is_drafting or (self._unread is not None and self._unread <= 1)
-        self._is_usual = has_read and not self._is_first
-        self._is_first = False
-        if is_drafting:
-            self._unread = 0
-        elif self._unread is not None:
-            self._unread += 1
-        return shape
-
-    def end_round(self, accepted: int) -> None:
-        """The target has spoken: so many drafted tokens were accepted, one below the other."""
-        if self._shape is not None:
-            self._accepted = accepted
-
-
-class LearntDrafting:
-    """What was learnt of drafting under the settings that were used last. Shareable between threads."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._learnt: OrderedDict[Hashable, tuple[AutomaticDrafting, int]] = OrderedDict()
-
-    def under(self, setting: Hashable, tree: TreeConfig | None, weights_version: int) -> AutomaticDrafting:
-        """What was learnt under a setting.
-
-        Args:
-            setting: what acceptance and times depend on, besides the next two.
-            tree: the largest trees to draft, None for chains.
-            weights_version: of the drafter. Where it is another one than before, drafting is tried again.
-        """
-        key = (setting, tree)
-        with self._lock:
-            learnt, version = self._learnt.pop(key, None) or (AutomaticDrafting(shapes_of(tree)), weights_version)
-            self._learnt[key] = learnt, weights_version
-            while len(self._learnt) > _MOST_KEPT:
-                self._learnt.popitem(last=False)
-        if version != weights_version:
-            learnt.renew()
-        return learnt
-
-    def forget(self) -> None:
-        """Another drafter, policy or target: nothing that was learnt is true any more."""
-        with self._lock:
-            self._learnt.clear()

@@ -18,10 +18,12 @@ class DraftShape(NamedTuple):
     Attributes:
         steps: draft steps; 0 where the target generates alone.
         nodes: tokens drafted: as many as steps in a chain, more in a tree.
+        policy: what they are drafted with: the number of a policy among those that there are to choose from.
     """
 
     steps: int
     nodes: int
+    policy: int = 0
 
 
 ALONE = DraftShape(0, 0)
@@ -34,6 +36,14 @@ def shapes_of(tree: TreeConfig | None) -> tuple[DraftShape, ...]:
     deepest, largest = min(tree.depth + 1, LONGEST), tree.total_tokens - 1
     sizes = {largest >> halving for halving in range(_TREE_SIZES)}
     return tuple(DraftShape(steps, size) for size in sorted(sizes) for steps in range(1, min(deepest, size) + 1))
+
+
+def shape_of(num_assistant_tokens: int, tree: TreeConfig | None) -> DraftShape:
+    """The shape of what is drafted where that is settled, as far as it is told apart from others."""
+    if tree is not None:
+        return shapes_of(tree)[-1]
+    steps = min(num_assistant_tokens, LONGEST)
+    return DraftShape(steps, steps)
 
 
 def are_chains(shapes: Sequence[DraftShape]) -> bool:

@@ -7,7 +7,7 @@ from statistics import median, median_low
 # Times kept of each shape, and ratios of the latest rounds to what was expected of them.
 _KEPT, _PACES, _ENOUGH_PACES = 15, 9, 5
 # How many rounds the straight line through all shapes counts for beside a shape's own.
-_ROUNDS_OF_LINE = 2
+_ROUNDS_OF_LINE = 5
 # From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
 # may have been a stall.
 _SHAPES_OF_LINE, _MOST_SURPRISE = 3, 1.3

@@ -7,6 +7,10 @@ _HALF_LIFE = 48
 # How many rounds a guess at an acceptance counts for: that of the step before it, and this for the first step.
 _ROUNDS_OF_GUESS = 1
 _FIRST_GUESS = 0.7
+# How many tokens the guess counts for that a policy's drafts are accepted like all others, and after how many rounds
+# what is known of that is forgotten by half.
+_TOKENS_OF_LIKENESS = 150.0
+_HALF_LIFE_OF_GAIN = 1024
 
 
 class RunningAcceptance:
@@ -14,20 +18,38 @@ class RunningAcceptance:
 
     Args:
         tree_sizes: nodes of the trees that there are, whose acceptances differ; empty for chains, which share theirs.
+        policies: how many the drafts are made with. They share all, but for what one is told to bring more or less.
     """
 
-    def __init__(self, tree_sizes: set[int]):
+    def __init__(self, tree_sizes: set[int], policies: int = 1):
         # By the nodes of a tree, 0 for chains: accepted and asked, for each draft step.
         self._counts = {size: ([0.0] * LONGEST, [0.0] * LONGEST) for size in tree_sizes or {0}}
         self._decay = 0.5 ** (1 / _HALF_LIFE)
+        # Of each policy the tokens that it brought, and those that were to be expected.
+        self._brought, self._expected = [0.0] * policies, [0.0] * policies
 
     def add(self, shape: DraftShape, accepted: int) -> None:
         """A round is over. A draft that ended early and was accepted as a whole was not accepted any further."""
+        if len(self._brought) > 1:
+            self._compare(shape, accepted)
         self._scale(self._decay)
         hits, asked = self._counts.get(shape.nodes) or self._counts[0]
         for step in range(min(shape.steps, accepted + 1)):
             asked[step] += 1.0
             hits[step] += step < accepted
+
+    def _compare(self, shape: DraftShape, accepted: int) -> None:
+        """Remember what a round brought beside what was to be expected of it, whatever its policy."""
+        decay = 0.5 ** (1 / _HALF_LIFE_OF_GAIN)
+        self._brought = [decay * tokens for tokens in self._brought]
+        self._expected = [decay * tokens for tokens in self._expected]
+        self._brought[shape.policy] += accepted + 1
+        self._expected[shape.policy] += self.expected_tokens()[shape._replace(policy=0)]
+
+    def gain(self, policy: int) -> float:
+        """How many times as many tokens a policy brings as all of them do."""
+        brought, expected = self._brought[policy], self._expected[policy]
+        return (brought + _TOKENS_OF_LIKENESS) / (expected + _TOKENS_OF_LIKENESS)
 
     def fade_to(self, rounds: float) -> None:
         """Let all that was counted count for no more than so many rounds."""

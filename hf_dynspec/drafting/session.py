@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,10 +11,10 @@ import torch
 
 from ..drafters.base import Drafter
 from ..kernels import top_k_ids
-from ..modeling.head import DynamicLMHead, PackedRows
-from ..protocol import Candidates, FewWeights, HeadRows, Prompt, Shortlist, Verdict, VocabularyInfo
-from ..shortlists.base import ShortlistPolicy, start_state
+from ..protocol import Candidates, FewWeights, HeadRows, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
+from .selector import Selector, rows_of, start_selectors
 from .tree_config import TreeConfig
 from .trees import DrawnTreeGrowth, TreeGrowth
 
@@ -95,7 +95,7 @@ class Feedback:
 
 
 class DraftSession:
-    """The drafter's cache, the policy's state and the packed rows of one text. Not shared between threads.
+    """The drafter's cache, the states of policies and the packed rows of one text. Not shared between threads.
 
     A session can be used again for another text, and then keeps its buffers; or be continued with a longer text, and
     then keeps what it knows of the part that stayed the same. It is closed once: by whoever gives it up, by an error,
@@ -103,7 +103,7 @@ class DraftSession:
 
     Args:
         drafter: what drafts.
-        policy: selects the shortlists.
+        policy: selects the shortlists, or knows those that do, one in each round.
         vocabulary: what they are selected from.
         memory: what the policy keeps between calls, if anything.
         drafting_lock: is held by every draft (None: nobody writes to the drafter's weights meanwhile).
@@ -118,15 +118,12 @@ class DraftSession:
         drafting_lock: AbstractContextManager[None] | None = None,
     ):
         self._drafting_lock = drafting_lock or nullcontext()
-        self._needs = policy.needs
-        if self._needs.drafter_rows:
-            vocabulary = replace(vocabulary, drafter_rows=_rows_of(drafter.head))
         self.vocabulary = vocabulary
         self._drafter = drafter
-        self._state = start_state(policy, vocabulary, memory)
-        self._closing = weakref.finalize(self, self._state.close)
-        self._observe_draft_inputs = self._state.observe_draft_inputs if self._needs.draft_inputs else None
-        self._rows = PackedRows()
+        self._selectors = start_selectors(policy, vocabulary, drafter.head, memory)
+        # The one that drafts, and is shown what the target says of it.
+        self._selector = self._selectors[0]
+        self._closing = weakref.finalize(self, _close_all, self._selectors)
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
         self._candidates: Candidates | None = None
         self._weights_version = drafter.weights_version
@@ -140,9 +137,23 @@ class DraftSession:
 
     @_closes_on_error
     def prepare(self) -> None:
-        """Copy and compile what the head needs to score the policy's shortlists."""
-        if self._state.layout is not None:
-            self._head.prepare_blocks(self._state.layout)
+        """Copy and compile what the head needs to score the shortlists."""
+        for selector in self._selectors:
+            selector.prepare(self._head)
+
+    @property
+    def needs(self) -> Needs:
+        """What the policy that drafts asks to be shown."""
+        return self._selector.needs
+
+    @property
+    def length(self) -> int:
+        """The tokens of the text that the session was told."""
+        return self._prefix.shape[0]
+
+    def use(self, policy: int) -> None:
+        """Draft with another policy from now on: the number of it among those that there are."""
+        self._selector = self._selectors[policy]
 
     @property
     def is_closed(self) -> bool:
@@ -155,13 +166,16 @@ class DraftSession:
 
     @_closes_on_error
     def end_call(self) -> None:
-        """Let the policy put what it learnt where other calls of the assistant find it."""
-        self._state.end_call()
+        """Let policies put what they learnt where other calls of the assistant find it."""
+        for selector in self._selectors:
+            if selector.seen:
+                selector.state.end_call()
 
     @_closes_on_error
     def rest(self) -> None:
         """Forget the text, so that nothing of it is held while the session waits for another one."""
-        self._state.restart()
+        for selector in self._selectors:
+            selector.restart()
         self._backbone = self._drafter.start()
         self._features, self._features_end = None, 0
         self._prefix = self._prefix[:0].clone()
@@ -189,26 +203,26 @@ class DraftSession:
             self._backbone.truncate(min(kept, self._backbone.length, prompt.shape[0] - 1))
             self._forget_features_past(kept)
             with self.stopwatch.section("policy"):
-                self._state.resume(prompt[:kept])
+                for selector in self._selectors:
+                    selector.resume(prompt[:kept])
         else:
-            self._state.restart()
+            for selector in self._selectors:
+                selector.restart()
             self._backbone = self._drafter.start()
             self._features = None
         self._prefix = prompt
         with self.stopwatch.section("policy"):
-            self._state.observe_prompt(Prompt(prompt[kept:], kept))
+            self._selector.read(prompt)
         return kept
 
     @_closes_on_error
     def follow_target(self, rows: HeadRows) -> None:
-        """Tell a policy that asked for the target's rows which they are, where they are others than before."""
+        """Tell policies that asked for the target's rows which they are, where they are others than before."""
         if rows is not self.vocabulary.target_rows:
+            self.vocabulary = replace(self.vocabulary, target_rows=rows)
             with self.stopwatch.section("policy"):
-                self._follow_rows(target_rows=rows)
-
-    def _follow_rows(self, **rows: HeadRows) -> None:
-        self.vocabulary = replace(self.vocabulary, **rows)
-        self._state.follow_weights(self.vocabulary)
+                for selector in self._selectors:
+                    selector.follow_rows(target_rows=rows)
 
     def _forget_features_past(self, length: int) -> None:
         if self._features is not None and self._features_end > length:
@@ -241,7 +255,7 @@ class DraftSession:
             if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
                 break
             with self.stopwatch.section("backbone"):
-                hidden = self._backbone.draft(fresh, observe_draft_inputs=self._observe_draft_inputs)
+                hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
         chosen = torch.cat(token_ids), tuple(shortlists), tuple(used_logits)
         return self._keep(Candidates(*chosen, drawn_from=tuple(drawn_from)))
 
@@ -269,7 +283,7 @@ class DraftSession:
         for depth in range(levels):
             if depth:
                 with self.stopwatch.section("backbone"):
-                    hidden = self._backbone.draft(fresh, parents, self._observe_draft_inputs)
+                    hidden = self._backbone.draft(fresh, parents, self._selector.observe_draft_inputs)
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
@@ -287,16 +301,16 @@ class DraftSession:
 
     def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
         """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
-        known, self._prefix = self._prefix.shape[0], prefix
+        self._prefix = prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
         with self.stopwatch.section("policy"):
-            if prefix.shape[0] > known:
-                # What came out while nothing was drafted.
-                self._state.observe_prompt(Prompt(prefix[known:], known))
-            self._state.begin_round()
+            if self._selector.seen < prefix.shape[0]:
+                # What came out while nothing was drafted, or another policy drafted.
+                self._selector.read(prefix)
+            self._selector.state.begin_round()
         with self.stopwatch.section("backbone"):
-            hidden = self._backbone.advance(prefix, self._features, self._observe_draft_inputs)[-1:]
+            hidden = self._backbone.advance(prefix, self._features, self._selector.observe_draft_inputs)[-1:]
         self._features = None
         return hidden
 
@@ -310,23 +324,23 @@ class DraftSession:
         is_of_another_kind = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
         if head is not before:
             self._head = head
-            self._rows.forget()
             self.prepare()
-            if self._needs.drafter_rows:
-                self._follow_rows(drafter_rows=_rows_of(head))
+            for selector in self._selectors:
+                selector.rows.forget()
+                selector.follow_rows(drafter_rows=rows_of(head))
         if is_of_another_kind or not self._drafter.keeps_states:
             self._backbone = self._drafter.start()
 
     def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
         """Select the shortlist of a draft step and score it for every token that is expanded, fp32 `[m, width]`."""
         with self.stopwatch.section("policy"):
-            shortlist = self._state.select(depth, token_ids, hidden)
+            shortlist = self._selector.state.select(depth, token_ids, hidden)
         with self.stopwatch.section("head"):
-            return shortlist, self._head.scores(hidden, shortlist, self._rows)
+            return shortlist, self._head.scores(hidden, shortlist, self._selector.rows)
 
     def _keep(self, candidates: Candidates) -> Candidates:
         self._candidates = candidates
-        self.stats.record_draft(candidates)
+        self.stats.record_draft(candidates, self._selector.name)
         return candidates
 
     def count(self, accepted: int, has_missed: torch.Tensor | None, covered: torch.Tensor | None) -> None:
@@ -344,15 +358,17 @@ class DraftSession:
             self.stats.record_coverage(covered)
 
     def count_background_work(self) -> None:
-        """Count what the policy did in a thread of its own since the last call."""
-        self.stats.background_work += self._state.take_background_work()
+        """Count what policies did in a thread of their own since the last call."""
+        for selector in self._selectors:
+            self.stats.background_work += selector.state.take_background_work()
 
     @_closes_on_error
     def learn(self, feedback: "Feedback") -> None:
         """Take in what the target said in a round, and roll the drafter back to the verified prefix."""
         if feedback.prompt is not None:
             with self.stopwatch.section("policy"):
-                self._state.observe_prompt(Prompt(self._prefix[:0], self._prefix.shape[0], **feedback.prompt))
+                prompt = Prompt(self._prefix[:0], self._prefix.shape[0], **feedback.prompt)
+                self._selector.state.observe_prompt(prompt)
         if feedback.features is not None:
             self.take_features(feedback.features, feedback.features_end)
         start, drafted = self._prefix.shape[0], self._prefix[:0]
@@ -362,7 +378,7 @@ class DraftSession:
                 self._backbone.truncate(min(self._backbone.length, start + feedback.verified.shape[0] - 1))
         self._prefix = torch.cat([self._prefix, feedback.verified])
         with self.stopwatch.section("policy"):
-            self._state.observe(Verdict(drafted, feedback.verified, start, **feedback.shown))
+            self._selector.observe(Verdict(drafted, feedback.verified, start, **feedback.shown))
         self._candidates = None
 
     def has_features_of(self, length: int) -> bool:
@@ -378,8 +394,11 @@ class DraftSession:
         self._features, self._features_end = features, end
 
 
-def _rows_of(head: DynamicLMHead) -> HeadRows:
-    return HeadRows(head.weight, head.bias, head.token_ids)
+def _close_all(selectors: tuple[Selector, ...]) -> None:
+    """Close the states of all, also where one cannot be."""
+    with ExitStack() as stack:
+        for selector in selectors:
+            stack.callback(selector.state.close)
 
 
 def _probability(logits: torch.Tensor, shortlist: Shortlist, token_id: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..alignment.aligner import Aligner
 from ..drafters import Drafter
-from ..drafting.automatic import LearntDrafting
+from ..drafting.automatic_call import LearntDrafting
 from ..drafting.session import DraftSession
 from ..drafting.tree_config import TreeConfig
 from ..errors import NotBoundError

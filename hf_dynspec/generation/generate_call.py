@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
-from ..drafting.automatic import AutomaticCall
+from ..drafting.automatic_call import AutomaticCall
 from ..drafting.session import DraftSession
 from ..drafting.settings import require_drafting_settings
 from ..drafting.tree_config import AUTO
@@ -86,7 +86,6 @@ class GenerateCall(Call):
         self._began = time.perf_counter()
         self._drafting = Drafting(
             self._session,
-            assistant.policy.needs,
             assistant.drafter.reads,
             assistant.forward,
             generation_config,
@@ -104,14 +103,17 @@ class GenerateCall(Call):
         return self._drafting
 
     def _automatic(self, generation_config: GenerationConfig) -> AutomaticCall | None:
-        """What chooses how much to draft, where that is not settled."""
+        """What chooses the policy and how much to draft, where that is not settled."""
         config = self._assistant.generation_config
-        if config.num_assistant_tokens != AUTO:
+        policies = len(self._assistant.policy.alternatives(None))
+        if config.num_assistant_tokens != AUTO and policies == 1:
             return None
-        sampling = ("temperature", "top_k", "top_p") if generation_config.do_sample else ()
-        setting = (config.assistant_confidence_threshold, *(getattr(generation_config, name) for name in sampling))
+        names = ("temperature", "top_k", "top_p") if generation_config.do_sample else ()
+        sampling = [getattr(generation_config, name) for name in names]
+        setting = (config.num_assistant_tokens == AUTO, config.assistant_confidence_threshold, *sampling)
         version = self._assistant.drafter.weights_version
-        return self._assistant.learnt_drafting.under(setting, self._assistant.tree, version).begin_call()
+        learnt = self._assistant.learnt_drafting.under(setting, self._assistant.tree, version, policies)
+        return AutomaticCall(learnt)
 
     def close(self, has_failed: bool = False) -> None:
         """Leave the session, publish the counts, and hand over what was recorded.

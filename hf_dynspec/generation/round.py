@@ -8,7 +8,8 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
-from ..drafting.automatic import AutomaticCall
+from ..drafting.automatic_call import AutomaticCall
+from ..drafting.draft_shapes import DraftShape, shape_of
 from ..drafting.session import DraftSession, Feedback, outside_inference_mode
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..drafting.token_choice import TokenChoice
@@ -30,7 +31,6 @@ class Drafting:
 
     Args:
         session: the drafting session, not yet begun.
-        needs: what the session's policy asks to be shown.
         reads: the hidden states of the target that the drafter reads.
         target: runs the model that verifies.
         generation_config: the call's resolved configuration.
@@ -44,14 +44,14 @@ class Drafting:
         measure_coverage: record the target's probability mass on the shortlists, which costs a softmax over the full
             vocabulary for every verified position.
         recorder: takes in what the target says, to learn from it (None: nobody does).
-        automatic: chooses what each round drafts, at most `tree` (None: all rounds draft the same).
+        automatic: chooses the policy of each round, and how much it drafts where the drafting configuration leaves
+            that open, at most `tree` (None: all rounds draft the same).
     """
 
     @outside_inference_mode
     def __init__(
         self,
         session: DraftSession,
-        needs: Needs,
         reads: tuple[int, ...],
         target: TargetForward,
         generation_config: GenerationConfig,
@@ -69,13 +69,13 @@ class Drafting:
         tokens = drafting_config.num_assistant_tokens
         self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens == AUTO else int(tokens)
         self._automatic = automatic
+        self._has_fixed_shape = automatic is None or tokens != AUTO
         # Whether nobody is shown what the target says in this round, and whether the drafter reads its features.
         self._is_unshown, self._reads_features = False, True
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
         self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
         self._session = session
         self._device = session.vocabulary.device
-        self._needs = needs
         self._reads = reads
         self._target = target
         self._tree = tree
@@ -98,14 +98,19 @@ class Drafting:
         if recorder is not None and generation_config.do_sample:
             # Where it is None, transformers leaves logits as they are.
             recorder.temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
-        if needs.target_rows:
+        if session.vocabulary.target_rows is not None:
             session.follow_target(target.head_rows())
         self._begin(input_ids, model_kwargs, continues)
         padding = self._padded_length - self._prompt.shape[0]
         rows = output_rows(target.model)
-        self._choose = TokenChoice(
+        self._choice = TokenChoice(
             bool(generation_config.do_sample), logits_processor, rows, padding, self._session.vocabulary.device
         )
+
+    @property
+    def _needs(self) -> Needs:
+        """What the policy of this round asks to be shown."""
+        return self._session.needs
 
     @property
     def drafts_trees(self) -> bool:
@@ -165,16 +170,16 @@ class Drafting:
         most = self._most_steps(input_ids) if drafts else 0
         count, tree = self.num_assistant_tokens, self._tree
         if self._automatic is not None:
-            count, tree = self._choose_shape(most)
+            count, tree = self._choose(most)
         if most < 1 or count < 1:
             return None
         prefix = self._without_padding(input_ids)
-        self._choose.start_round(prefix)
+        self._choice.start_round(prefix)
         if tree is not None:
-            draw = self._choose.draw_children if self._choose.do_sample else None
+            draw = self._choice.draw_children if self._choice.do_sample else None
             self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
-            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choose, self._threshold)
+            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, self._threshold)
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
         return self._candidates
@@ -190,17 +195,30 @@ class Drafting:
             return min(most, room)
         return most if room >= self._tree.total_tokens - 1 else 0
 
-    def _choose_shape(self, most: int) -> tuple[int, TreeConfig | None]:
-        """How many steps to draft, at most `most` of which are of use, and for trees their shape."""
+    def _choose(self, most: int) -> tuple[int, TreeConfig | None]:
+        """Choose the policy and how many steps to draft, at most `most` of which are of use, and for trees their
+        shape."""
         if self._reads and not self._session.has_features_of(self._length):
             most = 0
-        shape = self._automatic.begin_round(most)
+        shape = self._automatic.begin_round(most, self._fixed_shape())
+        if shape.steps:
+            self._session.use(shape.policy)
+        # What a session was not shown it reads when it drafts again, and nothing before that.
+        lags = not shape.steps and self._session.length < self._length
         rests = self._automatic.is_resting or (most > 0 and not shape.steps)
-        self._is_unshown = rests and self._recorder is None
+        self._is_unshown = (rests or lags) and self._recorder is None
         self._reads_features = not self._is_unshown or self._automatic.reads_features
+        if self._has_fixed_shape:
+            return self.num_assistant_tokens, self._tree
         if self._tree is None or not shape.steps:
             return shape.steps, None
         return shape.steps, replace(self._tree, total_tokens=shape.nodes + 1, depth=shape.steps - 1)
+
+    def _fixed_shape(self) -> DraftShape | None:
+        """The one to choose a policy for; None where the shape is to be chosen too."""
+        if not self._has_fixed_shape:
+            return None
+        return shape_of(self.num_assistant_tokens, self._tree)
 
     @property
     def _length(self) -> int:
@@ -335,7 +353,7 @@ class Drafting:
             self._automatic.end_round(outcome.accepted)
         if candidates is None:
             return outcome.accepted, None, None
-        if self._schedule != "constant" and self._tree is None and self._automatic is None:
+        if self._schedule != "constant" and self._tree is None and self._has_fixed_shape:
             change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
             self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
         covered = _covered_mass(candidates, outcome.scores) if self._measure_coverage else None
@@ -477,7 +495,6 @@ def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
 def draft_once(
     target: TargetForward,
     session: DraftSession,
-    needs: Needs,
     reads: tuple[int, ...],
     drafting_config: GenerationConfig,
     tree: TreeConfig | None,
@@ -498,7 +515,7 @@ def draft_once(
     kwargs = {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones_like(prompt)}
     longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
     drafting = Drafting(
-        session, needs, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
+        session, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
     )
     outputs = drafting.verify(prompt, None, True, kwargs)
     drafting.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)

@@ -5,6 +5,7 @@ within which bounds, and what a model card says of it its class declares (`Stora
 """
 
 from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
+from .automatic import AutomaticShortlist
 from .base import ShortlistPolicy, ShortlistState
 from .coral import CoralShortlist
 from .frequency import FrequencyShortlist
@@ -15,6 +16,7 @@ from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_p
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
 from .screen import ScreenFactor, ScreenShortlist
+from .several import SeveralPolicies
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import UnionShortlist
 
@@ -27,6 +29,7 @@ register_policy(HybridShortlist)
 register_policy(RetrievalShortlist)
 register_policy(ScreenShortlist)
 register_policy(CoralShortlist)
+register_policy(AutomaticShortlist)
 POLICY_DATA[CooccurrenceGraph.name] = CooccurrenceGraph
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "POLICY_DATA",
     "TOKENIZER_SIZE",
     "WEIGHT_DTYPES",
+    "AutomaticShortlist",
     "CooccurrenceGraph",
     "CoralShortlist",
     "FrequencyShortlist",
@@ -48,6 +52,7 @@ __all__ = [
     "ScreenFactor",
     "ScreenShortlist",
     "SettingRule",
+    "SeveralPolicies",
     "Share",
     "ShortlistPolicy",
     "ShortlistState",

@@ -1,7 +1,7 @@
 """The contract of shortlist policies: an immutable policy starts one mutable state for each drafting session."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -101,7 +101,12 @@ class ShortlistPolicy(Storable, ABC):
 
     Subclasses set `name` and `setting_rules`, and hold their settings against them on construction
     (`require_settings`); where they have tensors, they set `tensor_rules` too.
+
+    Attributes:
+        can_be_part: whether it may be a part of a union.
     """
+
+    can_be_part: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
@@ -125,6 +130,15 @@ class ShortlistPolicy(Storable, ABC):
             memory: what `new_memory` returned, the same for all sessions of an assistant. Given only where that is
                 not None, so that policies without a memory need no such argument; a session may be begun without.
         """
+
+    def alternatives(self, memory: Any) -> "tuple[tuple[ShortlistPolicy, Any], ...]":
+        """The policies that a session drafts with, one in each round, and what each of them remembers: this one alone,
+        but for those that others are chosen from.
+
+        Args:
+            memory: what `new_memory` returned.
+        """
+        return ((self, memory),)
 
     @property
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:

@@ -1,35 +1,25 @@
 """Unions of policies: whatever any of them selects."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError, shown_value
-from ..fields import FieldError
 from ..protocol import (
     BackgroundWork,
     BlockShortlist,
     JoinedShortlist,
-    Needs,
     Prompt,
     Shortlist,
     Verdict,
     VocabularyInfo,
 )
 from .base import ShortlistPolicy, ShortlistState, start_state
-from .frequency import FrequencyShortlist
-from .registry import UNKNOWN_POLICY_FIX, policy_class
-from .storage import Storable, TensorRule
-
-# Policies of a union and of the unions within it, all together, and how deep unions may lie within each other.
-MOST_POLICIES = 32
-DEEPEST_UNION = 4
+from .several import SeveralPolicies
 
 
-class UnionShortlist(ShortlistPolicy):
+class UnionShortlist(SeveralPolicies):
     """Every token that any of the policies selects.
 
     Args:
@@ -41,122 +31,21 @@ class UnionShortlist(ShortlistPolicy):
 
     name = "union"
     card_summary = "Every token that any of several shortlist policies selects."
+    called = "a union"
 
-    def __init__(self, *policies: ShortlistPolicy):
-        if not policies:
-            raise ConfigurationError("a union needs at least one policy")
-        for policy in policies:
-            if not isinstance(policy, ShortlistPolicy):
-                raise ConfigurationError(f"a union is made of policies, got {shown_value(policy)}")
-        self.policies = policies
-        if self.name == UnionShortlist.name:
-            _count_policies(self.settings())
-
-    @property
-    def needs(self) -> Needs:
-        needs = Needs()
-        for policy in self.policies:
-            needs = needs | policy.needs
-        return needs
-
-    @property
-    def tokenizer_fingerprints(self) -> tuple[Any, ...]:
-        return tuple(one for policy in self.policies for one in policy.tokenizer_fingerprints)
-
-    @property
-    def static_core(self) -> FrequencyShortlist | None:
-        """The largest of its policies' cores."""
-        cores = [core for core in (policy.static_core for policy in self.policies) if core is not None]
-        return max(cores, key=lambda core: core.size, default=None)
-
-    def new_memory(self) -> tuple[Any, ...] | None:
-        memories = tuple(policy.new_memory() for policy in self.policies)
-        return None if all(memory is None for memory in memories) else memories
+    @classmethod
+    def of(cls, policies: list[ShortlistPolicy]) -> "UnionShortlist":
+        return cls(*policies)
 
     def start(self, vocabulary: VocabularyInfo, memory: tuple[Any, ...] | None = None) -> "UnionState":
         with ExitStack() as stack:
             parts = []
-            for policy, own in zip(self.policies, memory or (None,) * len(self.policies), strict=True):
+            for policy, own in self.with_memories(memory):
                 parts.append(start_state(policy, vocabulary, own))
                 # Where a later one cannot be started, nobody else would know of this one.
                 stack.callback(parts[-1].close)
             stack.pop_all()
         return UnionState(parts, vocabulary)
-
-    def settings(self) -> dict[str, Any]:
-        return {"policies": [{"name": policy.name, "settings": policy.settings()} for policy in self.policies]}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{index}.{name}": tensor
-            for index, policy in enumerate(self.policies)
-            for name, tensor in policy.tensors().items()
-        }
-
-    @classmethod
-    def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        """As for every policy; the policies inside are counted before the settings of any are looked at."""
-        _count_policies(settings)
-        for index, part in enumerate(settings["policies"]):
-            field = f"policies[{index}]"
-            try:
-                policy = policy_class(part["name"])
-            except ConfigurationError as error:
-                raise FieldError(f"{field}.name", str(error), UNKNOWN_POLICY_FIX) from error
-            try:
-                policy.require_settings(part["settings"])
-            except FieldError as error:
-                raise FieldError(f"{field}.settings.{error.field}", error.problem, error.fix) from error
-
-    @classmethod
-    def tensor_rules_for(cls, settings: Mapping[str, Any]) -> Mapping[str, TensorRule]:
-        rules = {}
-        for index, part in enumerate(settings["policies"]):
-            own = policy_class(part["name"]).tensor_rules_for(part["settings"])
-            rules.update({f"{index}.{name}": rule for name, rule in own.items()})
-        return rules
-
-    @classmethod
-    def classes_in(cls, settings: Mapping[str, Any]) -> tuple[type[Storable], ...]:
-        classes = super().classes_in(settings)
-        for part in settings["policies"]:
-            classes += policy_class(part["name"]).classes_in(part["settings"])
-        return classes
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "UnionShortlist":
-        cls.require_settings(settings)
-        policies = []
-        for index, part in enumerate(settings["policies"]):
-            prefix = f"{index}."
-            own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            policies.append(policy_class(part["name"]).from_settings(part["settings"], own))
-        return cls(*policies)
-
-
-def _count_policies(settings: Mapping[str, Any], depth: int = 1, path: str = "") -> int:
-    """The number of policies inside a union of these settings, those of unions within it too.
-
-    Raises:
-        ConfigurationError: the settings are not those of a union, or the policies are too many or lie too deep.
-    """
-    parts = settings.get("policies") if isinstance(settings, Mapping) else None
-    if not isinstance(parts, list) or not parts or set(settings) != {"policies"}:
-        raise ConfigurationError("a union's settings are a list named 'policies' and nothing else")
-    if depth > DEEPEST_UNION:
-        raise ConfigurationError(f"unions lie within each other more than {DEEPEST_UNION} deep")
-    count = len(parts)
-    for index, part in enumerate(parts[: MOST_POLICIES + 1]):
-        if not isinstance(part, Mapping) or set(part) != {"name", "settings"}:
-            raise ConfigurationError(f"policy {index} of a union must have exactly a name and settings")
-        if not isinstance(part["settings"], Mapping):
-            problem = f"must be a JSON object, got {shown_value(part['settings'])}"
-            raise FieldError(f"{path}policies[{index}].settings", problem, "Give the settings of that policy")
-        if part["name"] == UnionShortlist.name:
-            count += _count_policies(part["settings"], depth + 1, f"{path}policies[{index}].settings.")
-        if count > MOST_POLICIES:
-            raise ConfigurationError(f"a union holds {count} policies or more, and {MOST_POLICIES} are the most")
-    return count
 
 
 class UnionState(ShortlistState):

@@ -46,6 +46,7 @@ class _ValidatedPolicy(ShortlistPolicy):
 
     def __init__(self, policy: ShortlistPolicy, label: str):
         self._policy, self._label = policy, label
+        self.name = policy.name
 
     @property
     def needs(self) -> Needs:
@@ -58,6 +59,12 @@ class _ValidatedPolicy(ShortlistPolicy):
 
     def new_memory(self) -> Any:
         return self._policy.new_memory()
+
+    def alternatives(self, memory: Any) -> tuple[tuple[ShortlistPolicy, Any], ...]:
+        alternatives = self._policy.alternatives(memory)
+        if len(alternatives) == 1:
+            return ((self, memory),)
+        return tuple((validated(policy), own) for policy, own in alternatives)
 
     def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_ValidatedState":
         state = start_state(self._policy, vocabulary, memory)

@@ -1,0 +1,118 @@
+"""The rounds of one call under automatic drafting, and what is kept of them for the next call."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from .automatic import AutomaticDrafting
+from .draft_shapes import ALONE, DraftShape, shapes_of
+from .tree_config import TreeConfig
+
+# Settings of which it is remembered what was learnt.
+_MOST_KEPT = 8
+
+
+class AutomaticCall:
+    """The rounds of one call under automatic drafting. Not shared between threads.
+
+    Args:
+        drafting: what was learnt, and is learnt on.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(self, drafting: AutomaticDrafting, clock: Callable[[], float] = time.perf_counter):
+        self._drafting = drafting
+        drafting.begin_call(clock())
+        self._clock = clock
+        # The round that was begun last: what it drafts, when it began, whether it reads no more than rounds do, and
+        # how many tokens were accepted in it, None until that is known.
+        self._shape: DraftShape | None = None
+        self._began = 0.0
+        self._is_usual = False
+        self._accepted: int | None = None
+        # The policy that drafted last.
+        self._policy: int | None = None
+        # Rounds since the drafter has read the text, None where it never has.
+        self._unread: int | None = None
+        self._is_first = True
+
+    @property
+    def is_resting(self) -> bool:
+        """See `AutomaticDrafting.is_resting`."""
+        return self._drafting.is_resting
+
+    @property
+    def reads_features(self) -> bool:
+        """See `AutomaticDrafting.reads_features`."""
+        return self._drafting.reads_features
+
+    def begin_round(self, most: int, fixed: DraftShape | None = None) -> DraftShape:
+        """A round begins, and the one before it is over.
+
+        Args:
+            most: steps that there is room for; 0 where nothing can be drafted now.
+            fixed: the shape of what is drafted, where only the policy is to be chosen.
+
+        Returns:
+            What to draft, and with which policy.
+        """
+        now = self._clock()
+        if self._accepted is not None:
+            self._drafting.record(self._shape, self._accepted, self._began, now, self._is_usual)
+        self._began, self._accepted = now, None
+        shape = self._drafting.choose(fixed) if most > 0 else ALONE
+        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short.
+        self._shape = shape if shape.steps <= most and most > 0 else None
+        is_drafting = shape.steps > 0
+        # Another policy than before has to be shown the text first, and its rows have to be packed.
+        has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
+        self._is_usual = has_read and not self._is_first
+        self._is_first = False
+        if is_drafting:
+            self._unread, self._policy = 0, shape.policy
+        elif self._unread is not None:
+            self._unread += 1
+        return shape
+
+    def end_round(self, accepted: int) -> None:
+        """The target has spoken: so many drafted tokens were accepted, one below the other."""
+        if self._shape is not None:
+            self._accepted = accepted
+
+
+class LearntDrafting:
+    """What was learnt of drafting under the settings that were used last. Shareable between threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._learnt: OrderedDict[Hashable, tuple[AutomaticDrafting, int]] = OrderedDict()
+
+    def under(
+        self, setting: Hashable, tree: TreeConfig | None, weights_version: int, policies: int = 1
+    ) -> AutomaticDrafting:
+        """What was learnt under a setting.
+
+        Args:
+            setting: what acceptance and times depend on, besides the next two.
+            tree: the largest trees to draft, None for chains.
+            weights_version: of the drafter. Where it is another one than before, drafting is tried again.
+            policies: how many there are to choose from.
+        """
+        key = (setting, tree)
+        with self._lock:
+            learnt, version = self._learnt.pop(key, None) or (
+                AutomaticDrafting(shapes_of(tree), policies),
+                weights_version,
+            )
+            self._learnt[key] = learnt, weights_version
+            while len(self._learnt) > _MOST_KEPT:
+                self._learnt.popitem(last=False)
+        if version != weights_version:
+            learnt.renew()
+        return learnt
+
+    def forget(self) -> None:
+        """Another drafter, policy or target: nothing that was learnt is true any more."""
+        with self._lock:
+            self._learnt.clear()
