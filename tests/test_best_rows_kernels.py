@@ -9,11 +9,22 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_dynspec.kernels import TILE_ROWS, best_rows_for, cpu, cpu_best_rows, prepare_best_rows, reference, tiled
+from hf_dynspec.kernels import (
+    TILE_ROWS,
+    TiledFactor,
+    best_rows_for,
+    cpu,
+    cpu_best_rows,
+    prepare_best_rows,
+    reference,
+    tiled,
+)
+from hf_dynspec.kernels.reference import TILE_COLUMNS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -29,32 +40,45 @@ LOWEST = torch.finfo(torch.float32).min
 SAMPLED_FROM = 512 * TILE_ROWS
 
 
-def problem(m: int, n: int, rank: int, seed: int = 0) -> list[torch.Tensor]:
+Problem = tuple[torch.Tensor, TiledFactor, torch.Tensor]
+
+
+def problem(m: int, n: int, rank: int, seed: int = 0) -> Problem:
     """Queries, a factor whose last tile is padded, and a bias that bars the padding and every seventh row."""
     generator = torch.Generator().manual_seed(seed)
-    factor = tiled(torch.randn(n, rank, generator=generator))
-    bias = torch.full((factor.shape[0], TILE_ROWS), -torch.inf)
+    factor = tiled(torch.randn(n, rank, generator=generator).to(DEVICE))
+    bias = torch.full((factor.levels.shape[0], TILE_ROWS), -torch.inf)
     bias.view(-1)[:n] = torch.randn(n, generator=generator)
     bias.view(-1)[::7] = -torch.inf
-    return [one.to(DEVICE) for one in (torch.randn(m, rank, generator=generator), factor, bias)]
+    return torch.randn(m, rank, generator=generator).to(DEVICE), factor, bias.to(DEVICE)
 
 
-def scores_of(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def scores_of(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor) -> torch.Tensor:
     """fp64 `[B · T]`, in an obvious way."""
-    rows = factor.double().transpose(1, 2).flatten(0, 1)
-    products = (queries.double() @ rows.T).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).amax(0)
+    tiles, groups = factor.levels.shape[:2]
+    levels = factor.levels.permute(0, 2, 1, 3).reshape(tiles * TILE_ROWS, groups * TILE_COLUMNS)
+    rows = factor.lowest.double() + factor.scale.double() * levels[:, : factor.scale.shape[0]].double()
+    asked = queries[queries.isfinite().all(1)].double()
+    products = (asked @ rows.T).amax(0) if len(asked) else rows.new_full((len(rows),), LOWEST)
     scores = (products + bias.flatten()).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).clamp_min(LOWEST)
     return scores.masked_fill(bias.flatten() == -torch.inf, -torch.inf)
 
 
-def check(chosen: torch.Tensor, queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> None:
-    """They are the best, up to what fp32 rounds."""
+def rounding(queries: torch.Tensor, factor: TiledFactor) -> float:
+    """By how much a score may be off that was summed in fp32, the levels and the lowest numbers apart."""
+    asked = torch.where(queries.isfinite(), queries, 0.0).abs()
+    return 1e-6 * float((asked @ (255 * factor.scale + factor.lowest.abs())).amax()) + 1e-6
+
+
+def check(chosen: torch.Tensor, queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> None:
+    """They are the best, up to what is rounded."""
     assert chosen.dtype == torch.int64 and chosen.shape == (count,)
     assert chosen.unique().shape == (count,), "a row was chosen twice"
     scores = scores_of(queries, factor, bias)
     assert (bias.flatten()[chosen] > -torch.inf).all(), "a row was chosen that is barred"
     best = scores.sort(descending=True).values[:count]
-    torch.testing.assert_close(scores[chosen].sort(descending=True).values, best, rtol=1e-6, atol=1e-5)
+    found = scores[chosen].sort(descending=True).values
+    torch.testing.assert_close(found, best, rtol=1e-6, atol=rounding(queries, factor))
 
 
 def must_not_run(*args):
@@ -79,11 +103,15 @@ def test_the_plain_kernel(m, n, rank, poisoned_memory):
 
 def test_rows_in_tiles_lie_as_they_are_read():
     rows = torch.randn(70, 3)
+    rows[:, 1] = 2.5
     factor = tiled(rows)
-    assert factor.shape == (3, 3, TILE_ROWS) and factor.dtype == torch.bfloat16 and factor.is_contiguous()
+    assert factor.levels.shape == (3, 1, TILE_ROWS, TILE_COLUMNS) and factor.levels.is_contiguous()
+    assert factor.levels.dtype == torch.uint8 and not factor.levels[2, :, 6:].any() and not factor.levels[..., 3].any()
+    half_a_level = (rows.amax(0) - rows.amin(0)) / 510 + 1e-6
     for row in (0, 31, 32, 69):
-        assert torch.equal(factor[row // TILE_ROWS, :, row % TILE_ROWS], rows[row].bfloat16())
-    assert not factor[2, :, 6:].any()
+        stood_for = factor.lowest + factor.scale * factor.levels[row // TILE_ROWS, 0, row % TILE_ROWS, :3]
+        assert ((stood_for - rows[row]).abs() <= half_a_level).all()
+        torch.testing.assert_close(factor.rows()[row], stood_for)
 
 
 # On the CPU ----------------------------------------------------------------------------------------------------------
@@ -116,7 +144,8 @@ def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, t
         assert (chosen.diff() > 0).all(), "the rows are not in order"
         twin = plain(*arguments, count)
         scores = scores_of(*arguments)
-        torch.testing.assert_close(scores[chosen].sort().values, scores[twin].sort().values, rtol=1e-6, atol=1e-5)
+        found, expected = (scores[one].sort().values for one in (chosen, twin))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=rounding(*arguments[:2]))
 
 
 @on_the_cpu
@@ -170,9 +199,12 @@ def test_what_is_no_number_is_the_worst_choice_and_none_that_is_barred(natively)
         {"queries": torch.zeros(0, 8)},
         {"queries": torch.zeros(2, 8, dtype=torch.float64)},
         {"queries": torch.zeros(2, 8, device="meta")},
-        {"factor": torch.zeros(3, 8, TILE_ROWS)},
-        {"factor": torch.zeros(3, 8, 16, dtype=torch.bfloat16)},
-        {"factor": torch.zeros(3, TILE_ROWS, 8, dtype=torch.bfloat16).transpose(1, 2)},
+        {"levels": torch.zeros(3, 2, TILE_ROWS, TILE_COLUMNS)},
+        {"levels": torch.zeros(3, 2, 16, TILE_COLUMNS, dtype=torch.uint8)},
+        {"levels": torch.zeros(3, TILE_ROWS, 2, TILE_COLUMNS, dtype=torch.uint8).transpose(1, 2)},
+        {"levels": torch.zeros(3, 3, TILE_ROWS, TILE_COLUMNS, dtype=torch.uint8)},
+        {"scale": torch.ones(7)},
+        {"lowest": torch.ones(8, dtype=torch.bfloat16)},
         {"bias": torch.zeros(2, TILE_ROWS)},
         {"bias": torch.zeros(3, TILE_ROWS, dtype=torch.bfloat16)},
     ],
@@ -180,6 +212,8 @@ def test_what_is_no_number_is_the_worst_choice_and_none_that_is_barred(natively)
 def test_what_the_kernel_would_misread_is_refused(change, natively):
     arguments = dict(zip(("queries", "factor", "bias"), problem(2, 80, 8), strict=True))
     cpu_best_rows.best_rows(**arguments, count=3)
+    if not change.keys() <= arguments.keys():
+        change = {"factor": replace(arguments["factor"], **change)}
     with pytest.raises(ValueError, match="do not fit each other"):
         cpu_best_rows.best_rows(**arguments | change, count=3)
 
@@ -267,10 +301,12 @@ from hf_dynspec.kernels.triton_best_rows import _rough_scores_kernel
 
 for capability in (80, 90):
     for rank in (17, 129):
-        constants = dict(RANK=rank, RANKS=min(64, triton.next_power_of_2(rank)), T=32, TILES=4, QUERIES=16)
-        types = dict(queries="*fp32", factor="*bf16", bias="*fp32", scores="*fp32", m="i32", tiles="i32")
+        constants = dict(RANK=rank, RANKS=min(64, triton.next_power_of_2(rank)))
+        constants.update(T=32, COLUMNS=4, TILES=4, QUERIES=16)
+        floats = dict.fromkeys(("queries", "bases", "bias", "scores"), "*fp32")
+        types = dict(**floats, levels="*u8", m="i32", tiles="i32")
         types.update(dict.fromkeys(constants, "constexpr"))
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
         source = ASTSource(_rough_scores_kernel, types, constants, aligned)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options=dict(num_warps=4, num_stages=3))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, ScreenShortlist, TreeConfig
-from hf_dynspec.kernels import cpu_best_rows, reference
+from hf_dynspec.kernels import cpu_best_rows, reference, tiled
 from hf_dynspec.protocol import HeadRows, VocabularyInfo
 from hf_dynspec.shortlists import ScreenFactor
 from hf_dynspec.shortlists.screen import factor as factors
@@ -173,12 +174,13 @@ def test_factors_that_do_not_fit_are_refused(drafter, target):
 
 
 def expected_ids(factor: ScreenFactor, vocabulary: VocabularyInfo, hidden: torch.Tensor, count: int) -> set[int]:
-    """By the formula, in an obvious way."""
+    """By the formula, in an obvious way, with numbers of 8 bits."""
     head = vocabulary.drafter_rows
     ids = torch.arange(head.weight.shape[0]) if head.token_ids is None else head.token_ids
     n = factor.rows.shape[0]
-    residuals = factor.residuals.bfloat16().double()
-    scores = hidden.double() @ factor.projection.double().T @ factor.rows.double().T
+    in_8_bits = tiled(torch.cat([factor.rows.float(), factor.residuals.float()[:, None]], dim=1)).rows()[:n].double()
+    rows, residuals = in_8_bits[:, :-1], in_8_bits[:, -1]
+    scores = hidden.double() @ factor.projection.double().T @ rows.T
     scores = (scores + residuals * hidden.double().square().sum(1, keepdim=True)).amax(0)
     if head.bias is not None:
         scores = scores + head.bias[:n]
@@ -317,7 +319,8 @@ def test_weights_that_change_get_a_factor_of_their_own(target, counted_factors):
     head, session = assistant.drafter.head, conversation.session
     hidden = random(1, 32, seed=4)
     actual = set(session._selector.state.select(0, torch.tensor([3]), hidden).ids().tolist())
-    assert actual == expected_ids(ScreenFactor.of_head(head.weight, 6), session.vocabulary, hidden, 40)
+    vocabulary = replace(session.vocabulary, drafter_rows=HeadRows(head.weight))
+    assert actual == expected_ids(ScreenFactor.of_head(head.weight, 6), vocabulary, hidden, 40)
 
 
 def test_a_factor_outlives_no_head(target):

@@ -9,10 +9,21 @@ import torch
 from . import cpu, cpu_best_rows, cpu_top_k, reference
 from .cpu import dense_scores, has_dense_kernel, prepare_kernels
 from .cpu_best_rows import prepare_best_rows
-from .reference import TILE_ROWS, block_scores, packed_scores, replace_rows, scattered_scores, tiled
+from .reference import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TiledFactor,
+    block_scores,
+    packed_scores,
+    replace_rows,
+    scattered_scores,
+    tiled,
+)
 
 __all__ = [
+    "TILE_COLUMNS",
     "TILE_ROWS",
+    "TiledFactor",
     "argmax_rows",
     "argmax_rows_for",
     "best_rows_for",

@@ -18,13 +18,13 @@
 
 namespace {
 
-// Rows of a tile, side by side, so that a tile's scores need no sum across a register.
-constexpr int TILE = 32;
+// Rows of a tile, side by side, so that a tile's scores need no sum across a register, and columns of a group.
+constexpr int TILE = 32, GROUP = 4;
 // Queries that are multiplied while a tile's numbers are in a register.
 constexpr int MOST_QUERIES = 4;
-// Numbers between what is read and what comes from memory into the second cache meanwhile: two pages, as CPUs fetch by
+// Bytes between what is read and what comes from memory into the second cache meanwhile: two pages, as CPUs fetch by
 // themselves only within a page.
-constexpr int64_t FETCHED_AHEAD = 4096;
+constexpr int64_t FETCHED_AHEAD = 8192;
 // Tiles that the height is estimated from.
 constexpr int64_t SAMPLED_TILES = 128;
 // Standard deviations of the estimate that are collected in addition, so that too few are one case in a thousand.
@@ -40,22 +40,15 @@ constexpr int VECTORS = TILE / LANES;
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Mask __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
-typedef uint16_t ShortBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-inline Floats load(const float* numbers) {
-    Floats loaded;
+template <typename Vector, typename Number>
+inline Vector load(const Number* numbers) {
+    Vector loaded;
     std::memcpy(&loaded, numbers, sizeof(loaded));
     return loaded;
-}
-
-// From bf16, which is the upper half of fp32.
-inline Floats load(const uint16_t* numbers) {
-    ShortBits loaded;
-    std::memcpy(&loaded, numbers, sizeof(loaded));
-    return (Floats)(__builtin_convertvector(loaded, Bits) << 16);
 }
 
 inline Floats choose(const Mask& mask, const Floats& yes, const Floats& no) {
@@ -64,46 +57,90 @@ inline Floats choose(const Mask& mask, const Floats& yes, const Floats& no) {
 
 // The arguments of a call, laid out as `cpu_best_rows.py` packs them.
 struct Call {
-    const float* queries;    // [m, r]
-    const uint16_t* factor;  // bf16 [tiles, r, TILE]
-    const float* bias;       // [tiles, TILE]
-    int64_t* rows;           // [count]
-    int64_t m, r, tiles, count, threads;
+    const float* queries;   // [m, r]
+    const uint8_t* levels;  // [tiles, groups, TILE, GROUP]
+    const float* scale;     // [r]
+    const float* lowest;    // [r]
+    const float* bias;      // [tiles, TILE]
+    int64_t* rows;          // [count]
+    int64_t m, r, groups, tiles, count, threads;
 };
 
-// Raises `best` to the products of a tile with QUERIES queries from `query` on; beyond the last one it is taken again.
+// What the levels of a row are multiplied with, so that the sum and `base` are its product with the query.
+struct Query {
+    float base;
+    std::vector<float> numbers;  // [groups * GROUP]
+};
+
+// What a call multiplies with; kept for the next one of the same thread.
+struct Queries {
+    std::vector<Query> asked;
+    int64_t count;
+
+    // Leaves out those with a number that is not finite.
+    void read(const Call& call) {
+        if (int64_t(asked.size()) < call.m) asked.resize(call.m);
+        count = 0;
+        for (int64_t i = 0; i < call.m; i++) {
+            const float* query = call.queries + i * call.r;
+            Query& one = asked[count];
+            one.base = 0;
+            one.numbers.assign(call.groups * GROUP, 0.0f);
+            bool is_finite = true;
+            for (int64_t k = 0; k < call.r; k++) {
+                one.numbers[k] = query[k] * call.scale[k];
+                one.base += query[k] * call.lowest[k];
+                is_finite = is_finite && std::isfinite(query[k]);
+            }
+            count += is_finite;
+        }
+    }
+};
+
+// Raises `best` to the products of a tile with QUERIES queries from `first` on; beyond the last one it is taken again.
 template <int QUERIES>
-inline void raise_to_products(const Call& call, const uint16_t* tile, int64_t query, Floats* best) {
-    const float* queries[QUERIES];
-    for (int q = 0; q < QUERIES; q++) queries[q] = call.queries + std::min(query + q, call.m - 1) * call.r;
+inline void raise_to_products(const Queries& queries, const uint8_t* tile, int64_t groups, int64_t first, Floats* best) {
+    const Query* asked[QUERIES];
+    for (int q = 0; q < QUERIES; q++) asked[q] = &queries.asked[std::min(first + q, queries.count - 1)];
     Floats sums[QUERIES][VECTORS] = {};
-    for (int64_t k = 0; k < call.r; k++) {
-        __builtin_prefetch(tile + k * TILE + FETCHED_AHEAD, 0, 2);
-        Floats numbers[VECTORS];
+    for (int64_t group = 0; group < groups; group++) {
+        const uint8_t* const numbers = tile + group * TILE * GROUP;
+        Bits levels[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) numbers[v] = load(tile + k * TILE + v * LANES);
+        for (int v = 0; v < VECTORS; v++) {
+            __builtin_prefetch(numbers + v * sizeof(Bits) + FETCHED_AHEAD, 0, 2);
+            levels[v] = load<Bits>(numbers + v * sizeof(Bits));
+        }
+        for (int column = 0; column < GROUP; column++) {
 #pragma GCC unroll 4
-        for (int q = 0; q < QUERIES; q++) {
+            for (int v = 0; v < VECTORS; v++) {
+                const Floats level = __builtin_convertvector((Mask)(levels[v] >> (8 * column) & 255u), Floats);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[q][v] += queries[q][k] * numbers[v];
+                for (int q = 0; q < QUERIES; q++) sums[q][v] += asked[q]->numbers[group * GROUP + column] * level;
+            }
         }
     }
     for (int q = 0; q < QUERIES; q++) {
-        for (int v = 0; v < VECTORS; v++) best[v] = choose(sums[q][v] > best[v], sums[q][v], best[v]);
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats product = sums[q][v] + asked[q]->base;
+            best[v] = choose(product > best[v], product, best[v]);
+        }
     }
 }
 
 // The scores of a tile's rows: the best product and the bias. What is no number is the lowest; what is barred, lower.
-inline void score_tile(const Call& call, int64_t index, Floats* scores) {
-    const uint16_t* tile = call.factor + index * call.r * TILE;
+inline void score_tile(const Call& call, const Queries& queries, int64_t index, Floats* scores) {
+    const uint8_t* tile = call.levels + index * call.groups * TILE * GROUP;
     for (int v = 0; v < VECTORS; v++) scores[v] = Floats{} + LOWEST;
-    if (call.m == 1) {
-        raise_to_products<1>(call, tile, 0, scores);
+    if (queries.count == 1) {
+        raise_to_products<1>(queries, tile, call.groups, 0, scores);
     } else {
-        for (int64_t q = 0; q < call.m; q += MOST_QUERIES) raise_to_products<MOST_QUERIES>(call, tile, q, scores);
+        for (int64_t q = 0; q < queries.count; q += MOST_QUERIES) {
+            raise_to_products<MOST_QUERIES>(queries, tile, call.groups, q, scores);
+        }
     }
     for (int v = 0; v < VECTORS; v++) {
-        const Floats bias = load(call.bias + index * TILE + v * LANES), sum = scores[v] + bias;
+        const Floats bias = load<Floats>(call.bias + index * TILE + v * LANES), sum = scores[v] + bias;
         scores[v] = choose(bias == NONE, Floats{} + NONE, choose(sum > LOWEST, sum, Floats{} + LOWEST));
     }
 }
@@ -125,13 +162,13 @@ inline uint32_t rows_from(const Floats* scores, float least) {
 }
 
 // A score that about as many rows reach as are wanted, and rather more.
-float estimated_least(const Call& call, std::vector<float>& sampled) {
+float estimated_least(const Call& call, const Queries& queries, std::vector<float>& sampled) {
     if (call.tiles < 4 * SAMPLED_TILES) return LOWEST;
     sampled.resize(SAMPLED_TILES * TILE);
     for (int64_t i = 0; i < SAMPLED_TILES; i++) {
         Floats scores[VECTORS];
         // From the middle of each stretch: many of the best tokens are among the very first.
-        score_tile(call, (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES), scores);
+        score_tile(call, queries, (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES), scores);
         std::memcpy(sampled.data() + i * TILE, scores, sizeof(scores));
     }
     const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
@@ -148,6 +185,7 @@ struct Part {
 
 // What a call needs; kept for the next one of the same thread, as the system hands out memory slowly.
 struct Memory {
+    Queries queries;
     std::vector<float> scores, copied;
     std::vector<int32_t> rows;
     std::vector<Part> parts;
@@ -158,13 +196,14 @@ int64_t collect(const Call& call, float least, Memory& memory) {
     float* const scores = memory.scores.data();
     int32_t* const rows = memory.rows.data();
     Part* const parts = memory.parts.data();
+    const Queries& queries = memory.queries;
 #pragma omp parallel for num_threads(call.threads) schedule(static, 1) if (call.threads > 1)
     for (int64_t thread = 0; thread < call.threads; thread++) {
         const int64_t first = thread * call.tiles / call.threads, end = (thread + 1) * call.tiles / call.threads;
         int64_t next = first * TILE;
         for (int64_t index = first; index < end; index++) {
             Floats tile[VECTORS];
-            score_tile(call, index, tile);
+            score_tile(call, queries, index, tile);
             uint32_t bits = rows_from(tile, least);
             if (!bits) continue;
             float values[TILE];
@@ -214,7 +253,8 @@ extern "C" bool best_rows(const void* packed) {
     memory.scores.resize(call.tiles * TILE);
     memory.rows.resize(call.tiles * TILE);
     memory.parts.resize(call.threads);
-    const float least = estimated_least(call, memory.copied);
+    memory.queries.read(call);
+    const float least = estimated_least(call, memory.queries, memory.copied);
     if (collect(call, least, memory) < call.count) {
         if (least == LOWEST || collect(call, LOWEST, memory) < call.count) return false;
     }

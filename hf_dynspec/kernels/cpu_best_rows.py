@@ -9,6 +9,7 @@ import torch
 
 from . import reference
 from .cpu import compiled_library, described, thread_count
+from .reference import TILE_COLUMNS, TILE_ROWS, TiledFactor
 
 
 @functools.cache
@@ -29,10 +30,10 @@ def prepare_best_rows() -> None:
 
 
 # `Call` of best_rows.cpp.
-_CALL = struct.Struct("4P5q")
+_CALL = struct.Struct("6P6q")
 
 
-def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> torch.Tensor:
+def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> torch.Tensor:
     """`reference.best_rows`, compiled where a compiler is at hand; in the first call, unless prepared.
 
     The rows are in ascending order, and of several that are equally good at the end the first ones are chosen.
@@ -44,32 +45,37 @@ def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, c
     kernel = _kernel()
     if kernel is None or count < 1:
         return reference.best_rows(queries, factor, bias, count)
-    (m, rank), (tiles, factor_rank, tile_rows) = queries.shape, factor.shape
-    dtypes = (queries.dtype, factor.dtype, bias.dtype)
+    levels, scale, lowest = factor.levels, factor.scale, factor.lowest
+    (m, rank), (tiles, groups) = queries.shape, levels.shape[:2]
+    read = (levels, scale, lowest, bias)
     # The kernel reads memory by these numbers, unchecked.
     if (
-        dtypes != (torch.float32, torch.bfloat16, torch.float32)
-        or (factor_rank, tile_rows, tuple(bias.shape)) != (rank, reference.TILE_ROWS, (tiles, tile_rows))
+        (queries.dtype, *(one.dtype for one in read)) != (torch.float32, torch.uint8, *3 * (torch.float32,))
+        or tuple(levels.shape[2:]) != (TILE_ROWS, TILE_COLUMNS)
+        or (groups, tuple(scale.shape), tuple(lowest.shape)) != (-(-rank // TILE_COLUMNS), (rank,), (rank,))
+        or tuple(bias.shape) != (tiles, TILE_ROWS)
         or m < 1
-        or not (queries.is_cpu and factor.is_cpu and bias.is_cpu and factor.is_contiguous() and bias.is_contiguous())
+        or not queries.is_cpu
+        or not all(one.is_cpu and one.is_contiguous() for one in read)
     ):
         raise ValueError(
-            f"queries {described(queries)}, a factor {described(factor)} and a bias {described(bias)} do not fit each "
-            f"other: they must be float32 [m, r], bfloat16 [B, r, {reference.TILE_ROWS}] and float32 "
-            f"[B, {reference.TILE_ROWS}], the last two contiguous and everything on the CPU."
+            f"queries {described(queries)}, a factor {described(levels)} with {described(scale)} and "
+            f"{described(lowest)} and a bias {described(bias)} do not fit each other: they must be float32 [m, r], "
+            f"uint8 [B, r / {TILE_COLUMNS} rounded up, {TILE_ROWS}, {TILE_COLUMNS}], float32 [r] twice and float32 "
+            f"[B, {TILE_ROWS}], all but the first contiguous and everything on the CPU."
         )
     queries = queries.contiguous()
     rows = torch.empty(count, dtype=torch.int64)
     call = _CALL.pack(
         queries.data_ptr(),
-        factor.data_ptr(),
-        bias.data_ptr(),
+        *(one.data_ptr() for one in read),
         rows.data_ptr(),
         m,
         rank,
+        groups,
         tiles,
         count,
-        min(tiles, thread_count(m * factor.numel())),
+        min(tiles, thread_count(m * levels.numel())),
     )
     if not kernel(call):
         raise ValueError(f"{count} rows are to be chosen, and fewer may be: the bias of the others is −inf.")

@@ -1,10 +1,49 @@
 """The kernels in plain torch: the ground truth that every faster twin is tested against."""
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
-# Rows that lie side by side in a factor for `best_rows`.
-TILE_ROWS = 32
+# Rows that lie side by side in a factor for `best_rows`, and columns of one of them.
+TILE_ROWS, TILE_COLUMNS = 32, 4
+# What a number of such a factor can be, above the lowest one of its column.
+_LEVELS = 255
+
+
+@dataclass(frozen=True, eq=False)
+class TiledFactor:
+    """The rows of a low-rank factor in 8 bits, laid out as `best_rows` reads them: `T = TILE_ROWS` side by side, and
+    of each row `TILE_COLUMNS` columns, which a processor multiplies at once.
+
+    Args:
+        levels: uint8 `[B, G, T, TILE_COLUMNS]`: column `k` of row `i` is `levels[i // T, k // 4, i % T, k % 4]`. What
+            is beyond the last row or column is 0.
+        scale: fp32 `[r]`: by how much one level of a column is more than the one below.
+        lowest: fp32 `[r]`: what the level 0 of a column stands for.
+    """
+
+    levels: torch.Tensor
+    scale: torch.Tensor
+    lowest: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        """fp32 `[B · T, r]`: what the levels stand for."""
+        rows = self.levels.transpose(1, 2).flatten(2).flatten(0, 1)[:, : self.scale.shape[0]]
+        return torch.addcmul(self.lowest, rows.float(), self.scale)
+
+
+def tiled(rows: torch.Tensor) -> TiledFactor:
+    """Lay out rows, finite and floating-point `[n, r]`, for `best_rows`. Each number is off by half a level at most, a
+    510th of what the numbers of its column range over."""
+    n, rank = rows.shape
+    rows = rows.float()
+    lowest, highest = rows.aminmax(dim=0)
+    scale = (highest - lowest) / _LEVELS
+    levels = ((rows - lowest) / scale.masked_fill(scale == 0, 1.0)).round().clamp(0, _LEVELS).to(torch.uint8)
+    levels = functional.pad(levels, (0, -rank % TILE_COLUMNS, 0, -n % TILE_ROWS))
+    tiles = levels.view(-1, TILE_ROWS, levels.shape[1] // TILE_COLUMNS, TILE_COLUMNS).transpose(1, 2)
+    return TiledFactor(tiles.contiguous(), scale, lowest)
 
 
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -91,21 +130,13 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.topk(k, dim=-1).indices
 
 
-def tiled(rows: torch.Tensor) -> torch.Tensor:
-    """bf16 `[B, r, T]`: floating-point rows `[n, r]`, laid out as `best_rows` reads them: `T` side by side, and
-    zeros at the end where `n` is no multiple of `T`."""
-    n, rank = rows.shape
-    padded = functional.pad(rows, (0, 0, 0, -n % TILE_ROWS)).to(torch.bfloat16)
-    return padded.view(-1, TILE_ROWS, rank).transpose(1, 2).contiguous()
-
-
-def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> torch.Tensor:
+def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> torch.Tensor:
     """Choose the rows of a low-rank factor that score best: a row's score is its bias and the largest of its products
-    with the queries, each summed in fp32. What is no number, or −inf, counts as the lowest finite score.
+    with the queries, summed in fp32. What is no number, or −inf, counts as the lowest finite score.
 
     Args:
-        queries: fp32 `[m, r]`, `m >= 1`.
-        factor: bf16 `[B, r, T]`, `T = TILE_ROWS`: row `i` is `factor[i // T, :, i % T]`, see `tiled`.
+        queries: fp32 `[m, r]`, `m >= 1`. One with numbers that are not finite counts for nothing.
+        factor: of `r` columns, see `tiled`.
         bias: fp32 `[B, T]`; −inf bars a row from being chosen.
         count: how many rows, of which at least as many are not barred.
 
@@ -113,6 +144,7 @@ def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, c
         int64 `[count]`: different rows, in any order. Of rows that score the same, any.
     """
     lowest = torch.finfo(torch.float32).min
-    products = torch.matmul(queries, factor.float()).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
-    scores = (products.amax(1) + bias).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
+    products = functional.linear(queries, factor.rows())
+    products = products.masked_fill(~queries.isfinite().all(1, keepdim=True), lowest)
+    scores = (products.amax(0).view_as(bias) + bias).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
     return scores.masked_fill(bias == -torch.inf, -torch.inf).flatten().topk(count, sorted=False).indices

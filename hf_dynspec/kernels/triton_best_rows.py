@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .reference import TILE_ROWS
+from .reference import TILE_COLUMNS, TILE_ROWS, TiledFactor
 
 # The queries that are multiplied at once: the narrowest matrix that a product takes; likewise ranks.
 QUERY_ROWS = 16
@@ -20,7 +20,8 @@ MOST_RANKS = 64
 @triton.jit(do_not_specialize=["m", "tiles"])
 def _rough_scores_kernel(
     queries,
-    factor,
+    bases,
+    levels,
     bias,
     scores,
     m,
@@ -28,15 +29,17 @@ def _rough_scores_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     T: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """The scores of the rows of a few tiles, whose numbers are read once for up to `QUERIES` queries."""
+    """The scores of the rows of a few tiles, whose levels are read once for up to `QUERIES` queries."""
     row = tl.program_id(0).to(tl.int64) * TILES * T + tl.arange(0, TILES * T)
     is_row = row < tiles * T
     rank = tl.arange(0, RANKS)
     first = tl.arange(0, QUERIES)
-    row_pointers = factor + (row // T) * RANK * T + row % T
+    groups = (RANK + COLUMNS - 1) // COLUMNS
+    row_pointers = levels + ((row // T) * groups * T + row % T) * COLUMNS
     lowest = -3.4028234663852886e38
     best = tl.full((TILES * T,), lowest, tl.float32)
     for start in range(0, m, QUERIES):
@@ -45,12 +48,16 @@ def _rough_scores_kernel(
         products = tl.zeros((QUERIES, TILES * T), tl.float32)
         for k in range(0, RANK, RANKS):
             inside = rank < RANK - k
+            column = k + rank
             numbers = tl.load(
-                row_pointers[None, :] + (k + rank)[:, None] * T, mask=inside[:, None] & is_row[None, :], other=0.0
+                row_pointers[None, :] + (column // COLUMNS * T * COLUMNS + column % COLUMNS)[:, None],
+                mask=inside[:, None] & is_row[None, :],
+                other=0,
             )
             asked = tl.load(queries + query[:, None] * RANK + k + rank[None, :], mask=inside[None, :], other=0.0)
             # "ieee": tensor cores would otherwise round fp32 to 10 bits (tf32).
             products = tl.dot(asked, numbers.to(tl.float32), products, input_precision="ieee")
+        products += tl.load(bases + query)[:, None]
         # What is no number loses every comparison.
         best = tl.maximum(best, tl.max(tl.where(products > lowest, products, lowest), axis=0))
     own = tl.load(bias + row, mask=is_row, other=float("-inf"))
@@ -59,15 +66,17 @@ def _rough_scores_kernel(
     tl.store(scores + row, tl.where(own == float("-inf"), own, total), mask=is_row)
 
 
-def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, count: int) -> torch.Tensor:
+def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> torch.Tensor:
     """`reference.best_rows` for tensors on one GPU. The kernel is compiled once for each rank."""
-    (m, rank), tiles = queries.shape, factor.shape[0]
+    (m, rank), tiles = queries.shape, factor.levels.shape[0]
     scores = torch.empty_like(bias)
     # Triton launches on torch's current device, which need not be the tensors'.
     with torch.cuda.device_of(queries):
         _rough_scores_kernel[(triton.cdiv(tiles, PROGRAM_TILES),)](
-            queries.contiguous(),
-            factor,
+            queries * factor.scale,
+            # One that is not finite is left out by this: it is no number, or infinitely low.
+            torch.where(queries.isfinite().all(1), torch.mv(queries, factor.lowest), -torch.inf),
+            factor.levels,
             bias,
             scores,
             m,
@@ -75,6 +84,7 @@ def best_rows(queries: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor, c
             RANK=rank,
             RANKS=min(MOST_RANKS, max(16, triton.next_power_of_2(rank))),
             T=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
             TILES=PROGRAM_TILES,
             QUERIES=QUERY_ROWS,
             num_warps=4,

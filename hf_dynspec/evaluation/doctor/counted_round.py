@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...errors import UnsupportedError
+from ...kernels import TILE_COLUMNS
 from ...loading import empty_model, first_line
 from ...modeling.head import DynamicLMHead, PackedRows
 from ...modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
@@ -119,7 +120,7 @@ def _on_meta(shortlist: Shortlist) -> Shortlist:
 
 
 def screen_work(policy: ShortlistPolicy, width: int, vocabulary: int) -> Work:
-    """What a screen reads at each draft step, its own or a part's of a union: its factor in 16 bits and a projection
+    """What a screen reads at each draft step, its own or a part's of a union: its factor in 8 bits and a projection
     in 32 (`ScreenShortlist`), once, as its kernel for GPUs does. Nothing for other policies.
 
     Args:
@@ -132,7 +133,8 @@ def screen_work(policy: ShortlistPolicy, width: int, vocabulary: int) -> Work:
     if not isinstance(policy, ScreenShortlist):
         return Work()
     rank = policy.rank or max(1, width // 16)
-    size = 2 * vocabulary * (rank + 1) + 4 * rank * width
+    columns = -(-(rank + 1) // TILE_COLUMNS) * TILE_COLUMNS
+    size = vocabulary * columns + 4 * rank * width
     return Work(0, size, 0, 2 * vocabulary * (rank + 1) + 2 * rank * width)
 
 

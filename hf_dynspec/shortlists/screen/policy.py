@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ...errors import ConfigurationError
 from ...fields import WholeNumber
-from ...kernels import TILE_ROWS, best_rows_for, prepare_best_rows, tiled
+from ...kernels import TILE_ROWS, TiledFactor, best_rows_for, prepare_best_rows, tiled
 from ...protocol import HeadRows, Needs, Shortlist, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
 from ..base import ShortlistPolicy, ShortlistState
@@ -126,11 +126,11 @@ class ScreenShortlist(ShortlistPolicy):
             if self._last is None or not self._last.is_of(head, count):
                 self._last = _Made(weakref.ref(head.weight), count, *self._tiles(head.weight, count))
             made = self._last
-        bias = _bias(vocabulary, count, made.factor.shape[0])
+        bias = _bias(vocabulary, count, made.factor.levels.shape[0])
         chosen = min(self.candidates, int((bias > -torch.inf).sum()))
         return Screen(made.projection, made.factor, bias, head.token_ids, chosen)
 
-    def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, TiledFactor]:
         """The projection and the tiled rows of a factor of the first `count` rows of a head, on its device."""
         factor = self.factor
         if factor is None:
@@ -164,12 +164,12 @@ class ScreenShortlist(ShortlistPolicy):
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """What was made of a head's weight: a projection fp32 `[r, d]` and tiled rows, bf16 `[B, r + 1, T]`."""
+    """What was made of a head's weight: a projection fp32 `[r, d]` and tiled rows of `r + 1` columns."""
 
     weight: "weakref.ref[torch.Tensor]"
     count: int
     projection: torch.Tensor
-    factor: torch.Tensor
+    factor: TiledFactor
 
     def is_of(self, head: HeadRows, count: int) -> bool:
         """Whether it was made of the first `count` rows of this head. One whose weights changed is another."""
@@ -182,14 +182,14 @@ class Screen:
 
     Args:
         projection: fp32 `[r, d]`.
-        factor: bf16 `[B, r + 1, T]`: see `kernels.reference.best_rows`.
+        factor: of `r + 1` columns, see `kernels.reference.best_rows`.
         bias: fp32 `[B, T]`, likewise.
         token_ids: int64 `[n]`: the token id of each row, None where row `i` is id `i`.
         count: how many rows to choose.
     """
 
     projection: torch.Tensor
-    factor: torch.Tensor
+    factor: TiledFactor
     bias: torch.Tensor
     token_ids: torch.Tensor | None
     count: int
