@@ -171,6 +171,12 @@ class TestWaits:
         assert_waits(rounds(target, drafter, POLICY_CASES[policy](), tree, do_sample=do_sample))
 
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("tree", [TreeConfig(2, 0, 1), TreeConfig(3, 1, 1), TreeConfig(5, 1, 3)], ids=str)
+    def test_of_small_trees(self, tree, do_sample, target, drafter):
+        """Down to one node: the number of a single place must not be read either."""
+        assert_waits(rounds(target, drafter, "hybrid", tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
     @pytest.mark.parametrize(("layout", "policy"), [("eagle2", "hybrid"), ("eagle3", "router"), ("eagle3", "full")])
     def test_of_eagle_heads(self, layout, policy, tree, do_sample):
@@ -188,7 +194,7 @@ class TestWaits:
             head = agreeing_head(kind)
             target, drafter = soft(eos_token_id=None), EagleCheckpoint.from_parts(head.config, head.tensors)
             target.generation_config.eos_token_id = None
-        assert_waits(rounds(target, drafter, "hybrid", tree, drafted="auto", max_new_tokens=40))
+        assert_waits(rounds(target, drafter, "auto", tree, drafted="auto", max_new_tokens=40))
 
     @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
     @pytest.mark.parametrize(

@@ -73,11 +73,12 @@ class TreeGrowth:
         count = min(self._config.total_tokens - 1, self._nodes)
         chosen = scores.sort(descending=True, stable=True).indices[:count].sort().values
         place = torch.full((self._nodes + 1,), -1, dtype=torch.int64, device=scores.device)
-        place[chosen] = torch.arange(count, device=scores.device)
+        # By functions: an index of one number would be read back.
+        place.index_copy_(0, chosen, torch.arange(count, device=scores.device))
         # The root's children have the parent −1, which finds the last place, and that holds −1.
-        parents = place[torch.cat(self._parents)[chosen]]
+        parents = place.take(torch.cat(self._parents).take(chosen))
         depths = _depths(tuple(level.shape[0] for level in self._scores), scores.device)
-        return torch.cat(self._token_ids)[chosen], scores[chosen], parents, depths[chosen]
+        return torch.cat(self._token_ids).take(chosen), scores.take(chosen), parents, depths.take(chosen)
 
 
 class DrawnTreeGrowth:
