@@ -17,15 +17,16 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_dynspec import DynSpecAssistant, FrequencyShortlist
+from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FrequencyShortlist, FullShortlist, HybridShortlist
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter
 from hf_dynspec.drafting.expected_speed import RoundCosts
 from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, NotBoundError
+from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor.diagnosis import OWN_POLICY, Diagnosis
 from hf_dynspec.evaluation.doctor.expectations import Profile
-from hf_dynspec.evaluation.doctor.measure import by_turns, diagnose_pair
+from hf_dynspec.evaluation.doctor.measure import _with_own, by_turns, diagnose_pair
 from hf_dynspec.evaluation.doctor.prediction import (
     acceptance_by_step,
     chain_costs,
@@ -38,6 +39,7 @@ from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
 from hf_dynspec.evaluation.doctor.timing import RoundClock, TimedCall, time_forwards
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
+from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.shortlists import as_policy
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
 
@@ -366,6 +368,21 @@ def test_an_assistant_is_diagnosed_and_stays_as_it_was(target, drafter):
     assert diagnosis.sentence in " ".join(str(diagnosis).split())
     assistant.unbind()
     assert vars(target).get("generate") is bound
+
+
+def test_of_an_assistant_that_chooses_every_policy_is_diagnosed():
+    frequent = FrequencyShortlist(size=64)
+    own = AutomaticShortlist([HybridShortlist(), frequent, FullShortlist()])
+    policies = _with_own(own)
+    assert list(policies) == [*POLICIES, f"{OWN_POLICY}.policies[1]"]
+    assert policies[f"{OWN_POLICY}.policies[1]"] is frequent
+
+
+@pytest.mark.parametrize("settings", [DoctorSettings, CoverageSettings, TraceSettings])
+def test_what_is_measured_of_one_policy_is_not_measured_of_a_choice(settings):
+    with pytest.raises(ConfigurationError, match="'auto' chooses by the clock from hybrid, screen, full"):
+        made = settings(policies={"chosen": AutomaticShortlist()})
+        made.policies_by_domain(["code"])
 
 
 def test_a_drafter_that_is_never_right_is_of_no_use(target, monkeypatch):

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,21 @@ def named_policies(policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> d
     if isinstance(policies, Mapping) and policies:
         return dict(policies)
     return {label: parse_policy(text) for label, text in zip(policy_labels(policies), policies, strict=True)}
+
+
+def require_no_choice(policies: Iterable[ShortlistPolicy]) -> None:
+    """Refuse policies that others are chosen from by the clock, for what is measured of one policy.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for policy in policies:
+        parts = [one.name for one, _ in policy.alternatives(None)]
+        if len(parts) > 1:
+            raise ConfigurationError(
+                f"the policy {policy.name!r} chooses by the clock from {', '.join(parts)}, and no one policy can be "
+                "measured in it: name these, each by itself"
+            )
 
 
 def policy_labels(texts: Sequence[str]) -> list[str]:

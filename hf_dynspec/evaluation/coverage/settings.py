@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
 from ..pair import PairSettings, is_temperature
-from ..policy_text import DEFAULT_POLICIES, shorten_paths
+from ..policy_text import DEFAULT_POLICIES, require_no_choice, shorten_paths
 from .domain_policies import policies_by_domain
 
 
@@ -66,7 +66,9 @@ class CoverageSettings(PairSettings):
 
     def policies_by_domain(self, domains: Sequence[str]) -> dict[str, dict[str, ShortlistPolicy]]:
         """See `domain_policies.policies_by_domain`."""
-        return policies_by_domain(self.policies, domains)
+        policies = policies_by_domain(self.policies, domains)
+        require_no_choice(policy for of_domain in policies.values() for policy in of_domain.values())
+        return policies
 
     def to_dict(self) -> dict[str, Any]:
         """See `PairSettings.to_dict`."""

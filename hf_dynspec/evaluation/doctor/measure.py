@@ -159,12 +159,18 @@ def diagnose_assistant(
 
 
 def _with_own(own: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
-    """The policies that are diagnosed unless others are asked for, and an assistant's own where it is none of them."""
+    """The policies that are diagnosed unless others are asked for, and an assistant's own where it is none of them;
+    where it chooses from several, each of these."""
     policies = {name: as_policy(name) for name in POLICIES}
-    is_known = any(
-        type(own) is type(one) and own.settings() == one.settings() and not own.tensors() for one in policies.values()
-    )
-    return policies if is_known else {**policies, OWN_POLICY: own}
+    alternatives = own.alternatives(None)
+    for place, (policy, _) in enumerate(alternatives):
+        is_known = any(
+            type(policy) is type(one) and policy.settings() == one.settings() and not policy.tensors()
+            for one in policies.values()
+        )
+        if not is_known:
+            policies[OWN_POLICY if len(alternatives) == 1 else f"{OWN_POLICY}.policies[{place}]"] = policy
+    return policies
 
 
 def by_turns(prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:

@@ -9,7 +9,7 @@ from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError, shown_value
 from ...shortlists import ShortlistPolicy
 from ..pair import PairSettings, is_temperature
-from ..policy_text import named_policies, shorten_paths
+from ..policy_text import named_policies, require_no_choice, shorten_paths
 from ..tree_text import format_tree, parse_trees
 
 # The policies that need nothing built, nothing trained and no prompt before the call.
@@ -71,6 +71,7 @@ class DoctorSettings(PairSettings):
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
         """See `named_policies`. `full` comes first."""
         named = named_policies(self.policies)
+        require_no_choice(named.values())
         return named if FULL in named else {**named_policies([FULL]), **named}
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import FullShortlist, ShortlistPolicy
 from ..pair import PairSettings, is_temperature
-from ..policy_text import named_policies, shorten_paths
+from ..policy_text import named_policies, require_no_choice, shorten_paths
 from ..prompts import WorkloadPrompt
 from ..tree_text import parse_trees
 
@@ -65,6 +65,7 @@ class TraceSettings(PairSettings):
             ConfigurationError: it is `full`, or no policy.
         """
         ((label, policy),) = named_policies(self.policies).items()
+        require_no_choice([policy])
         if isinstance(policy, FullShortlist):
             raise ConfigurationError(
                 "the policy 'full' holds every token, so there is nothing to trace: name another one, such as "
