@@ -241,8 +241,9 @@ class RetrievalState(ShortlistState):
         self._first_slots = torch.cat([core, core[:1].expand(policy.dynamic)])
         self._first_occupied = torch.arange(self._first_slots.shape[0], device=core.device) < core.shape[0]
         self._cache = CACHES[policy.cache](len(self._displaceable) + policy.dynamic)
+        self._cache.fill(self._displaceable)
         self._version = 0
-        self._clear()
+        self._show(self._first_slots, self._first_occupied, replaced=None)
         self._takes_prompts = policy.prompt_positions > 0
         rows = vocabulary.target_rows
         semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
@@ -260,11 +261,11 @@ class RetrievalState(ShortlistState):
         # microseconds old.
         self._is_taken_up = False
 
-    def _clear(self, replaced: torch.Tensor | None = None) -> None:
-        """Begin with the core. `replaced` as in a shortlist."""
-        self._cache.fill(self._displaceable)
-        self._slots, self._occupied = self._first_slots, self._first_occupied
-        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=replaced)
+    def _show(self, slots: torch.Tensor, occupied: torch.Tensor, replaced: torch.Tensor | None) -> None:
+        """Go on with these slots, of which the replaced ones are new (None: the first there are)."""
+        self._slots, self._occupied = slots, occupied
+        self._version += replaced is not None
+        self._shortlist = Shortlist(slots, self._version, occupied=occupied, replaced=replaced)
 
     def begin_round(self) -> None:
         self._is_taken_up = False
@@ -284,18 +285,19 @@ class RetrievalState(ShortlistState):
         changes = [one for one in taken if one]
         if not changes:
             return
+        slots, occupied = self._slots, self._occupied
         for places, token_ids in changes:
-            self._slots = self._slots.index_copy(0, places, token_ids)
-            self._occupied = self._occupied.index_fill(0, places, True)
-        self._version += 1
-        replaced = torch.cat([places for places, _ in changes])
-        self._shortlist = Shortlist(self._slots, self._version, occupied=self._occupied, replaced=replaced)
+            slots = slots.index_copy(0, places, token_ids)
+            occupied = occupied.index_fill(0, places, True)
+        self._show(slots, occupied, torch.cat([places for places, _ in changes]))
 
     def restart(self) -> None:
         self._worker.finish()
         self._cache.clear()
-        self._version += 1
-        self._clear(torch.arange(self._kept, self._slots.shape[0], device=self._slots.device))
+        self._cache.fill(self._displaceable)
+        if self._slots is not self._first_slots:
+            replaced = torch.arange(self._kept, self._slots.shape[0], device=self._slots.device)
+            self._show(self._first_slots, self._first_occupied, replaced)
 
     def observe_prompt(self, prompt: Prompt) -> None:
         if not self._takes_prompts:
