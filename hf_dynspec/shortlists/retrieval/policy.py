@@ -61,7 +61,9 @@ class RetrievalShortlist(ShortlistPolicy):
         successors: tokens that are taken from the graph for each of the others.
         prompt_positions: take the target's likeliest tokens at the last so many positions of the prompt, too.
         displaceable: so many tokens of the core, the rarest, give their places to retrieved ones where those of
-            `dynamic` are full, the rarest first. There are never more than `size + dynamic` rows.
+            `dynamic` are full, the rarest first. There are never more than `size + dynamic` rows. With 768 and 150
+            likely tokens in place of none and 100, drafts of German text, of which the ranking had seen nothing, kept
+            98.8% of the full vocabulary's acceptance length in place of 95.8% (model_cards/measured-pair.md).
         synchronous: retrieve in the thread that generates, so that every run is the same.
 
     Raises:
