@@ -16,6 +16,7 @@ from models import VOCABULARY, perturbed, prompt, tiny
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
 from hf_dynspec.protocol import BackgroundWork, HeadRows, Prompt, Verdict, VocabularyInfo
 from hf_dynspec.shortlists.retrieval import index as index_module
+from hf_dynspec.shortlists.retrieval.cache import CACHES
 from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
 from hf_dynspec.shortlists.retrieval.retriever import Retriever
@@ -36,7 +37,7 @@ def vocabulary(rows: torch.Tensor | None = None) -> VocabularyInfo:
 
 
 def policy(**settings) -> RetrievalShortlist:
-    return RetrievalShortlist(**{"size": CORE, "dynamic": 16, "synchronous": True, **settings})
+    return RetrievalShortlist(**{"size": CORE, "dynamic": 16, "displaceable": 0, "synchronous": True, **settings})
 
 
 def verdict(verified: list[int], missed: list[int] = (), top_ids: list[list[int]] | None = None, states=None):
@@ -138,6 +139,38 @@ def test_a_new_text_begins_with_the_core():
     assert held(state) == {110, 111}
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_retrieved_tokens_displace_the_rarest_of_the_core_where_there_are_more_than_places(cache):
+    state = policy(likely=2, dynamic=3, displaceable=5, cache=cache).start(vocabulary())
+    core = policy().core_ids(vocabulary()).tolist()
+
+    def on_shortlist() -> set[int]:
+        state.begin_round()
+        ids = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).ids().tolist()
+        assert len(set(ids)) == len(ids) <= CORE + 3
+        return set(ids)
+
+    assert on_shortlist() == set(core)
+    # One that may be displaced is no other token where it is retrieved, and stays for longer than those before it.
+    state.observe(verdict([core[-1]], top_ids=[[90, 91]]))
+    assert on_shortlist() == {*core, 90, 91}
+    state.observe(verdict([92], top_ids=[[93, 94]]))
+    assert on_shortlist() == {*core, 90, 91, 92, 93, 94} - set(core[-3:-1])
+    for first in range(100, 130, 3):
+        state.observe(verdict([first], top_ids=[[first + 1, first + 2]]))
+    assert set(core[:-5]) <= on_shortlist() and len(on_shortlist()) == CORE + 3
+    version = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version
+    state.restart()
+    assert on_shortlist() == set(core) and state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version > version
+
+
+def test_the_eos_ids_are_never_displaced():
+    state = policy(size=4, dynamic=1, displaceable=100, likely=1).start(vocabulary())
+    for token_id in range(100, 140):
+        state.observe(verdict([token_id], top_ids=[[token_id + 50]]))
+    assert len(held(state)) == 3
+
+
 def test_without_a_core_there_are_the_eos_ids():
     state = policy(size=0, likely=1).start(vocabulary())
     state.begin_round()
@@ -164,6 +197,7 @@ def test_the_papers_setting():
         "neighbours": 10,
         "successors": 8,
         "prompt_positions": 0,
+        "displaceable": 0,
         "synchronous": False,
     }
 

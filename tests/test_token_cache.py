@@ -194,3 +194,19 @@ def test_a_cleared_cache_is_a_new_one(kind):
         new.advance()
         assert used.take_changes() == new.take_changes()
         assert used.slots() == new.slots()
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_filled_cache_gives_up_the_last_tokens_first(kind):
+    cache = CACHES[kind](6)
+    cache.fill([10, 11, 12, 13])
+    assert cache.slots() == {0: 10, 1: 11, 2: 12, 3: 13} and cache.take_changes() == {}
+    cache.add([20, 21])
+    assert set(cache.take_changes().values()) == {20, 21} and len(cache) == 6
+    cache.add([13, 22])
+    assert cache.take_changes() == {2: 22}
+    cache.add([23])
+    assert cache.take_changes() == {1: 23}
+    assert set(cache.slots().values()) == {10, 13, 20, 21, 22, 23}
+    cache.clear()
+    assert cache.slots() == {}

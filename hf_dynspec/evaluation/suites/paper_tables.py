@@ -77,7 +77,7 @@ _DYNASPEC = Row("DynaSpec", "router:${router}", needs=("router",))
 _MICROSPEC = Row("MicroSpec", "in_context:window=3072")
 _HYBRID = Row("hybrid (this package's default)", "hybrid:${ranking}")
 # The retrieval of the paper's table 5, and with other places for what is retrieved.
-_PRINTED = "size=32000,likely=10,semantic=index,trigger=oov,cache=arc,prompt_positions=0,dynamic="
+_PRINTED = "size=32000,likely=10,semantic=index,trigger=oov,cache=arc,prompt_positions=0,displaceable=0,dynamic="
 _RETRIEVAL = "retrieval:${core}${graph}" + _PRINTED
 _EVOSPEC = Row("EvoSpec, as printed", _RETRIEVAL + "256", alignment="paper")
 _OWN_EVOSPEC = Row("EvoSpec, this package's settings", "retrieval:${core}${graph}size=32768", alignment="default")

@@ -9,6 +9,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 
 class TokenCache(ABC):
@@ -29,6 +30,17 @@ class TokenCache(ABC):
 
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._slot_of
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        """Take in the first tokens of an empty cache, each in the slot of its own number, as if they had been asked
+        for long ago, the last of them first. That is no change.
+
+        Args:
+            token_ids: distinct ids, at most as many as there are places.
+        """
+        for token_id in token_ids:
+            self._place(token_id)
+        self._changed.clear()
 
     def advance(self, steps: int = 1) -> None:  # noqa: B027
         """Let decoding steps go by."""
@@ -95,6 +107,11 @@ class RecencyFrequencyCache(TokenCache):
         # Mentioned since the changes were taken, in order.
         self._mentioned: dict[int, None] = {}
 
+    def fill(self, token_ids: Sequence[int]) -> None:
+        super().fill(token_ids)
+        # Worth nothing, the last of them least: of equals those stay that came first.
+        self._worth.update(dict.fromkeys(token_ids, 0.0))
+
     def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
         if weights is None:
             weights = [self._unweighted] * len(token_ids)
@@ -111,12 +128,16 @@ class RecencyFrequencyCache(TokenCache):
 
     def take_changes(self) -> dict[int, int]:
         # Whoever is neither held nor mentioned was worth less before, and has faded as much as all.
-        wanted = heapq.nlargest(self.capacity, {**self._slot_of, **self._mentioned}, key=self._worth.__getitem__)
+        new = [token_id for token_id in self._mentioned if token_id not in self._slot_of]
         self._mentioned.clear()
-        for token_id in self._slot_of.keys() - set(wanted):
+        surplus = max(0, len(self._slot_of) + len(new) - self.capacity)
+        # Few of many, and of equals the last.
+        one_by_one = chain(reversed(new), reversed(self._slot_of))
+        worthless = set(heapq.nsmallest(surplus, one_by_one, key=self._worth.__getitem__))
+        for token_id in worthless & self._slot_of.keys():
             self._evict(token_id)
-        for token_id in wanted:
-            if token_id not in self._slot_of:
+        for token_id in new:
+            if token_id not in worthless:
                 self._place(token_id)
         self._forget_worthless()
         return super().take_changes()
@@ -153,6 +174,10 @@ class GuardedCache(TokenCache):
         self._residency = residency
         self._step = 0
         self._inserted_at: dict[int, int] = {}
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        super().fill(token_ids)
+        self._inserted_at.update(dict.fromkeys(token_ids, self._step - self._residency))
 
     def advance(self, steps: int = 1) -> None:
         self._step += steps
@@ -209,6 +234,10 @@ class LeastRecentlyUsedCache(GuardedCache):
         super().__init__(capacity, most_insertions, residency)
         self._recent: OrderedDict[int, None] = OrderedDict()
 
+    def fill(self, token_ids: Sequence[int]) -> None:
+        super().fill(token_ids)
+        self._recent.update(dict.fromkeys(reversed(token_ids)))
+
     def clear(self) -> None:
         super().clear()
         self._recent.clear()
@@ -262,6 +291,10 @@ class AdaptiveReplacementCache(GuardedCache):
         self._ghosts_of_again: OrderedDict[int, None] = OrderedDict()
         self._events = 0
         self.target_size = capacity / 2
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        super().fill(token_ids)
+        self._once.update(dict.fromkeys(reversed(token_ids)))
 
     def clear(self) -> None:
         super().clear()
