@@ -5,24 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    JsonFile,
-    Limit,
-    MaxPromptTokens,
-    MorePrompts,
-    ResultsFile,
-    Seed,
-    Threads,
-    about,
-    command_line,
-    progress_bar,
-    wide_console,
-)
+from . import options
+from .common import ResultsFile, about, command_line, progress_bar, wide_console
 from .running import claim_file
 
 
@@ -30,16 +14,14 @@ def doctor(
     *,
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the model to speed up.")] = None,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
-    ] = None,
-    allow_pickle: AllowPickle = False,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHead = None,
+    allow_pickle: options.AllowPickle = False,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE...", help="JSON lines, as for bench. Default: a few texts of several kinds."),
     ] = None,
-    more: MorePrompts = None,
+    more: options.MorePrompts = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,19 +32,19 @@ def doctor(
     tree: Annotated[
         str, typer.Option(metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="The shape of the trees; none leaves them out.")
     ] = "default",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 50,
     num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain to expect the speed of.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens for each prompt that speeds are expected for.")] = 128,
     seconds: Annotated[float, typer.Option(help="About how long to measure, after the models are loaded.")] = 90.0,
-    limit: Limit = None,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
+    limit: options.Limit = None,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json_file: options.JsonFile = None,
     config: Annotated[
         tuple[str, str] | None,
         typer.Option(
@@ -120,26 +102,12 @@ def doctor(
     from ..evaluation.prompts import read_workload
 
     files = [*(prompts or []), *(more or [])]
-    settings = DoctorSettings(
-        target=target,
-        drafter=drafter,
-        eagle=eagle,
-        allow_pickle=allow_pickle,
+    settings = options.settings_of(
+        context,
+        DoctorSettings,
         prompts=files,
         policies=policy or POLICIES,
         tree=None if tree == "none" else tree,
-        temperature=temperature,
-        top_k=top_k,
-        num_assistant_tokens=num_assistant_tokens,
-        max_new_tokens=max_new_tokens,
-        seconds=seconds,
-        limit=limit,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        seed=seed,
     )
     claim_file(context, json_file, "--json")
     workload = read_workload(files, limit) if files else None

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import (
-    Out,
-    Text,
-    TextField,
-    Tokenizer,
+from . import options
+from .building import (
     command_text,
     counting_bar,
     describe_inputs,
@@ -35,14 +32,14 @@ if TYPE_CHECKING:
 def graph(
     *,
     context: typer.Context,
-    tokenizer: Tokenizer,
-    out: Out,
-    text: Text = None,
+    tokenizer: options.Tokenizer,
+    out: options.Out,
+    text: options.Text = None,
     more: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[PATH]...", help="More files for --text, so that shells can expand *."),
     ] = None,
-    text_field: TextField = "text",
+    text_field: options.TextField = "text",
     held_out: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Repeatable. Other files and folders, which the graph is only judged by."),
@@ -50,9 +47,7 @@ def graph(
     minimum_count: Annotated[int, typer.Option(min=1, help="How often an edge's bigram was seen at least.")] = 5,
     threshold: Annotated[float, typer.Option(help="The probability of an edge at least.")] = 1e-4,
     largest_degree: Annotated[int, typer.Option(min=1, max=1024, help="Edges of one token at most.")] = 64,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that count text. Default: one per core, at most 8.")
-    ] = None,
+    processes: options.Processes = None,
     memory: Annotated[
         int,
         typer.Option(
@@ -62,9 +57,7 @@ def graph(
             "MiB, and 150 for each process.",
         ),
     ] = 1024,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the artifact and drop unfinished counts in the folder.")
-    ] = False,
+    overwrite: options.OverwriteCounts = False,
 ) -> None:
     """Build the token co-occurrence graph: the likeliest successors of each token in text (EvoSpec).
 
