@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .common import ResultsFile, about, command_line, progress_bar, tell_notes, wide_console
-from .running import claim_file
+from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.bench.result import BenchmarkResult
@@ -75,7 +74,6 @@ def bench(
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
     from ..evaluation.bench.settings import BenchmarkSettings
-    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
@@ -91,15 +89,9 @@ def bench(
         temperatures=temperature or [0.0],
         measure_coverage=not skip_coverage,
     )
-    claim_file(context, json_file, "--json")
-    claim_file(context, plot, "--plot")
-    if plot is not None:
-        require_plot_file(plot)
+    results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
-
-    results = ResultsFile(json_file)
-
     with progress_bar() as report:
         result = run_benchmark(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))

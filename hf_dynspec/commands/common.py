@@ -9,13 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .running import describe_os_error, end_interrupted, raise_lost_interrupt
+from .running import claim_file, describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 # Of tables in a file or a pipe, which are taken to have 80 columns where nothing says otherwise.
 WIDTH_OF_FILES = 180
+
+
+def claim_results(context: typer.Context, json_file: Path | None, plot: Path | None = None) -> "ResultsFile":
+    """The file of a measurement's results. It and its plot are kept from other commands, and what could not be written
+    is refused before any work.
+
+    Raises:
+        ConfigurationError: see `claim_file` and `require_plot_file`.
+    """
+    from ..evaluation.plots import require_plot_file
+
+    claim_file(context, json_file, "--json")
+    claim_file(context, plot, "--plot")
+    if plot is not None:
+        require_plot_file(plot)
+    return ResultsFile(json_file)
 
 
 class ResultsFile:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options
-from .common import ResultsFile, about, command_line, progress_bar, tell_notes, wide_console
-from .running import claim_file
+from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.coverage.result import CoverageResult
@@ -65,21 +64,14 @@ def coverage(
     from ..evaluation.coverage.plot import write_plot
     from ..evaluation.coverage.report import to_dict
     from ..evaluation.coverage.settings import CoverageSettings
-    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
     files = [*prompts, *(more or [])]
     settings = options.settings_of(context, CoverageSettings, prompts=files, policies=policy or DEFAULT_POLICIES)
-    claim_file(context, json_file, "--json")
-    claim_file(context, plot, "--plot")
-    if plot is not None:
-        require_plot_file(plot)
+    results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
-
-    results = ResultsFile(json_file)
-
     with progress_bar() as report:
         result = measure_coverage(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))

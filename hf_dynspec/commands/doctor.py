@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .common import ResultsFile, about, command_line, progress_bar, wide_console
-from .running import claim_file
+from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
 
 
 def doctor(
@@ -79,13 +78,13 @@ def doctor(
     }
     if config is not None:
         given = {"--target": target, "--drafter": drafter, "--eagle": eagle, "--prompts": prompts or more}
-        claim_file(context, json_file, "--json")
+        results = claim_results(context, json_file)
         _require_machine(machine, given)
         estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
         _print_estimate(
             config,
             tuple(machine.values()),
-            ResultsFile(json_file),
+            results,
             command_line(context),
             num_assistant_tokens=num_assistant_tokens,
             cached_tokens=cached_tokens,
@@ -109,9 +108,9 @@ def doctor(
         policies=policy or POLICIES,
         tree=None if tree == "none" else tree,
     )
-    claim_file(context, json_file, "--json")
+    results = claim_results(context, json_file)
     workload = read_workload(files, limit) if files else None
-    words, results = command_line(context), ResultsFile(json_file)
+    words = command_line(context)
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
     results.save(lambda: diagnosis.to_dict(words))
