@@ -7,22 +7,27 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from click.testing import Result
 from models import VOCABULARY, perturbed, tiny, word_tokenizer
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.commands import app
 from hf_dynspec.commands.common import Pace, duration
-from hf_dynspec.commands.running import _noted_interrupts, describe_os_error, raise_lost_interrupt
+from hf_dynspec.commands.running import Commands, _noted_interrupts, describe_os_error, raise_lost_interrupt
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.tables import FittedTable
+from hf_dynspec.files import replacing
 from hf_dynspec.shortlists import POLICIES, as_policy
 
 ROOT = Path(__file__).parents[1]
@@ -336,33 +341,75 @@ main()
     assert done.stderr.splitlines()[-1].startswith("interrupted: ")
 
 
-@pytest.mark.parametrize("error", ["SafetensorError", "OSError", "RuntimeError", "DynSpecError"])
+def interrupted_in_process(work) -> Result:
+    """What comes of a command that hears an interrupt. It runs here, as tests are run by a main thread too."""
+    commands = typer.Typer(cls=Commands)
+    commands.callback()(lambda: None)
+    commands.command("work")(work)
+    result = CliRunner().invoke(commands, ["work"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return result
+
+
+class Panic(BaseException):
+    """Such as code compiled from Rust raises: no Exception."""
+
+
+@needs_signals
+@pytest.mark.parametrize(
+    "error",
+    [SafetensorError, OSError, RuntimeError, DynSpecError, Panic, lambda _: typer.Exit(1), lambda _: typer.Abort()],
+)
 def test_an_interrupt_that_a_library_takes_for_an_error_is_told_and_loses_nothing(tmp_path, error):
     """As code in other languages does with what Python raises within a call of it."""
-    code = f"""
-import os, signal
-from pathlib import Path
-from safetensors import SafetensorError
-from hf_dynspec.commands import app, main
-from hf_dynspec.errors import DynSpecError
-from hf_dynspec.files import replacing
-
-@app.command()
-def work() -> None:
-    with replacing(Path({str(tmp_path / "kept")!r})) as scratch:
-        scratch.write_text("half")
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(100): pass
-        except BaseException as raised:
-            raise {error}(f"while writing: {{raised!r}}") from None
-
-main()
-"""
     (tmp_path / "kept").write_text("whole")
-    done = subprocess.run([sys.executable, "-c", code, "work"], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 130 and done.stderr.splitlines()[-1].startswith("interrupted: "), done.stderr
+
+    def work() -> None:
+        with replacing(tmp_path / "kept") as scratch:
+            scratch.write_text("half")
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException as raised:
+                raise error(f"while writing: {raised!r}") from None
+
+    result = interrupted_in_process(work)
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1].startswith("interrupted: ")
     assert [one.name for one in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "whole"
+
+
+@needs_signals
+def test_an_interrupt_while_safetensors_reads_is_told(tmp_path, monkeypatch):
+    """Of what is raised while torch looks into a storage it says that the storage has no shape."""
+    save_file({"one": torch.ones(3)}, tmp_path / "file")
+    part, raised = torch.UntypedStorage.__getitem__, []
+
+    def interrupted_part(storage, index):
+        if isinstance(index, int):
+            signal.raise_signal(signal.SIGINT)
+        return part(storage, index)
+
+    def work() -> None:
+        with monkeypatch.context() as patch, safe_open(tmp_path / "file", "pt") as file:
+            patch.setattr(torch.UntypedStorage, "__getitem__", interrupted_part)
+            try:
+                file.get_tensor("one")
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+    result = interrupted_in_process(work)
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1].startswith("interrupted: ")
+    assert not isinstance(raised[0], KeyboardInterrupt)
+
+
+@needs_signals
+def test_a_command_that_ends_well_in_spite_of_an_interrupt_has_ended_well():
+    def work() -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise typer.Exit
+
+    assert interrupted_in_process(work).exit_code == 0
 
 
 # What the operating system refuses -----------------------------------------------------------------------------------
