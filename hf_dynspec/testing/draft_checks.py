@@ -8,32 +8,25 @@ import torch
 
 from ..assistant import DynSpecAssistant
 from ..drafting.tree_config import TreeConfig
-from ..protocol import Needs, VocabularyInfo
+from ..protocol import VocabularyInfo
 from ..shortlists import FrequencyShortlist, InContextShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
-from ..shortlists.base import start_state
+from ..shortlists.forwarding import ForwardingPolicy
 from .case import NEW_TOKENS, PolicyCase
 
 _SHAPES = {"chains": False, "trees": TreeConfig(12, 2, 4)}
 
 
-class _Counted(ShortlistPolicy):
-    """Passes on, and counts what becomes of the states."""
+class _Counted(ForwardingPolicy):
+    """Counts what becomes of the states."""
 
     name = "counted"
 
     def __init__(self, policy: ShortlistPolicy):
-        self._policy = policy
+        super().__init__(policy)
         self.started = self.closed = self.rows_followed = 0
 
-    @property
-    def needs(self) -> Needs:
-        return self._policy.needs
-
-    def new_memory(self) -> Any:
-        return self._policy.new_memory()
-
     def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> ShortlistState:
-        state = start_state(self._policy, vocabulary, memory)
+        state = super().start(vocabulary, memory)
         self.started += 1
         state.close = self._counting("closed", state.close)
         state.follow_weights = self._counting("rows_followed", state.follow_weights)
