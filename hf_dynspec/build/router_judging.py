@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..shortlists.router.clusters import ClusterShortlist
 from ..shortlists.router.policy import SCHEDULES, RouterShortlist
-from .draft_steps import Recording
+from .recording import Recording
 from .router_networks import Embed
 
 # Held-out steps that are judged at a time, each with as many numbers as clusters, and as the square of the draws.

@@ -11,9 +11,9 @@ from ..errors import ConfigurationError
 from ..loading import shared_vocabulary_size
 from ..shortlists.router.clusters import ClusterShortlist
 from ..vocabulary import fingerprint_tokenizer, require_same_tokenizer
-from .draft_steps import Windows
 from .frequency import rank
 from .inputs import describe_model
+from .windows import Windows
 
 
 class RouterPair:

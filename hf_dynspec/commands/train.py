@@ -121,7 +121,7 @@ def router(
 
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
-    from ..build.draft_steps import RecordingSettings
+    from ..build.recording import RecordingSettings
     from ..build.router_judging import held_out_figures, settle
     from ..build.router_pair import RouterPair
     from ..build.router_training import TrainingSettings

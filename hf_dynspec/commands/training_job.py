@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from ..build.corpus import Corpus
-    from ..build.draft_steps import Recording, RecordingSettings, StepRecorder, Windows
+    from ..build.draft_steps import StepRecorder
+    from ..build.recording import Recording, RecordingSettings
     from ..build.router_judging import HeldOutFigures
     from ..build.router_pair import RouterPair
     from ..build.router_training import TrainingSettings, TrainingState
+    from ..build.windows import Windows
     from ..shortlists.router import Router
 
-CLUSTERS_FILE, TRAINING_FILE = "clusters.safetensors", "training.safetensors"
+_WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "training.safetensors"
 
 
 class TrainingJob:
@@ -38,8 +40,9 @@ class TrainingJob:
         self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", rounds: bool
     ) -> "tuple[Windows, Recording]":
         """Sample the texts and record the draft steps along them, or of rounds after their beginnings."""
-        from ..build.draft_steps import STEPS_FORMAT, sample_windows, windows_of
         from ..build.inputs import describe_files, describe_tokenizer
+        from ..build.recording import STEPS_FORMAT
+        from ..build.windows import sample_windows, windows_of
 
         pair = self._pair
         size = settings.bytes_on_disk(pair.drafter.head.weight.shape[1])
@@ -69,7 +72,7 @@ class TrainingJob:
                 )
 
             with self._accelerator.main_process_first():
-                windows = windows_of(self._work, job, sample)
+                windows = windows_of(self._work / _WINDOWS, job, sample)
             recording = self._recorder(settings, rounds).record(
                 windows,
                 process=self._accelerator.process_index,
@@ -107,7 +110,7 @@ class TrainingJob:
         clusters = torch.zeros(pair.vocabulary_size, dtype=torch.int64)
         if self._accelerator.is_main_process:
             with self._progress() as report:
-                file = self._work / CLUSTERS_FILE
+                file = self._work / _CLUSTERS
                 clusters = kept_clusters(
                     file, weight, count, pair.vocabulary_size, self._seed, report, balanced=balanced
                 )
@@ -133,7 +136,7 @@ class TrainingJob:
             self._pair.drafter.embed,
             is_pinned,
             settings,
-            self._work / TRAINING_FILE,
+            self._work / _TRAINING,
             self._accelerator,
         )
         with self._progress() as report:
@@ -169,7 +172,7 @@ def describe_kept(work: Path, fix: str) -> str:
     """What a run that is stopped leaves, which the next one goes on with."""
     shards = len(list(work.glob("steps-*.safetensors")))
     kept = [f"{shards} part{'' if shards == 1 else 's'} of the draft steps"] if shards else []
-    files = {"the texts": "windows.npz", "the clusters": CLUSTERS_FILE, "training": TRAINING_FILE}
+    files = {"the texts": _WINDOWS, "the clusters": _CLUSTERS, "training": _TRAINING}
     kept += [what for what, name in files.items() if (work / name).exists()]
     if not kept:
         return "nothing was finished yet; run the same command to begin anew"
