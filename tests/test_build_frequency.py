@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
-from hf_dynspec.build import corpus as corpus_module
-from hf_dynspec.build.corpus import plan_corpus, read_unit
+from hf_dynspec.build import texts as texts_module
+from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.frequency import (
     Tally,
     UnitCounts,
@@ -37,6 +37,7 @@ from hf_dynspec.build.frequency import (
     vocabulary_size,
 )
 from hf_dynspec.build.prompts import read_prompts
+from hf_dynspec.build.texts import read_unit
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.vocabulary import fingerprint_tokenizer
@@ -196,7 +197,7 @@ def test_big_files_are_cut_and_small_files_are_put_together(tmp_path):
 
 
 def test_nothing_is_read_in_one_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(texts_module, "PIECE_CHARACTERS", 50)
     text = "é" * 333 + " word" * 100 + "\n" + "tail\n" * 50
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))

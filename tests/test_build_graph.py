@@ -189,15 +189,15 @@ def test_other_text_is_held_against_a_graph(tokenizer, tmp_path, memory):
 @pytest.mark.parametrize("piece", [3, 20])
 def test_a_text_in_many_pieces_is_one_text(tokenizer, tmp_path, monkeypatch, piece):
     """Also where it goes on in the next unit, behind a unit that holds no piece because a line reaches over it."""
-    from hf_dynspec.build import corpus
+    from hf_dynspec.build import texts
 
-    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(texts, "PIECE_CHARACTERS", piece)
     text = "x" * 90 + "\n" + "( 1024 x )" * 30
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
     for name, unit_bytes in (("a.txt", 7), ("a.txt", 100), ("b.jsonl", 1000)):
         units = plan_corpus([tmp_path / name], unit_bytes=unit_bytes).units
-        pieces = [part.text for unit in units for part in corpus.read_pieces(unit)]
+        pieces = [part.text for unit in units for part in texts.read_pieces(unit)]
         assert "".join(pieces) == text and len(pieces) > 5
         tokens = [token for part in pieces for token in tokenizer.encode(part, add_special_tokens=False)]
         expected = Counter(pairwise(tokens))

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
-from hf_dynspec.build.corpus import CorpusError, plan_corpus
+from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.draft_steps import StepRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import fit_budgets, held_out_figures, largest_budget
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
+from hf_dynspec.build.texts import CorpusError
 from hf_dynspec.build.windows import Windows, sample_windows, windows_of
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter

@@ -33,9 +33,9 @@ from .bigram_runs import (
     sum_equal,
     write_run,
 )
-from .corpus import FilePart, Piece
 from .frequency import another_job, damaged_counts
 from .text_workers import Job, flat, run_jobs, stop_if_asked, token_batches
+from .texts import FilePart, Piece
 
 # Of mixed text in several languages and vocabularies of 150,000 tokens; others have fewer different bigrams.
 _BYTES_PER_TOKEN, _HEAPS_FACTOR, _HEAPS_EXPONENT = 4, 13, 0.75

@@ -17,8 +17,8 @@ import numpy as np
 
 from ..errors import ConfigurationError
 from ..files import replacing, scratch_files
-from .corpus import FilePart
 from .text_workers import Job, flat, run_jobs, token_batches
+from .texts import FilePart
 
 # Added tokens whose names differ only in a number, such as <unused12>, <|reserved_special_token_3|> or <extra_id_7>,
 # are placeholders or codes where there are more of them than this.

@@ -11,8 +11,8 @@ import torch
 
 from ..errors import ConfigurationError
 from ..files import replacing
-from .corpus import CorpusError, FilePart, read_unit
 from .recording import SHORTEST_WINDOW, RecordingSettings
+from .texts import CorpusError, FilePart, read_unit
 
 _BATCH_CHARACTERS = 1 << 20
 

@@ -88,10 +88,10 @@ def evaluate(
     from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods
-    from ..evaluation.suites.paper_tables import paper_table, table_methods
+    from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
     from ..evaluation.suites.settings import SuiteSettings
 
-    given = {name: folder for name, folder in zip(_GIVEN, (ranking, router, coral, graph), strict=True) if folder}
+    given = {name: folder for name, folder in zip(GIVEN, (ranking, router, coral, graph), strict=True) if folder}
     spec = None if table is None else paper_table(table)
     if spec is None and given:
         raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
@@ -122,9 +122,6 @@ def evaluate(
     _run(settings, out, launched, command_line(context))
     if launched.is_main:
         write_results(out, figures)
-
-
-_GIVEN = ("ranking", "router", "coral", "graph")
 
 
 def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> None:

@@ -70,8 +70,8 @@ def frequency(
     run that was stopped continues where it was when the same command is run again.
     """
     from .. import __version__
-    from ..build.corpus import CorpusError
     from ..build.frequency import Tally, rank, vocabulary_size
+    from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -189,8 +189,8 @@ def _count_text(
 
 def _require_prompts(paths: list[Path], text_field: str) -> None:
     """Read all prompts once, so that a malformed line is told before a target is loaded and anything generated."""
-    from ..build.corpus import CorpusError
     from ..build.prompts import read_prompts
+    from ..build.texts import CorpusError
 
     if not sum(1 for _ in read_prompts(paths, text_field)):
         raise CorpusError(f"there are no prompts in {', '.join(map(str, paths))}")

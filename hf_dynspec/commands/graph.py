@@ -68,8 +68,8 @@ def graph(
     """
     from .. import __version__
     from ..build.cooccurrence import BigramCounts, Pruning
-    from ..build.corpus import CorpusError
     from ..build.frequency import vocabulary_size
+    from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_tokenizer
 
     paths = [*(text or []), *(more or [])]
