@@ -24,16 +24,9 @@ from typer.testing import CliRunner
 from hf_dynspec.artifacts import read_artifact, read_graph, rebuild_policy, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.build import bigram_runs
+from hf_dynspec.build.bigram_counts import BigramCounts, count_bigrams, merge_counts, special_ids
 from hf_dynspec.build.bigram_runs import FAN_IN
-from hf_dynspec.build.cooccurrence import (
-    BigramCounts,
-    Pruning,
-    build_graph,
-    count_bigrams,
-    graph_coverage,
-    merge_counts,
-    special_ids,
-)
+from hf_dynspec.build.cooccurrence import Pruning, build_graph, graph_coverage
 from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.frequency import vocabulary_size
 from hf_dynspec.commands import app
@@ -214,7 +207,7 @@ def count_here(tokenizer, unit, index: int, folder: Path) -> bigram_runs.Run:
     """What a process does with a unit, done in this one."""
     from multiprocessing import get_context
 
-    from hf_dynspec.build import cooccurrence, text_workers
+    from hf_dynspec.build import bigram_counts, text_workers
 
     folder.mkdir(exist_ok=True)
     context = get_context("spawn")
@@ -224,7 +217,7 @@ def count_here(tokenizer, unit, index: int, folder: Path) -> bigram_runs.Run:
     )
     try:
         setting = (str(folder), vocabulary_size(tokenizer), special_ids(tokenizer), 1 << 20)
-        return cooccurrence._count_unit(index, unit, *setting)[0]
+        return bigram_counts._count_unit(index, unit, *setting)[0]
     finally:
         text_workers._worker.clear()
         text_workers._worker.update(before)

@@ -14,7 +14,7 @@ from .common import command_line
 from .running import claim_folder, raise_lost_interrupt
 
 if TYPE_CHECKING:
-    from ..build.cooccurrence import BigramCounts
+    from ..build.bigram_counts import BigramCounts
     from ..build.corpus import Corpus
     from ..build.frequency import Tally
 
