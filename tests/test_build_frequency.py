@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
@@ -450,42 +450,10 @@ def test_savings_are_spaced_and_replace_the_file_in_one_step(tmp_path, monkeypat
     assert not tmp_path.exists()
 
 
-RUN_WITH_SMALL_UNITS = """
-import functools, signal, sys
-from hf_dynspec.build import corpus
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    # What a shell starts in the background is to ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
-    main()
-"""
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def stop_between_units(process: subprocess.Popen, state: Path, how: signal.Signals) -> int:
     """Send a signal as soon as the saved state has grown; return how many units were finished by then."""
     before = finished_units(state)
-    while finished_units(state) == before:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(how)
-    process.communicate(timeout=30)
-    assert process.returncode != 0
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, "processes outlived the command"
+    stop_when(lambda: finished_units(state) != before, process, how)
     return finished_units(state)
 
 

@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -408,43 +407,10 @@ def test_counting_processes_start_fast():
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
-RUN_WITH_SMALL_UNITS = """
-import functools, signal, sys
-from hf_dynspec.build import corpus
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    # What a shell starts in the background is to ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
-    main()
-"""
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def stop_between_units(process: subprocess.Popen, folder: Path, how: signal.Signals) -> str:
     """Send a signal as soon as there are more runs; return what the command said."""
     before = set(folder.glob("*.bigrams"))
-    while not set(folder.glob("*.bigrams")) - before:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(how)
-    _, messages = process.communicate(timeout=30)
-    assert process.returncode != 0, "the command ended before it could be stopped; give it more to do"
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, "processes outlived the command"
-    return messages
+    return stop_when(lambda: bool(set(folder.glob("*.bigrams")) - before), process, how)
 
 
 def test_a_stopped_command_continues_and_ends_with_the_same_graph(tokenizer, tokenizer_folder, tmp_path):
