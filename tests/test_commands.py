@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -495,15 +496,17 @@ def test_two_measurements_do_not_write_one_file(folder, tmp_path):
         first.communicate()
 
 
-# A file of the command is too large for the process, as when the disk is full: the system refuses the write.
-LIMITED = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit = int(sys.argv.pop(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-from hf_dynspec.commands import main
-main()
-"""
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system refuses to make a file larger than so many bytes, as it does where the disk is full."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @needs_signals
@@ -513,17 +516,11 @@ main()
 def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, command, limit):
     words = [*writers(folder)[command], tmp_path / "out"]
     words += ["--steps", 1200, "--held-out", 200] if command == "router" else []
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ") and str(tmp_path / "out") in line
+    with largest_file(limit):
+        result = CliRunner().invoke(app, list(map(str, words)))
+    assert isinstance(result.exception, DynSpecError)
+    line = str(result.exception)
+    assert "\n" not in line and str(tmp_path / "out") in line
     assert "File too large; write to another disk" in line
 
 
