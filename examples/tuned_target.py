@@ -12,7 +12,8 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from hf_dynspec.build.corpus import CorpusError, plan_corpus, read_unit
+from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build.texts import CorpusError, read_unit
 from hf_dynspec.files import write_json
 from hf_dynspec.loading import load_model
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,13 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
-from hf_dynspec.build import corpus as corpus_module
-from hf_dynspec.build.corpus import plan_corpus, read_unit
+from hf_dynspec.build import texts as texts_module
+from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.frequency import (
     Tally,
     UnitCounts,
@@ -37,6 +37,7 @@ from hf_dynspec.build.frequency import (
     vocabulary_size,
 )
 from hf_dynspec.build.prompts import read_prompts
+from hf_dynspec.build.texts import read_unit
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.vocabulary import fingerprint_tokenizer
@@ -196,7 +197,7 @@ def test_big_files_are_cut_and_small_files_are_put_together(tmp_path):
 
 
 def test_nothing_is_read_in_one_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(texts_module, "PIECE_CHARACTERS", 50)
     text = "é" * 333 + " word" * 100 + "\n" + "tail\n" * 50
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
@@ -449,42 +450,10 @@ def test_savings_are_spaced_and_replace_the_file_in_one_step(tmp_path, monkeypat
     assert not tmp_path.exists()
 
 
-RUN_WITH_SMALL_UNITS = """
-import functools, signal, sys
-from hf_dynspec.build import corpus
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    # What a shell starts in the background is to ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
-    main()
-"""
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def stop_between_units(process: subprocess.Popen, state: Path, how: signal.Signals) -> int:
     """Send a signal as soon as the saved state has grown; return how many units were finished by then."""
     before = finished_units(state)
-    while finished_units(state) == before:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(how)
-    process.communicate(timeout=30)
-    assert process.returncode != 0
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, "processes outlived the command"
+    stop_when(lambda: finished_units(state) != before, process, how)
     return finished_units(state)
 
 
@@ -798,22 +767,11 @@ def test_arguments_that_do_not_go_together_are_usage_errors(tmp_path, arguments,
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_errors_end_the_real_command_in_one_line(byte_level, tmp_path):
+def test_errors_name_the_file_and_the_line(byte_level, tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"texd": "b"}\n')
-    script = "from hf_dynspec.commands import main; main()"
-    arguments = [
-        "build",
-        "frequency",
-        "--tokenizer",
-        byte_level,
-        "--text",
-        tmp_path / "a.jsonl",
-        "--out",
-        tmp_path / "o",
-    ]
-    process = start(script, *arguments)
-    output, messages = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"error: {tmp_path / 'a.jsonl'}, line 2: no field 'text' or 'turns'; there are ['texd']" in messages
-    assert "Traceback" not in messages + output
+    words = ["--tokenizer", byte_level, "--text", tmp_path / "a.jsonl", "--out", tmp_path / "o"]
+    result = invoke("build", "frequency", *words)
+    assert isinstance(result.exception, DynSpecError)
+    said = f"{tmp_path / 'a.jsonl'}, line 2: no field 'text' or 'turns'; there are ['texd']"
+    assert str(result.exception).startswith(said) and "\n" not in str(result.exception)
     assert not (tmp_path / "o" / "config.json").exists()

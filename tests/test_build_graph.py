@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -24,16 +23,9 @@ from typer.testing import CliRunner
 from hf_dynspec.artifacts import read_artifact, read_graph, rebuild_policy, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.build import bigram_runs
+from hf_dynspec.build.bigram_counts import BigramCounts, count_bigrams, merge_counts, special_ids
 from hf_dynspec.build.bigram_runs import FAN_IN
-from hf_dynspec.build.cooccurrence import (
-    BigramCounts,
-    Pruning,
-    build_graph,
-    count_bigrams,
-    graph_coverage,
-    merge_counts,
-    special_ids,
-)
+from hf_dynspec.build.cooccurrence import Pruning, build_graph, graph_coverage
 from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.frequency import vocabulary_size
 from hf_dynspec.commands import app
@@ -189,15 +181,15 @@ def test_other_text_is_held_against_a_graph(tokenizer, tmp_path, memory):
 @pytest.mark.parametrize("piece", [3, 20])
 def test_a_text_in_many_pieces_is_one_text(tokenizer, tmp_path, monkeypatch, piece):
     """Also where it goes on in the next unit, behind a unit that holds no piece because a line reaches over it."""
-    from hf_dynspec.build import corpus
+    from hf_dynspec.build import texts
 
-    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(texts, "PIECE_CHARACTERS", piece)
     text = "x" * 90 + "\n" + "( 1024 x )" * 30
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
     for name, unit_bytes in (("a.txt", 7), ("a.txt", 100), ("b.jsonl", 1000)):
         units = plan_corpus([tmp_path / name], unit_bytes=unit_bytes).units
-        pieces = [part.text for unit in units for part in corpus.read_pieces(unit)]
+        pieces = [part.text for unit in units for part in texts.read_pieces(unit)]
         assert "".join(pieces) == text and len(pieces) > 5
         tokens = [token for part in pieces for token in tokenizer.encode(part, add_special_tokens=False)]
         expected = Counter(pairwise(tokens))
@@ -214,7 +206,7 @@ def count_here(tokenizer, unit, index: int, folder: Path) -> bigram_runs.Run:
     """What a process does with a unit, done in this one."""
     from multiprocessing import get_context
 
-    from hf_dynspec.build import cooccurrence, text_workers
+    from hf_dynspec.build import bigram_counts, text_workers
 
     folder.mkdir(exist_ok=True)
     context = get_context("spawn")
@@ -224,7 +216,7 @@ def count_here(tokenizer, unit, index: int, folder: Path) -> bigram_runs.Run:
     )
     try:
         setting = (str(folder), vocabulary_size(tokenizer), special_ids(tokenizer), 1 << 20)
-        return cooccurrence._count_unit(index, unit, *setting)[0]
+        return bigram_counts._count_unit(index, unit, *setting)[0]
     finally:
         text_workers._worker.clear()
         text_workers._worker.update(before)
@@ -415,43 +407,10 @@ def test_counting_processes_start_fast():
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
-RUN_WITH_SMALL_UNITS = """
-import functools, signal, sys
-from hf_dynspec.build import corpus
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    # What a shell starts in the background is to ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
-    main()
-"""
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def stop_between_units(process: subprocess.Popen, folder: Path, how: signal.Signals) -> str:
     """Send a signal as soon as there are more runs; return what the command said."""
     before = set(folder.glob("*.bigrams"))
-    while not set(folder.glob("*.bigrams")) - before:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(how)
-    _, messages = process.communicate(timeout=30)
-    assert process.returncode != 0, "the command ended before it could be stopped; give it more to do"
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, "processes outlived the command"
-    return messages
+    return stop_when(lambda: bool(set(folder.glob("*.bigrams")) - before), process, how)
 
 
 def test_a_stopped_command_continues_and_ends_with_the_same_graph(tokenizer, tokenizer_folder, tmp_path):

@@ -465,7 +465,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch):
     [
         (("--target", "nowhere"), "name the drafter"),
         (("--drafter", "nowhere"), "name the target"),
-        (("--target", "nowhere", "--drafter", "x", "--eagle", "y"), "name one drafter"),
+        (("--target", "nowhere", "--drafter", "x", "--eagle", "y"), "name a drafter or an EAGLE head, not both"),
         (("--target", "nowhere", "--drafter", "x"), "nowhere"),
         (("--target", "nowhere", "--drafter", "x", "--prompts", "none.jsonl"), "none.jsonl"),
         (("--target", "nowhere", "--drafter", "x", "--policy", "best"), "there is no policy 'best'"),

@@ -16,8 +16,9 @@ from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.draft_rounds import RoundRecorder
-from hf_dynspec.build.draft_steps import Recording, RecordingSettings, Windows, sample_windows
+from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import held_out_figures, largest_budget
+from hf_dynspec.build.windows import Windows, sample_windows
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 from hf_dynspec.evaluation.pair import generation_config

@@ -587,6 +587,6 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
 def test_a_model_with_more_before_its_decoder_is_not_taken_apart(small_weights_are_compiled, monkeypatch):
     """As models of images and text have: their decoder alone would not see the images."""
     target = tiny("llama")
-    assert TargetForward(target)._head is not None
+    assert TargetForward(target)._head.fast(target) is not None
     monkeypatch.setattr(type(target), "get_decoder", lambda self: self.model.layers[0])
-    assert TargetForward(target)._head is None
+    assert TargetForward(target)._head.fast(target) is None

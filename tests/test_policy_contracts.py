@@ -277,7 +277,7 @@ SEEN_THROUGH = {
 
 @pytest.mark.parametrize("says", SEEN_THROUGH)
 def test_check_policy_sees_through(says, monkeypatch):
-    monkeypatch.setattr("hf_dynspec.testing._PATIENCE", 0.2)
+    monkeypatch.setattr("hf_dynspec.testing.policies._PATIENCE", 0.2)
     with pytest.raises(PolicyError, match=says):
         check_policy(SEEN_THROUGH[says]())
 

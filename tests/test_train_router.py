@@ -21,17 +21,13 @@ from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
-from hf_dynspec.build.corpus import CorpusError, plan_corpus
-from hf_dynspec.build.draft_steps import (
-    Recording,
-    RecordingSettings,
-    StepRecorder,
-    Windows,
-    sample_windows,
-    windows_of,
-)
+from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build.draft_steps import StepRecorder
+from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import fit_budgets, held_out_figures, largest_budget
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
+from hf_dynspec.build.texts import CorpusError
+from hf_dynspec.build.windows import Windows, sample_windows, windows_of
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
 from hf_dynspec.protocol import VocabularyInfo
@@ -240,11 +236,11 @@ def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, fold
 
 
 def test_steps_of_another_job_are_not_continued(folder, tmp_path):
-    sample = lambda: windows(folder)  # noqa: E731
-    windows_of(tmp_path, {"data": 1}, sample)
-    assert len(windows_of(tmp_path, {"data": 1}, lambda: pytest.fail("they are there"))) == len(windows(folder))
+    sample, file = lambda: windows(folder), tmp_path / "windows.npz"
+    windows_of(file, {"data": 1}, sample)
+    assert len(windows_of(file, {"data": 1}, lambda: pytest.fail("they are there"))) == len(windows(folder))
     with pytest.raises(ConfigurationError, match="other models, texts or settings"):
-        windows_of(tmp_path, {"data": 2}, sample)
+        windows_of(file, {"data": 2}, sample)
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from ..assistant import DynSpecAssistant
 from ..drafters import Drafter
 from ..protocol import Needs, Shortlist, VocabularyInfo
 from ..shortlists import FullShortlist, ShortlistState
-from .draft_steps import Recording, RecordingSettings, StepRecorder, Windows
+from .draft_steps import StepRecorder
+from .recording import Recording, RecordingSettings
+from .windows import Windows
 
 # The prompt is a window's first quarter: where two tokens of three come from drafts, the steps that a window is to
 # give are there before its text is as long as the window.

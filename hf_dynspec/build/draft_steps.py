@@ -9,286 +9,24 @@ only held-out steps need the target's head. Of the steps after a prefix one is r
 Everything is streamed: windows are sampled while texts are read, and steps are written in shards of bounded size.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..drafters import Drafter
-from ..errors import ConfigurationError
-from ..files import replacing
 from ..kernels import top_k_ids
 from ..modeling.head import PackedRows, finish_logits
 from ..modeling.parts import scale_and_cap
 from ..protocol import Shortlist
-from .corpus import CorpusError, FilePart, read_unit
+from .recording import Recording, RecordingSettings
+from .windows import Windows
 
 # Rows whose logits over the whole vocabulary are held at a time.
 _CHUNK = 128
-_SHORTEST_WINDOW = 16
-_BATCH_CHARACTERS = 1 << 20
-_WINDOWS_FILE = "windows.npz"
-# Of what is recorded: a job of another one is not continued. 2: the target's probabilities are those that it samples
-# by, after what follows its head. 3: held-out steps have hidden states too.
-STEPS_FORMAT = 3
 # What exceeds the inverse of a shortlist's share of the drafter's probability changes nothing.
 _LARGEST_RATIO = 1e4
-
-
-@dataclass(frozen=True)
-class RecordingSettings:
-    """How draft steps are recorded.
-
-    Args:
-        steps: how many draft steps to record for training, at most.
-        held_out: how many besides, from other windows, to judge by.
-        window: tokens of a window, at most. One of `n` tokens gives `n - 1` steps.
-        depth: draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
-        top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
-        target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
-        draws: how many tokens are drawn there from what the drafter says, to tell how many the target accepts.
-        temperature: at which the pair is going to sample, and so at which those tokens are drawn and accepted. At 0,
-            where nothing is drawn, they are those of temperature 1.
-        seed: of the windows, the depths and the draws.
-        of_hidden: record for training what CORAL's router learns from, the drafter's hidden states and how its
-            probability is shared, and not what a draft step starts from, which DynaSpec's reads.
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    steps: int = 500_000
-    held_out: int = 16_384
-    window: int = 384
-    depth: int = 5
-    top_k: int = 10
-    target_top_k: int = 64
-    draws: int = 64
-    temperature: float = 0.8
-    seed: int = 0
-    of_hidden: bool = False
-
-    def __post_init__(self):
-        least = {"window": _SHORTEST_WINDOW, "seed": 0}
-        if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
-            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
-        for name, value in asdict(self).items():
-            if name in ("temperature", "of_hidden"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
-                raise ConfigurationError(
-                    f"{name} must be a whole number of at least {least.get(name, 1)}, got {value!r}"
-                )
-
-    def bytes_on_disk(self, width: int) -> int:
-        """About how many bytes the steps of a drafter with features of `width` numbers take."""
-        step = 2 * width + 4 + 1 + (6 if self.of_hidden else 4) * self.top_k
-        held_out = step + 2 * width + 6 * (self.target_top_k + self.draws)
-        return self.steps * step + self.held_out * held_out
-
-
-# Windows -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """A sample of the windows of a corpus, in random order, and how often each token occurs in the corpus.
-
-    Args:
-        token_ids: int32 `[n]`: the windows, one after another.
-        ends: int64 `[w]`: one past the last token of each.
-        counts: int64 `[V]`: of all texts, also of what was not sampled.
-    """
-
-    token_ids: np.ndarray
-    ends: np.ndarray
-    counts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """int64 `[n]`: the tokens of one window."""
-        start = 0 if index == 0 else self.ends[index - 1]
-        return torch.from_numpy(self.token_ids[start : self.ends[index]].astype(np.int64))
-
-    def covering(self, steps: int, first: int = 0) -> int:
-        """The end of the fewest windows from `first` on that have so many steps, or of all."""
-        lengths = np.diff(self.ends, prepend=0)[first:] - 1
-        return min(len(self), first + int(np.searchsorted(lengths.cumsum(), steps)) + 1)
-
-
-def sample_windows(
-    units: Sequence[tuple[FilePart, ...]],
-    tokenizer: Any,
-    vocabulary_size: int,
-    settings: RecordingSettings,
-    *,
-    text_field: str = "text",
-    report: Callable[[int, int], None] = lambda done, total: None,
-) -> Windows:
-    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps.
-
-    Args:
-        units: from `plan_corpus`.
-        tokenizer: of both models.
-        vocabulary_size: `V`.
-        settings: what is going to be recorded.
-        text_field: as in `plan_corpus`.
-        report: called before each unit with how many are done and how many there are.
-
-    Raises:
-        CorpusError: a unit cannot be read, or no text is long enough for a window.
-    """
-    random = np.random.default_rng(settings.seed)
-    most = (settings.steps + settings.held_out) // (_SHORTEST_WINDOW - 1) + 2
-    # Enough even if all windows were as short as can be; this many, and one text, are what is held.
-    kept: list[np.ndarray] = []
-    counts = np.zeros(vocabulary_size, np.int64)
-    seen = 0
-    for done, unit in enumerate(units):
-        report(done, len(units))
-        for token_ids in _tokenized(unit, tokenizer, text_field):
-            counts += np.bincount(token_ids, minlength=vocabulary_size)
-            for start in range(0, len(token_ids), settings.window):
-                # A copy, which does not keep the whole text.
-                window = token_ids[start : start + settings.window].copy()
-                if len(window) < _SHORTEST_WINDOW:
-                    continue
-                place = seen if len(kept) < most else int(random.integers(0, seen + 1))
-                seen += 1
-                if place < len(kept):
-                    kept[place] = window
-                elif place < most:
-                    kept.append(window)
-    report(len(units), len(units))
-    if len(kept) < 2:
-        raise CorpusError(f"the texts give {len(kept)} windows of {_SHORTEST_WINDOW} tokens or more; two are needed")
-    order = random.permutation(len(kept))
-    enough = np.cumsum([len(kept[index]) - 1 for index in order])
-    order = order[: np.searchsorted(enough, settings.steps + settings.held_out + 2 * settings.window) + 1]
-    lengths = [len(kept[index]) for index in order]
-    return Windows(np.concatenate([kept[index] for index in order]), np.cumsum(lengths), counts)
-
-
-def windows_of(folder: str | Path, job: dict[str, Any], sample: Callable[[], Windows]) -> Windows:
-    """The windows of a job, sampled now or when the job was begun.
-
-    Args:
-        folder: where they are kept, beside the steps recorded from them.
-        job: JSON values that decide what is recorded. A folder of another job is not continued.
-        sample: makes the windows.
-
-    Raises:
-        ConfigurationError: the folder holds another job.
-    """
-    file, described = Path(folder, _WINDOWS_FILE), json.dumps(job, sort_keys=True)
-    if file.exists():
-        with np.load(file, allow_pickle=False) as saved:
-            if str(saved["job"]) != described:
-                raise ConfigurationError(
-                    f"{folder} holds draft steps that were recorded with other models, texts or settings. Run with "
-                    "the same ones to continue, choose another folder, or remove it."
-                )
-            return Windows(saved["token_ids"], saved["ends"], saved["counts"])
-    windows = sample()
-    arrays = {"token_ids": windows.token_ids, "ends": windows.ends, "counts": windows.counts}
-    with replacing(file) as scratch, open(scratch, "wb") as stream:
-        np.savez(stream, **arrays, job=np.array(described))
-    return windows
-
-
-def _tokenized(unit: Sequence[FilePart], tokenizer: Any, text_field: str) -> Iterator[np.ndarray]:
-    """int32 `[n]`: the tokens of each text of a unit; long texts come in several pieces."""
-    texts: list[str] = []
-    characters = 0
-    for piece, _ in read_unit(unit, text_field):
-        texts.append(piece)
-        characters += len(piece)
-        if characters >= _BATCH_CHARACTERS:
-            yield from _tokenize(texts, tokenizer)
-            texts, characters = [], 0
-    if texts:
-        yield from _tokenize(texts, tokenizer)
-
-
-def _tokenize(texts: list[str], tokenizer: Any) -> Iterator[np.ndarray]:
-    for token_ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        yield np.array(token_ids, np.int32)
-
-
-# Recording ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """A folder of draft steps: shards of tensors, to be read one after another.
-
-    Args:
-        folder: where the shards are.
-        train: numbers of the shards to train on.
-        held_out: numbers of those to judge by.
-
-    A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
-    `ShortlistState.observe_draft_inputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; and `depths`
-    uint8 `[n]`. For CORAL (`RecordingSettings.of_hidden`) it has, in place of features, `hidden` fp16 `[n, d]`, which
-    the drafter's head reads, and besides `top_shares` fp16 `[n, L]`, the probabilities of `top_ids` at the
-    temperature, divided by their sum. If it is held out, it has both features and hidden states, and `target_ids`
-    int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable tokens, and `drawn_ids` int32
-    and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution and how many times as probable
-    they are to the target. Probabilities and ratios are 0 where the target rejected the draft before the step, so that
-    nothing depends on it.
-    """
-
-    folder: Path
-    train: range
-    held_out: range
-
-    @property
-    def width(self) -> int:
-        """Numbers of a feature, `d`."""
-        with safe_open(self.path(self.train[0]), "pt") as shard:
-            return shard.get_slice("hidden" if "hidden" in shard.keys() else "features").get_shape()[1]
-
-    def count(self, shards: range) -> int:
-        """How many draft steps some shards have."""
-        total = 0
-        for number in shards:
-            with safe_open(self.path(number), "pt") as shard:
-                total += shard.get_slice("token_ids").get_shape()[0]
-        return total
-
-    def depths(self, shards: range) -> int:
-        """Draft steps of the longest chain in some shards, at least 1."""
-        most = 1
-        for number in shards:
-            with safe_open(self.path(number), "pt") as shard:
-                depths = shard.get_tensor("depths")
-            most = max(most, 1 + int(depths.max()) if depths.numel() else 1)
-        return most
-
-    def shard(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of one shard."""
-        return load_file(self.path(number))
-
-    def shards(self, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of some shards, but for those without a step: texts may end at once."""
-        for number in numbers:
-            shard = self.shard(number)
-            if shard["token_ids"].shape[0]:
-                yield shard
-
-    def path(self, number: int) -> Path:
-        """The file of one shard."""
-        return self.folder / f"steps-{number:05d}.safetensors"
 
 
 class StepRecorder:
@@ -350,7 +88,7 @@ class StepRecorder:
                 for index in shard:
                     report(index, end)
                     parts.append(self.steps(windows[index], index, number in recording.held_out))
-                _write(recording.path(number), parts)
+                recording.write(number, parts)
         report(end, end)
         return recording
 
@@ -482,10 +220,3 @@ class StepRecorder:
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[n, V]`: the drafter's logits of all tokens that its head scores."""
         return self.drafter.head.scores(hidden, self._everything, PackedRows())
-
-
-def _write(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
-    """Write a shard, so that a kill leaves all of it or nothing."""
-    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    with replacing(path) as scratch:
-        save_file(tensors, scratch)

@@ -4,9 +4,7 @@ Sources: FR-Spec (Zhao et al., 2025) ranks tokens by their count in a text corpu
 that counting what the target itself generates calibrates best.
 """
 
-import hashlib
 import json
-import os
 import re
 import time
 from collections import Counter, deque
@@ -19,8 +17,8 @@ import numpy as np
 
 from ..errors import ConfigurationError
 from ..files import replacing, scratch_files
-from .corpus import FilePart
 from .text_workers import Job, flat, run_jobs, token_batches
+from .texts import FilePart
 
 # Added tokens whose names differ only in a number, such as <unused12>, <|reserved_special_token_3|> or <extra_id_7>,
 # are placeholders or codes where there are more of them than this.
@@ -163,21 +161,6 @@ def damaged_counts(file: Path, problem: object) -> ConfigurationError:
     return ConfigurationError(
         f"{file}: the saved counts are damaged ({problem}). Pass --overwrite to count from the beginning."
     )
-
-
-def describe_files(files: Iterable[tuple[str | Path, int]]) -> str:
-    """A digest of paths, sizes and times of last change, to tell whether inputs are still the same."""
-    digest = hashlib.sha256()
-    for path, size in files:
-        digest.update(f"{path}\0{size}\0{os.stat(path).st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def describe_tokenizer(tokenizer: Any) -> str:
-    """A digest of everything that decides how text is cut into tokens, as far as the tokenizer can be written out."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
 def vocabulary_size(tokenizer: Any) -> int:

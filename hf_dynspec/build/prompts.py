@@ -6,19 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .corpus import (
-    COMPRESSIONS,
-    FORMATS,
+from .corpus import COMPRESSIONS, FORMATS, find_files, split_suffix
+from .texts import (
     NAME_IT,
     CorpusError,
     FilePart,
     as_turns,
-    find_files,
     find_turns,
     naming_damage,
     read_json_lines,
     read_parquet,
-    split_suffix,
     text_fields,
 )
 

@@ -1,15 +1,16 @@
 """How a trained router does at held-out draft steps, and how many clusters it should choose at each depth."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from ..shortlists.router.clusters import ClusterShortlist
-from ..shortlists.router.policy import RouterShortlist
-from .draft_steps import Recording
+from ..shortlists.router.policy import SCHEDULES, RouterShortlist
+from .recording import Recording
 from .router_networks import Embed
 
 # Held-out steps that are judged at a time, each with as many numbers as clusters, and as the square of the draws.
@@ -141,6 +142,59 @@ def fit_budgets(
     knots = [ends[np.searchsorted(-slopes, -gains, side="right") - 1] for ends, slopes in hulls]
     columns = [np.interp(np.arange(count), firsts, one) for one in knots]
     return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
+
+
+def settle(
+    recording: Recording,
+    policy: ClusterShortlist,
+    schedule: str,
+    size: float,
+    others: Iterable[tuple[str, ClusterShortlist]],
+    embed: Embed,
+    draftable: torch.Tensor | None = None,
+) -> tuple[ClusterShortlist, dict[str, Any]]:
+    """Give a policy its budgets, and judge it beside its other schedules and other routers with as large shortlists.
+
+    Args:
+        recording, embed, draftable: as for `held_out_figures`.
+        policy: as for `held_out_figures`; its own budgets do not matter.
+        schedule: see `RouterShortlist`; for CORAL's router it does not matter.
+        size: how many tokens the mean shortlist may have.
+        others: routers to judge too, with the names to show.
+
+    Returns:
+        The policy with budgets, and as many clusters as shortlists of this mean size allow; and as JSON values what
+        it then does at the held-out steps, and what the others do.
+    """
+
+    def fill(one: ClusterShortlist) -> ClusterShortlist:
+        return one.with_budget(largest_budget(recording, one, embed, size, draftable))
+
+    compared = []
+    if isinstance(policy, RouterShortlist):
+        budgets = fit_budgets(recording, policy, embed, draftable)
+        schedules = {name: fill(one) for name, one in _with_schedules(policy, budgets).items()}
+        policy = schedules.pop(schedule)
+        compared = [(f"schedule {name}", other) for name, other in schedules.items()]
+    else:
+        policy = fill(policy)
+    compared += [(name, fill(other)) for name, other in others]
+    metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
+    metrics |= vars(held_out_figures(recording, policy, embed, draftable))
+    metrics["compared"] = [
+        {"router": name, **vars(held_out_figures(recording, other, embed, draftable))} for name, other in compared
+    ]
+    return policy, metrics
+
+
+def _with_schedules(policy: RouterShortlist, budgets: torch.Tensor) -> dict[str, RouterShortlist]:
+    """The policy with fitted budgets, by each of the schedules."""
+    return {
+        one: RouterShortlist(
+            policy.router, ranking=policy.ranking, budgets=budgets, **{**policy.settings(), "schedule": one}
+        )
+        for one in SCHEDULES
+    }
 
 
 def _clusters_and_sizes(policy: ClusterShortlist, draftable: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

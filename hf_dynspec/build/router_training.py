@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from ..errors import ConfigurationError
 from ..files import replacing
 from ..shortlists.router.network import Router
-from .draft_steps import Recording
+from .recording import Recording
 from .router_networks import CoralNetwork, DynaSpecNetwork, Embed, RouterNetwork
 
 # Shards whose steps are shuffled together. What is held in memory is these and the batch.

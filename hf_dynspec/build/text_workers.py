@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DynSpecError
-from .corpus import PIECE_CHARACTERS, FilePart, Piece, read_pieces
+from .texts import PIECE_CHARACTERS, FilePart, Piece, read_pieces
 
 # A process hands the tokenizer about this many characters at once, and looks up whether it should stop in between.
 _BATCH_CHARACTERS = 8 * PIECE_CHARACTERS

@@ -1,24 +1,32 @@
 """The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
-but for `common`, `running` and `launched`, which they share."""
+but for `options`, `common`, `running`, `launched`, `building` and `training_job`, which they share."""
 
 from typing import Annotated
 
 import typer
 
 from .bench import bench
-from .build import build_app
 from .clusters import clusters
 from .convert import convert_app
 from .coverage import coverage
 from .doctor import doctor
 from .evaluate import evaluate
 from .export import export_app
+from .frequency import frequency, frequency_import
 from .graph import graph
 from .plot import plot
 from .push import push
 from .running import Commands
 from .trace import trace
 from .train import train_app
+
+build_app = typer.Typer(
+    help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
+)
+build_app.command()(frequency)
+build_app.command("frequency-import")(frequency_import)
+build_app.command()(clusters)
+build_app.command()(graph)
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -29,8 +37,6 @@ app = typer.Typer(
     # Rich's boxes cut the names of options short where the terminal has 80 columns.
     rich_markup_mode=None,
 )
-build_app.command()(clusters)
-build_app.command()(graph)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.add_typer(export_app, name="export")

@@ -5,29 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    JsonFile,
-    Limit,
-    MaxNewTokens,
-    MaxPromptTokens,
-    MorePrompts,
-    Policies,
-    Prompts,
-    ResultsFile,
-    Seed,
-    Target,
-    Threads,
-    about,
-    command_line,
-    progress_bar,
-    wide_console,
-)
-from .running import claim_file
+from . import options
+from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.bench.result import BenchmarkResult
@@ -44,27 +23,16 @@ def _chain_length(value: Any) -> int | str:
 def bench(
     *,
     context: typer.Context,
-    target: Target,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."
-        ),
-    ] = None,
-    allow_pickle: AllowPickle = False,
-    prompts: Prompts,
-    more: MorePrompts = None,
-    policy: Policies = None,
-    chain: Annotated[bool, typer.Option(help="Draft chains.")] = True,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOTAL_TOKENS/DEPTH/TOP_K",
-            help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 128,
+    target: options.Target,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHeads = None,
+    allow_pickle: options.AllowPickle = False,
+    prompts: options.Prompts,
+    more: options.MorePrompts = None,
+    policy: options.Policies = None,
+    chain: options.Chain = True,
+    tree: options.Trees = None,
+    max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[
         Any,
         typer.Option(
@@ -74,25 +42,23 @@ def bench(
             "own then has 5.",
         ),
     ] = 5,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")] = None,
-    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
-    repeats: Annotated[int, typer.Option(help="Times that each system runs each prompt.")] = 3,
-    limit: Limit = None,
+    temperature: options.Temperatures = None,
+    top_k: options.TopK = 50,
+    repeats: options.Repeats = 3,
+    limit: options.Limit = None,
     profile_prompts: Annotated[
         int, typer.Option(help="Prompts of each domain for draft time and coverage, measured apart from speed.")
     ] = 2,
     skip_coverage: Annotated[bool, typer.Option("--skip-coverage", help="Do not measure coverage.")] = False,
-    transformers_assisted: Annotated[bool, typer.Option(help="Run transformers' assisted generation too.")] = True,
-    rivals: Annotated[
-        bool, typer.Option(help="Run transformers' assisted generation by its own defaults, and prompt lookup, too.")
-    ] = True,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
+    transformers_assisted: options.TransformersAssisted = True,
+    rivals: options.Rivals = True,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json_file: options.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw tokens per second as bars: .svg, .png or .pdf.")
     ] = None,
@@ -108,46 +74,24 @@ def bench(
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
     from ..evaluation.bench.settings import BenchmarkSettings
-    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
     files = [*prompts, *(more or [])]
-    settings = BenchmarkSettings(
-        target=target,
-        drafter=drafter,
+    settings = options.settings_of(
+        context,
+        BenchmarkSettings,
         eagle=eagle or [],
-        allow_pickle=allow_pickle,
         chains=chain,
         trees=tree or [],
         prompts=files,
         policies=policy or DEFAULT_POLICIES,
-        max_new_tokens=max_new_tokens,
-        num_assistant_tokens=num_assistant_tokens,
         temperatures=temperature or [0.0],
-        top_k=top_k,
-        repeats=repeats,
-        limit=limit,
-        profile_prompts=profile_prompts,
         measure_coverage=not skip_coverage,
-        transformers_assisted=transformers_assisted,
-        rivals=rivals,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        seed=seed,
     )
-    claim_file(context, json_file, "--json")
-    claim_file(context, plot, "--plot")
-    if plot is not None:
-        require_plot_file(plot)
+    results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
-
-    results = ResultsFile(json_file)
-
     with progress_bar() as report:
         result = run_benchmark(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
@@ -164,11 +108,8 @@ def bench(
 
 def _print(result: "BenchmarkResult", by_domain: bool) -> None:
     from ..evaluation.bench.report import acceptance_table, round_table, speed_table
-    from ..evaluation.pair import INTERRUPTION
 
-    for note in result.notes:
-        if note != INTERRUPTION:  # which is said at the end, with what is kept
-            typer.echo(f"note: {note}", err=True)
+    tell_notes(result.notes)
     if not result.generations:
         return
     console, settings = wide_console(), result.settings

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import Out, command_text, require_free_folder, shorten_name
+from . import options
+from .building import command_text, require_free_folder, shorten_name
 from .common import progress_bar, wide_console
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def clusters(
         ),
     ],
     num_clusters: Annotated[int, typer.Option(min=1, metavar="M", help="How many clusters to make.")],
-    out: Out,
+    out: options.Out,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer. Default: the one beside the model.")
     ] = None,
@@ -39,7 +40,7 @@ def clusters(
     device: Annotated[
         str, typer.Option(help="Where clusters are built: cpu, or such as cuda:0 with a faiss for GPUs.")
     ] = "cpu",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in the folder.")] = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Part the tokens into clusters by spherical k-means over the rows of an LM head (DynaSpec).
 

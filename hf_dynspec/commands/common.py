@@ -1,15 +1,15 @@
-"""What commands have in common: options, the file of results, the progress bar, the console."""
+"""What commands have in common: the command as it was given, the file of results, the progress bar, the console."""
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .running import describe_os_error, end_interrupted, raise_lost_interrupt
+from .running import claim_file, describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,39 +17,21 @@ if TYPE_CHECKING:
 # Of tables in a file or a pipe, which are taken to have 80 columns where nothing says otherwise.
 WIDTH_OF_FILES = 180
 
-Target = Annotated[str, typer.Option(help="Folder or Hub id of the model to speed up.")]
-DrafterModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors.")
-]
-Prompts = Annotated[
-    list[Path], typer.Option(metavar="FILE...", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
-]
-MorePrompts = Annotated[
-    list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompts, so that shells can expand *.")
-]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="Repeatable. hybrid, frequency:size=32768, frequency:ranking=FOLDER, "
-        "frequency:size=1024+in_context:eviction=lru; a class of your own as package.module:Class. "
-        "Default: full, frequency, in_context and hybrid.",
-    ),
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
-Limit = Annotated[int | None, typer.Option(help="Take the first so many prompts of each category of each file.")]
-ChatTemplate = Annotated[
-    bool, typer.Option(help="Make each prompt the user's turn of a chat, for models that expect one.")
-]
-MaxPromptTokens = Annotated[int | None, typer.Option(help="Keep the last so many tokens of longer prompts.")]
-Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16, or auto. Default: float32 on a CPU, else auto.")]
-Device = Annotated[str, typer.Option(help="Where both models run, such as cpu or cuda:0.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Seed = Annotated[int, typer.Option(help="For sampling.")]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures and where they come from.")
-]
+
+def claim_results(context: typer.Context, json_file: Path | None, plot: Path | None = None) -> "ResultsFile":
+    """The file of a measurement's results. It and its plot are kept from other commands, and what could not be written
+    is refused before any work.
+
+    Raises:
+        ConfigurationError: see `claim_file` and `require_plot_file`.
+    """
+    from ..evaluation.plots import require_plot_file
+
+    claim_file(context, json_file, "--json")
+    claim_file(context, plot, "--plot")
+    if plot is not None:
+        require_plot_file(plot)
+    return ResultsFile(json_file)
 
 
 class ResultsFile:
@@ -98,9 +80,15 @@ class ResultsFile:
         end_interrupted(f"{kept}; the same command begins anew")
 
 
-def command_line(context: typer.Context) -> list[str]:
-    """The words of the command as it was given; `provenance` shortens the paths."""
-    words = ["hf-dynspec", context.info_name or ""]
+def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> list[str]:
+    """The words of the command as it was given; `provenance` shortens the paths.
+
+    Args:
+        context: of the command.
+        shown: what the value of an option becomes.
+    """
+    group = context.parent.info_name if context.parent and context.parent.parent else None
+    words = ["hf-dynspec", *([group] if group else []), context.info_name or ""]
     for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
         source = context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE":
@@ -110,11 +98,11 @@ def command_line(context: typer.Context) -> list[str]:
             words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
             continue
         if parameter.nargs > 1:
-            words += [parameter.opts[0], *map(str, value)]
+            words += [parameter.opts[0], *map(shown, value)]
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
             words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
-            words.append(str(item))
+            words.append(shown(item))
     return words
 
 
@@ -198,6 +186,15 @@ def duration(seconds: float) -> str:
         return f"about {max(1, round(seconds))} s"
     minutes = round(seconds / 60)
     return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
+
+
+def tell_notes(notes: Iterable[str]) -> None:
+    """Say what a measurement has to remark."""
+    from ..evaluation.pair import INTERRUPTION
+
+    for note in notes:
+        if note != INTERRUPTION:  # which is said at the end, with what is kept
+            typer.echo(f"note: {note}", err=True)
 
 
 def wide_console() -> "Console":

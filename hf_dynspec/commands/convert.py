@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from . import options
 from .running import claim_folder
 
 convert_app = typer.Typer(
@@ -48,9 +49,7 @@ def eagle(
         int, typer.Option(min=1, help="For speculators: tokens to draft, unless the server is told otherwise.")
     ] = 5,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read a .bin where there are no safetensors, tensors only.")
-    ] = False,
+    allow_pickle: options.AllowPickle = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in OUT.")] = False,
 ) -> None:
     """Convert an EAGLE head. What the other layout cannot express is refused.

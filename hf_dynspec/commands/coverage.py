@@ -5,29 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    JsonFile,
-    Limit,
-    MaxNewTokens,
-    MaxPromptTokens,
-    MorePrompts,
-    Policies,
-    Prompts,
-    ResultsFile,
-    Seed,
-    Target,
-    Threads,
-    about,
-    command_line,
-    progress_bar,
-    wide_console,
-)
-from .running import claim_file
+from . import options
+from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.coverage.result import CoverageResult
@@ -36,17 +15,15 @@ if TYPE_CHECKING:
 def coverage(
     *,
     context: typer.Context,
-    target: Target,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
-    ] = None,
-    allow_pickle: AllowPickle = False,
-    prompts: Prompts,
-    more: MorePrompts = None,
-    policy: Policies = None,
+    target: options.Target,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHead = None,
+    allow_pickle: options.AllowPickle = False,
+    prompts: options.Prompts,
+    more: options.MorePrompts = None,
+    policy: options.Policies = None,
     temperature: Annotated[float, typer.Option(help="Of both models; 0 is greedy.")] = 0.0,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
     recall_k: Annotated[int, typer.Option(help="k of Recall@k: of the target's so many likeliest tokens.")] = 10,
     continuations: Annotated[
@@ -58,14 +35,14 @@ def coverage(
     stream: Annotated[
         bool, typer.Option("--stream", help="Keep what policies have learned from prompt to prompt, in their order.")
     ] = False,
-    limit: Limit = None,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
+    limit: options.Limit = None,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json_file: options.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot mass against shortlist size: .png, .pdf or .svg.")
     ] = None,
@@ -87,42 +64,14 @@ def coverage(
     from ..evaluation.coverage.plot import write_plot
     from ..evaluation.coverage.report import to_dict
     from ..evaluation.coverage.settings import CoverageSettings
-    from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 
     files = [*prompts, *(more or [])]
-    settings = CoverageSettings(
-        target=target,
-        drafter=drafter,
-        eagle=eagle,
-        allow_pickle=allow_pickle,
-        prompts=files,
-        policies=policy or DEFAULT_POLICIES,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        num_assistant_tokens=num_assistant_tokens,
-        recall_k=recall_k,
-        continuations=continuations,
-        draws=draws,
-        stream=stream,
-        limit=limit,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
-    claim_file(context, json_file, "--json")
-    claim_file(context, plot, "--plot")
-    if plot is not None:
-        require_plot_file(plot)
+    settings = options.settings_of(context, CoverageSettings, prompts=files, policies=policy or DEFAULT_POLICIES)
+    results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
-
-    results = ResultsFile(json_file)
-
     with progress_bar() as report:
         result = measure_coverage(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
@@ -137,11 +86,8 @@ def coverage(
 
 def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
     from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables
-    from ..evaluation.pair import INTERRUPTION
 
-    for note in result.notes:
-        if note != INTERRUPTION:  # which is said at the end, with what is kept
-            typer.echo(f"note: {note}", err=True)
+    tell_notes(result.notes)
     if not result.measured:
         return
     console, settings = wide_console(), result.settings

@@ -5,41 +5,22 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    JsonFile,
-    Limit,
-    MaxPromptTokens,
-    MorePrompts,
-    ResultsFile,
-    Seed,
-    Threads,
-    about,
-    command_line,
-    progress_bar,
-    wide_console,
-)
-from .running import claim_file
+from . import options
+from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
 
 
 def doctor(
     *,
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the model to speed up.")] = None,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
-    ] = None,
-    allow_pickle: AllowPickle = False,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHead = None,
+    allow_pickle: options.AllowPickle = False,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE...", help="JSON lines, as for bench. Default: a few texts of several kinds."),
     ] = None,
-    more: MorePrompts = None,
+    more: options.MorePrompts = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,19 +31,19 @@ def doctor(
     tree: Annotated[
         str, typer.Option(metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="The shape of the trees; none leaves them out.")
     ] = "default",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 50,
     num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain to expect the speed of.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens for each prompt that speeds are expected for.")] = 128,
     seconds: Annotated[float, typer.Option(help="About how long to measure, after the models are loaded.")] = 90.0,
-    limit: Limit = None,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
+    limit: options.Limit = None,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    json_file: options.JsonFile = None,
     config: Annotated[
         tuple[str, str] | None,
         typer.Option(
@@ -97,13 +78,13 @@ def doctor(
     }
     if config is not None:
         given = {"--target": target, "--drafter": drafter, "--eagle": eagle, "--prompts": prompts or more}
-        claim_file(context, json_file, "--json")
+        results = claim_results(context, json_file)
         _require_machine(machine, given)
         estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
         _print_estimate(
             config,
             tuple(machine.values()),
-            ResultsFile(json_file),
+            results,
             command_line(context),
             num_assistant_tokens=num_assistant_tokens,
             cached_tokens=cached_tokens,
@@ -120,30 +101,16 @@ def doctor(
     from ..evaluation.prompts import read_workload
 
     files = [*(prompts or []), *(more or [])]
-    settings = DoctorSettings(
-        target=target,
-        drafter=drafter,
-        eagle=eagle,
-        allow_pickle=allow_pickle,
+    settings = options.settings_of(
+        context,
+        DoctorSettings,
         prompts=files,
         policies=policy or POLICIES,
         tree=None if tree == "none" else tree,
-        temperature=temperature,
-        top_k=top_k,
-        num_assistant_tokens=num_assistant_tokens,
-        max_new_tokens=max_new_tokens,
-        seconds=seconds,
-        limit=limit,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        seed=seed,
     )
-    claim_file(context, json_file, "--json")
+    results = claim_results(context, json_file)
     workload = read_workload(files, limit) if files else None
-    words, results = command_line(context), ResultsFile(json_file)
+    words = command_line(context)
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
     results.save(lambda: diagnosis.to_dict(words))

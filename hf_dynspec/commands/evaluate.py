@@ -5,23 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    Limit,
-    MaxNewTokens,
-    MaxPromptTokens,
-    Policies,
-    Seed,
-    Target,
-    Threads,
-    command_line,
-    progress_bar,
-    wide_console,
-)
+from . import options
+from .common import command_line, progress_bar, wide_console
 from .launched import Launched
 from .running import claim_folder, keeps
 
@@ -32,15 +17,10 @@ if TYPE_CHECKING:
 def evaluate(
     *,
     context: typer.Context,
-    target: Target,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."
-        ),
-    ] = None,
-    allow_pickle: AllowPickle = False,
+    target: options.Target,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHeads = None,
+    allow_pickle: options.AllowPickle = False,
     suite: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +44,7 @@ def evaluate(
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files, so that shells can expand *.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of results; a stopped run goes on in it.")],
-    policy: Policies = None,
+    policy: options.Policies = None,
     align: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,33 +55,25 @@ def evaluate(
     router: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: DynaSpec's router.")] = None,
     coral: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: CORAL's router.")] = None,
     graph: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: the co-occurrence graph.")] = None,
-    chain: Annotated[bool, typer.Option(help="Draft chains.")] = True,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOTAL_TOKENS/DEPTH/TOP_K",
-            help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 128,
+    chain: options.Chain = True,
+    tree: options.Trees = None,
+    max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain, of transformers' own too.")] = 5,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")] = None,
-    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Times that each system runs each prompt.")] = 1,
-    limit: Limit = None,
+    temperature: options.Temperatures = None,
+    top_k: options.TopK = 0,
+    repeats: options.Repeats = 1,
+    limit: options.Limit = None,
     profile_prompts: Annotated[
         int, typer.Option(help="Prompts of each domain for a round's time and coverage, measured apart from speed.")
     ] = 2,
-    transformers_assisted: Annotated[bool, typer.Option(help="Run transformers' assisted generation too.")] = True,
-    rivals: Annotated[
-        bool, typer.Option(help="Run transformers' assisted generation by its own defaults, and prompt lookup, too.")
-    ] = True,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
+    transformers_assisted: options.TransformersAssisted = True,
+    rivals: options.Rivals = True,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
     figures: Annotated[bool, typer.Option(help="Draw figures too.")] = True,
 ) -> None:
     """Run a suite of prompts, or measure a paper's table, and write raw lines, tables and figures into a folder.
@@ -116,44 +88,31 @@ def evaluate(
     from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods
-    from ..evaluation.suites.paper_tables import paper_table, table_methods
+    from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
     from ..evaluation.suites.settings import SuiteSettings
 
-    given = {name: folder for name, folder in zip(_GIVEN, (ranking, router, coral, graph), strict=True) if folder}
+    given = {name: folder for name, folder in zip(GIVEN, (ranking, router, coral, graph), strict=True) if folder}
     spec = None if table is None else paper_table(table)
     if spec is None and given:
         raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
     if spec is not None and (policy or align):
         raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
     launched = Launched()
-    settings = SuiteSettings(
-        target=target,
-        drafter=drafter,
+    settings = options.settings_of(
+        context,
+        SuiteSettings,
         eagle=eagle or [],
-        allow_pickle=allow_pickle,
         suite=suite or (spec.suite if spec else "domains"),
-        table=table,
         given=given,
         prompts=[*data, *(more or [])],
         methods=table_methods(spec, given) if spec else make_methods(policy or DEFAULT_POLICIES, align or []),
         chains=chain,
         trees=tree or [],
         temperatures=temperature or (spec.temperatures if spec else [0.0]),
-        top_k=top_k,
-        repeats=repeats,
-        limit=limit,
         recall_k=spec.recall_k if spec else (),
-        profile_prompts=profile_prompts,
         transformers_assisted=transformers_assisted and spec is None,
         rivals=rivals and spec is None,
-        max_new_tokens=max_new_tokens,
-        num_assistant_tokens=num_assistant_tokens,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
         device=launched.own_device(device),
-        threads=threads,
-        seed=seed,
     )
     if figures:
         require_plot_file(out / "figure.png")
@@ -163,9 +122,6 @@ def evaluate(
     _run(settings, out, launched, command_line(context))
     if launched.is_main:
         write_results(out, figures)
-
-
-_GIVEN = ("ranking", "router", "coral", "graph")
 
 
 def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> None:

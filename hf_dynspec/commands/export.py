@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import options
 from .running import claim_file, claim_folder
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ def vllm(
         Path | None,
         typer.Option(metavar="FILE", help="Prompts, as for bench: see that the written head drafts equally on them."),
     ] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read a .bin where there are no safetensors, tensors only.")
-    ] = False,
+    allow_pickle: options.AllowPickle = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Trim an EAGLE-3 head to the first tokens of a ranking, in the layout of speculators, which vLLM reads.

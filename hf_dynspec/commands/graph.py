@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .build import (
-    Out,
-    Text,
-    TextField,
-    Tokenizer,
+from . import options
+from .building import (
     command_text,
     counting_bar,
     describe_inputs,
@@ -27,7 +24,8 @@ from .launched import Launched
 from .running import keeps, raise_lost_interrupt, require_space
 
 if TYPE_CHECKING:
-    from ..build.cooccurrence import BigramCounts, Pruning
+    from ..build.bigram_counts import BigramCounts
+    from ..build.cooccurrence import Pruning
     from ..build.corpus import Corpus
     from ..shortlists import CooccurrenceGraph
 
@@ -35,14 +33,14 @@ if TYPE_CHECKING:
 def graph(
     *,
     context: typer.Context,
-    tokenizer: Tokenizer,
-    out: Out,
-    text: Text = None,
+    tokenizer: options.Tokenizer,
+    out: options.Out,
+    text: options.Text = None,
     more: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[PATH]...", help="More files for --text, so that shells can expand *."),
     ] = None,
-    text_field: TextField = "text",
+    text_field: options.TextField = "text",
     held_out: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Repeatable. Other files and folders, which the graph is only judged by."),
@@ -50,9 +48,7 @@ def graph(
     minimum_count: Annotated[int, typer.Option(min=1, help="How often an edge's bigram was seen at least.")] = 5,
     threshold: Annotated[float, typer.Option(help="The probability of an edge at least.")] = 1e-4,
     largest_degree: Annotated[int, typer.Option(min=1, max=1024, help="Edges of one token at most.")] = 64,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that count text. Default: one per core, at most 8.")
-    ] = None,
+    processes: options.Processes = None,
     memory: Annotated[
         int,
         typer.Option(
@@ -62,9 +58,7 @@ def graph(
             "MiB, and 150 for each process.",
         ),
     ] = 1024,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the artifact and drop unfinished counts in the folder.")
-    ] = False,
+    overwrite: options.OverwriteCounts = False,
 ) -> None:
     """Build the token co-occurrence graph: the likeliest successors of each token in text (EvoSpec).
 
@@ -74,9 +68,10 @@ def graph(
     the same folders; the graph is the same whatever the number of machines and processes.
     """
     from .. import __version__
-    from ..build.cooccurrence import BigramCounts, Pruning
-    from ..build.corpus import CorpusError
+    from ..build.bigram_counts import BigramCounts
+    from ..build.cooccurrence import Pruning
     from ..build.frequency import vocabulary_size
+    from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_tokenizer
 
     paths = [*(text or []), *(more or [])]
@@ -147,7 +142,7 @@ class _Work:
 
     def count(self, title: str, corpus: "Corpus", counts: "BigramCounts", share: tuple[int, int] = (0, 1)) -> None:
         """Count a share of what is unfinished (see `count_bigrams`), below a bar in the process of the first share."""
-        from ..build.cooccurrence import count_bigrams
+        from ..build.bigram_counts import count_bigrams
 
         with _counting(title, counts, corpus, share) as report:
             taken = count_bigrams(
@@ -190,14 +185,14 @@ class _Work:
         }
 
     def _merge(self, counts: "BigramCounts") -> None:
-        from ..build.cooccurrence import merge_counts
+        from ..build.bigram_counts import merge_counts
 
         with progress_bar() as show:
             merge_counts(counts, report=lambda done, total: show("merging counts", done, total), **self._effort)
 
     def tell_memory(self) -> None:
         """Say what this process and those that it started took at most, where the system tells."""
-        from ..build.cooccurrence import peak_memory
+        from ..build.bigram_counts import peak_memory
 
         if self._taken:
             most = (self._taken + peak_memory()) / 2**20
@@ -209,7 +204,7 @@ def _counting(
     title: str, counts: "BigramCounts", corpus: "Corpus", share: tuple[int, int]
 ) -> Iterator[Callable[[int], None]]:
     """What takes the number of tokens counted so far: for the first share a bar over the units in it."""
-    from ..build.cooccurrence import is_in_share
+    from ..build.bigram_counts import is_in_share
 
     if share[0] != 0:
         yield lambda tokens: raise_lost_interrupt()
@@ -234,7 +229,7 @@ def _find_held_out(paths: list[Path] | None, text_field: str, corpus: "Corpus", 
 
 def _require_space(corpus: "Corpus", counts: "BigramCounts") -> None:
     """Refuse a disk that is too small for what is left to count."""
-    from ..build.cooccurrence import expected_bytes
+    from ..build.bigram_counts import expected_bytes
 
     left = sum(corpus.text_bytes(index) for index in counts.unfinished())
     require_space(counts.folder, expected_bytes(left), "the counts")

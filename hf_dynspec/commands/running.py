@@ -56,13 +56,11 @@ class Commands(TyperGroup):
         try:
             with _noted_interrupts():
                 return super().invoke(context)
-        except KeyboardInterrupt:
-            end_interrupted(_kept(context))
-        except (typer.Exit, typer.Abort):
-            raise
-        except Exception as error:
-            # A library in whose code an interrupt arrives may raise an error of its own.
-            if _was_interrupted.is_set():
+        except BaseException as error:
+            # A library in whose code an interrupt arrives may raise an error of its own, and one compiled from Rust
+            # such as is no Exception. A command may make a failure of that.
+            has_ended = isinstance(error, typer.Exit) and error.exit_code in (0, INTERRUPTED)
+            if isinstance(error, KeyboardInterrupt) or (_was_interrupted.is_set() and not has_ended):
                 end_interrupted(_kept(context))
             if not isinstance(error, (OSError, SafetensorError)):
                 raise

@@ -5,23 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import (
-    AllowPickle,
-    ChatTemplate,
-    Device,
-    DrafterModel,
-    Dtype,
-    JsonFile,
-    MaxNewTokens,
-    MaxPromptTokens,
-    ResultsFile,
-    Seed,
-    Target,
-    Threads,
-    about,
-    command_line,
-    progress_bar,
-)
+from . import options
+from .common import ResultsFile, about, command_line, progress_bar
 from .running import claim_file
 
 if TYPE_CHECKING:
@@ -31,12 +16,10 @@ if TYPE_CHECKING:
 def trace(
     *,
     context: typer.Context,
-    target: Target,
-    drafter: DrafterModel = None,
-    eagle: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
-    ] = None,
-    allow_pickle: AllowPickle = False,
+    target: options.Target,
+    drafter: options.DrafterModel = None,
+    eagle: options.EagleHead = None,
+    allow_pickle: options.AllowPickle = False,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
     ] = None,
@@ -53,20 +36,20 @@ def trace(
             metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="Draft trees of this shape; the word default means 60/5/10."
         ),
     ] = None,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")] = 50,
-    chat_template: ChatTemplate = False,
-    max_prompt_tokens: MaxPromptTokens = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = 0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 50,
+    chat_template: options.ChatTemplate = False,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one page that needs nothing else, with everything.")
     ] = None,
-    json_file: JsonFile = None,
+    json_file: options.JsonFile = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a round's time: .svg, .png or .pdf.")
     ] = None,
@@ -84,26 +67,8 @@ def trace(
 
     if (prompts is None) == (prompt is None):
         raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
-    settings = TraceSettings(
-        target=target,
-        drafter=drafter,
-        eagle=eagle,
-        allow_pickle=allow_pickle,
-        prompts=[] if prompts is None else [prompts],
-        prompt_id=prompt_id,
-        policies=(policy,),
-        tree=tree,
-        max_new_tokens=max_new_tokens,
-        num_assistant_tokens=num_assistant_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        seed=seed,
-    )
+    files = [] if prompts is None else [prompts]
+    settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
     if timeline is not None:

@@ -1,12 +1,10 @@
 """What every measurement starts from: a target, its drafters, their tokenizer, and prompts as token ids."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,113 +13,14 @@ from transformers.utils import logging as transformers_logging
 from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
-from ..drafting.tree_config import AUTO
 from ..errors import ConfigurationError, DynSpecError
 from ..loading import load_model, load_tokenizer
-from ..shortlists import ShortlistPolicy
-from .policy_text import DEFAULT_POLICIES, shorten_paths
+from .policy_text import shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
+from .settings import INDEPENDENT, PairSettings, head_labels
 
-# The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
-INDEPENDENT = "drafter"
 # The note of a measurement that was stopped from the keyboard.
 INTERRUPTION = "interrupted before all was measured"
-
-
-@dataclass(frozen=True)
-class PairSettings:
-    """Which models and prompts to measure, and with which policies.
-
-    Args:
-        target: folder or Hub id of the model to speed up. May be left out where loaded models are passed.
-        drafter: folder or Hub id of the small model.
-        prompts: JSON lines files, see `read_workload`.
-        policies: what `parse_policy` understands, or policies by the name to show.
-        max_new_tokens: tokens to generate for each prompt.
-        num_assistant_tokens: tokens drafted per round; what takes `"auto"` says so.
-        limit: take the first so many prompts of each category of each file (None: all).
-        chat_template: make each prompt the user's turn of a chat.
-        max_prompt_tokens: keep the last so many tokens of longer prompts (None: refuse prompts that do not fit).
-        dtype: of both models: a torch dtype's name or "auto" for that of the weights (None: float32 on a CPU, where
-            decoding with and without drafts must give the same tokens, and "auto" elsewhere).
-        device: where both models run; "auto" is the first CUDA device if there is one, else the CPU.
-        threads: CPU threads (None: torch's choice).
-        seed: for sampling.
-
-    Raises:
-        ConfigurationError: a setting is out of range.
-    """
-
-    target: str | None = None
-    drafter: str | None = None
-    prompts: Sequence[str | Path] = ()
-    policies: Sequence[str] | Mapping[str, ShortlistPolicy] = DEFAULT_POLICIES
-    max_new_tokens: int = 128
-    num_assistant_tokens: int | str = 5
-    limit: int | None = None
-    chat_template: bool = False
-    max_prompt_tokens: int | None = None
-    dtype: str | None = None
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
-
-    # Whether `num_assistant_tokens` may be chosen round by round.
-    _TAKES_AUTO: ClassVar[bool] = False
-    # The least that each whole number may be. None is one where it is the default.
-    _LEAST: ClassVar[Mapping[str, int]] = {
-        "max_new_tokens": 1,
-        "num_assistant_tokens": 1,
-        "limit": 1,
-        "max_prompt_tokens": 1,
-        "threads": 1,
-        "seed": 0,
-    }
-
-    def __post_init__(self):
-        for name, least in self._LEAST.items():
-            value = getattr(self, name)
-            if value is None and type(self).__dataclass_fields__[name].default is None:
-                continue
-            if name == "num_assistant_tokens" and value == AUTO and self._TAKES_AUTO:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        self._require_device_and_dtype()
-
-    def _require_device_and_dtype(self) -> None:
-        if self.device != "auto":
-            try:
-                torch.empty(0, device=self.device)
-            except (RuntimeError, AssertionError) as error:
-                problem = str(error).splitlines()[0]
-                raise ConfigurationError(f"device {self.device!r} cannot be used: {problem}") from error
-        if self.dtype not in (None, "auto") and not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
-            raise ConfigurationError(f"dtype must be auto or a torch dtype such as float32, got {self.dtype!r}")
-
-    def resolved_device(self) -> torch.device:
-        """The device that `device` means on this computer."""
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(name)
-
-    def on(self, device: torch.device) -> "PairSettings":
-        """The same settings for another device."""
-        return replace(self, device=str(device))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values, without the policies and with paths shortened."""
-        settings = {name: value for name, value in vars(self).items() if name != "policies"}
-        for name in ("target", "drafter"):
-            settings[name] = None if settings[name] is None else shorten_paths(str(settings[name]))
-        settings["prompts"] = [shorten_paths(str(path)) for path in settings["prompts"]]
-        return settings
-
-
-def is_temperature(value: Any) -> bool:
-    """Whether a value is a number of at least 0 and finite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < float("inf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,26 +193,6 @@ def _read_heads(sources: Sequence[str], allow_pickle: bool) -> dict[str, EagleCh
         with _naming_head(label):
             heads[label] = read_checkpoint(source, allow_pickle=allow_pickle)
     return heads
-
-
-def head_labels(sources: Sequence[str]) -> list[str]:
-    """What EAGLE heads are shown as: the last component of each name, and the one before it where that is not enough.
-
-    Args:
-        sources: folders or Hub ids.
-
-    Raises:
-        ConfigurationError: the names do not tell two heads apart.
-    """
-    parts = [Path(source).absolute().parts if Path(source).is_dir() else Path(source).parts for source in sources]
-    last = [Counter([INDEPENDENT, *("/".join(one[-count:]) for one in parts)]) for count in (1, 2)]
-    labels = []
-    for one in parts:
-        label = next((text for count in (1, 2) if last[count - 1][text := "/".join(one[-count:])] == 1), None)
-        if label is None:
-            raise ConfigurationError(f"two EAGLE heads would be shown as {'/'.join(one[-2:])!r}; rename a folder")
-        labels.append(label)
-    return labels
 
 
 def _label_of(drafter: PreTrainedModel | Drafter) -> str:

@@ -2,12 +2,10 @@
 
 import copy
 import functools
-import threading
 import weakref
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
@@ -16,24 +14,14 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..drafters.weights_watch import WeightsWatch
 from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
-from ..modeling.head import DynamicLMHead, finish_logits
+from ..modeling.head import finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds
-from ..modeling.parts import (
-    FORWARD_ERRORS,
-    decoder_of,
-    input_device,
-    output_rows,
-    projection_of,
-    scale_and_cap,
-)
+from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ..protocol import Candidates, HeadRows, Needs
-
-# Attention implementations that take any mask.
-MASKED_ATTENTION = ("sdpa", "eager")
-_CHANGING_ROPE = ("dynamic", "longrope")
+from .target_head import TargetHead
+from .target_limits import read_two_tokens, require_cache, require_tree_masks, require_trees, rope_limit
 
 
 class TargetForward:
@@ -56,22 +44,16 @@ class TargetForward:
     def __init__(self, model: PreTrainedModel, fast_head: bool = True, verifies_trees: bool = False):
         self._model = weakref.ref(model)
         self.num_layers = model.config.get_text_config().num_hidden_layers
-        self._wants_fast_head = fast_head
-        self._head: DynamicLMHead | None = None
-        self._head_weight: torch.Tensor | None = None
-        self._head_bias: torch.Tensor | None = None
-        self._rows_lock = threading.Lock()
-        self._rows: HeadRows | None = None
-        self._rows_watch: WeightsWatch | None = None
+        self._head = TargetHead(fast_head)
         if verifies_trees:
-            self._require_tree_masks()
-        self._require_cache()
+            require_tree_masks(model)
+        require_cache(model)
         if verifies_trees:
             require_known_kinds(model)
-        self._rope_limit, self._holds_past_limit = _rope_limit(model.config.get_text_config())
+        self._rope_limit, self._holds_past_limit = rope_limit(model.config.get_text_config())
         self.prepare()
         if verifies_trees:
-            self._require_trees()
+            require_trees(model, self._verified_logits)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -80,33 +62,7 @@ class TargetForward:
 
     def prepare(self) -> None:
         """Take up the output projection, where it is another one than before. Takes about two forwards then."""
-        if not self._wants_fast_head:
-            return
-        projection = self.model.get_output_embeddings()
-        weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
-        is_same = weight is self._head_weight and bias is self._head_bias
-        if not is_same or (self._head is not None and not self._lies_where_it_did(weight)):
-            self._head, self._head_weight, self._head_bias = _fast_head(self.model), weight, bias
-
-    @torch.no_grad()
-    def _require_cache(self) -> None:
-        model, name = self.model, type(self.model).__name__
-        if not model._supports_default_dynamic_cache():
-            raise UnsupportedError(
-                f"{name} keeps what it has read in a cache of its own, which cannot be rolled back to the accepted "
-                "tokens. Generate without an assistant."
-            )
-        cache = getattr(self._read_two_tokens(), "past_key_values", None)
-        if cache is None or cache.get_seq_length() != 2:
-            raise UnsupportedError(
-                f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
-                "every round. Generate without an assistant."
-            )
-
-    def _read_two_tokens(self, **inputs: Any) -> CausalLMOutputWithPast:
-        tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(self.model))
-        cache = DynamicCache(config=self.model.config.get_text_config())
-        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **inputs)
+        self._head.prepare(self.model)
 
     @functools.cached_property
     def has_head_state(self) -> bool:
@@ -114,7 +70,7 @@ class TargetForward:
         up when hidden states are first wanted, as transformers adds hooks to a model that is asked for them."""
         model = self.model
         with torch.no_grad():
-            outputs = self._read_two_tokens(output_hidden_states=True)
+            outputs = read_two_tokens(model, output_hidden_states=True)
             # What hidden states there are, and what follows them, is a family's own.
             try:
                 state = self.state(outputs, self.num_layers)[-1:]
@@ -143,15 +99,7 @@ class TargetForward:
     def head_rows(self) -> HeadRows:
         """The rows of the output projection, the same object for as long as they do not change. Those of a plain one
         are not copied; those of any other, such as one that is quantised or has adapters, are worked out."""
-        projection = self.model.get_output_embeddings()
-        with self._rows_lock:
-            watch = self._rows_watch
-            if watch is None or watch.module is not projection or watch.has_changed():
-                self._rows_watch = None
-                weight, bias = projection_of(self.model)
-                self._rows = HeadRows(weight.detach(), None if bias is None else bias.detach())
-                self._rows_watch = WeightsWatch(projection, samples=True)
-            return self._rows
+        return self._head.rows(self.model)
 
     def room(self, length: int, positions: int) -> int:
         """How many candidates may be verified, so that positions are turned as they are one after another. Some rotary
@@ -164,10 +112,6 @@ class TargetForward:
         if self._rope_limit is None or (self._holds_past_limit and positions > self._rope_limit + 1):
             return LONGEST_DRAFT
         return max(0, self._rope_limit - length)
-
-    def _lies_where_it_did(self, weight: torch.Tensor) -> bool:
-        head = self._head.weight
-        return weight.data_ptr() == head.data_ptr() and weight.dtype == head.dtype
 
     def run(
         self,
@@ -273,7 +217,8 @@ class TargetForward:
         return hidden_state(outputs, index, self.num_layers)
 
     def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
-        if self._head is None or not _may_be_taken_apart(self.model, self._head):
+        head = self._head.fast(self.model)
+        if head is None:
             if "logits_to_keep" in inputs:
                 inputs["logits_to_keep"] = rows
             outputs = self.model(**inputs)
@@ -281,13 +226,17 @@ class TargetForward:
             return outputs
         inputs.pop("logits_to_keep", None)
         outputs = decoder_of(self.model)(**inputs)
-        into = None if buffer is None else buffer.rows(rows, self._head.weight.shape[0], self._head.weight)
+        into = None if buffer is None else buffer.rows(rows, head.weight.shape[0], head.weight)
         return CausalLMOutputWithPast(
-            logits=self._head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
+            logits=head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _verified_logits(self, text: torch.Tensor, tree: Candidates, cache: DynamicCache) -> torch.Tensor:
+        """See `target_limits.Verify`."""
+        return self.run(text, tree, 1, False, {"past_key_values": cache, "use_cache": True}, ()).logits[0]
 
     def _tree_inputs(self, inputs: dict[str, Any], candidates: Candidates, cached: int) -> dict[str, Any]:
         """Mask and positions of the last verified token, which is the root, and the nodes below it."""
@@ -316,112 +265,6 @@ class TargetForward:
         """The first layer of a kind."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
         return 0 if kinds is None else kinds.index(kind)
-
-    def _require_tree_masks(self) -> None:
-        name = type(self.model).__name__
-        config = self.model.config.get_text_config()
-        if config._attn_implementation not in MASKED_ATTENTION:
-            raise UnsupportedError(
-                f"{name} uses the attention implementation {config._attn_implementation!r}, which takes no tree mask. "
-                f"Load it with attn_implementation='sdpa', or draft chains with tree=False."
-            )
-
-    @torch.no_grad()
-    def _require_trees(self) -> None:
-        if not self._tree_agrees_with_its_path():
-            raise UnsupportedError(
-                f"{type(self.model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
-                "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "
-                "Draft chains with tree=False."
-            )
-
-    def _tree_agrees_with_its_path(self) -> bool:
-        """Whether the target says of a path in a small tree what it says of that path alone, after a text that is
-        longer than any window of its attention. Made-up keys and values stand for the text."""
-        device = input_device(self.model)
-        # The path is the last of many at each level, so that it matters where in the cache a node lies.
-        tree = Candidates(
-            token_ids=torch.arange(2, 18, device=device) % output_rows(self.model),
-            shortlists=(None, None, None),
-            parents=torch.tensor([-1] * 12 + [11] * 3 + [14], device=device),
-            depths=torch.tensor([0] * 12 + [1] * 3 + [2], device=device),
-        )
-        path = tree.token_ids[[11, 14, 15]].unsqueeze(0)
-        try:
-            caches, length = self._caches_of_a_long_text()
-            text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
-            kwargs = {"past_key_values": caches[0], "use_cache": True}
-            verified = self.run(text, tree, 1, False, kwargs, ()).logits[0, -1].float()
-            path = torch.cat([text[:, -1:], path], dim=1)
-            alone = self.model(input_ids=path, past_key_values=caches[1], use_cache=True).logits[0, -1].float()
-        except FORWARD_ERRORS as error:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
-                "Draft chains with tree=False."
-            ) from error
-        tolerance = (1e-3 if self.model.dtype == torch.float32 else 5e-2) * alone.abs().max()
-        return bool(((verified - alone).abs() <= tolerance).all())
-
-    def _caches_of_a_long_text(self) -> tuple[tuple[DynamicCache, DynamicCache], int]:
-        """Two equal caches of a text that reaches past every window, and its length."""
-        config, device = self.model.config.get_text_config(), input_device(self.model)
-        few = DynamicCache(config=config)
-        tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
-        self.model(input_ids=tokens, past_key_values=few, use_cache=True)
-        parts = [(layer.keys, layer.values) for layer in few.layers]
-        held = [one for both in parts for one in both if one is not None]
-        bytes_per_token = sum(one.numel() * one.element_size() for one in held) // 3
-        length = max(3, min(_length_past_windows(config), _MOST_CACHE_BYTES // max(1, bytes_per_token)))
-        generator = torch.Generator().manual_seed(0)
-        caches = DynamicCache(config=config), DynamicCache(config=config)
-        for index, both in enumerate(parts):
-            if both[0] is None:  # of a layer that uses the keys and values of another
-                continue
-            made_up = [
-                _repeated(torch.randn(*one.shape[:2], 61, one.shape[3], generator=generator).to(one), length)
-                for one in both
-            ]
-            for cache in caches:
-                cache.activate_past_recording()
-                cache.update(*(one * both[0].std() for one in made_up), index)
-        return caches, length
-
-
-def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
-    """`[…, length, d]`: the rows of `[…, n, d]` again and again."""
-    return states.repeat(1, 1, -(-length // states.shape[2]), 1)[:, :, :length]
-
-
-# What a check may hold in caches for a moment.
-_MOST_CACHE_BYTES = 2**29
-
-
-def _length_past_windows(config: Any) -> int:
-    """A length of text that reaches past each window that a configuration mentions, by whatever name, where its
-    positions reach as far."""
-    windows = [
-        value
-        for name, value in config.to_dict().items()
-        if ("window" in name or "chunk" in name) and isinstance(value, int) and not isinstance(value, bool)
-    ]
-    positions = getattr(config, "max_position_embeddings", None) or 2**30
-    return min(max(windows, default=0) + 8, positions - 8)
-
-
-def _rope_limit(config: Any) -> tuple[int | None, bool]:
-    """The length of text at which a rotary embedding starts to turn all positions otherwise, None where it never does;
-    and whether it stays the same after that."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    ropes = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
-    kinds = {one.get("rope_type") for one in ropes}
-    named = [one.get("original_max_position_embeddings") for one in ropes if one.get("rope_type") in _CHANGING_ROPE]
-    # Phi-3 reads everything anew at this length, whatever its rotary embedding is.
-    named.append(getattr(config, "original_max_position_embeddings", None))
-    if "dynamic" in kinds:
-        # What longer texts did to the frequencies is undone by texts that are shorter than this.
-        named = [one - 1 for one in (*named, config.max_position_embeddings) if one]
-    limits = [one for one in named if one]
-    return min(limits, default=None), "dynamic" not in kinds
 
 
 def entries_with(states: tuple[int, ...]) -> bool | list[int]:
@@ -469,30 +312,3 @@ def keep_path(cache: Any, nodes: int, path: torch.Tensor) -> None:
             tree = tensor[..., tensor.shape[-2] - nodes :, :]
             tree[..., :kept, :] = tree.index_select(-2, path.to(tensor.device))
     cache.crop(kept - nodes)
-
-
-def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
-    """The target's output projection, where this package has a faster product for it."""
-    projection = model.get_output_embeddings()
-    if type(projection) is not nn.Linear or projection.weight.device.type != "cpu":
-        return None
-    # In a model of images and text, what comes before the decoder must run too.
-    if decoder_of(model) is not model.base_model:
-        return None
-    head = DynamicLMHead.matching(model)
-    return head if head is not None and head.can_speed_up_all_scores else None
-
-
-def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
-    """Whether decoder and projection may run one after the other: nobody watches or changes what goes through the
-    model or its projection, and the projection is still the one that the head was made from."""
-    projection = model.get_output_embeddings()
-    is_plain = not any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in vars(module)
-        or module._compiled_call_impl is not None
-        for module in (model, projection)
-    )
-    is_same = type(projection) is nn.Linear and projection.weight.data_ptr() == head.weight.data_ptr()
-    return is_plain and is_same and not nn.modules.module._has_any_global_hook()

@@ -1,9 +1,41 @@
-"""A state that passes everything on to another one: what looks at a policy from outside is built on it."""
+"""A policy and a state that pass everything on to others: what looks at a policy from outside is built on them."""
+
+from typing import Any
 
 import torch
 
-from ..protocol import BackgroundWork, Prompt, Shortlist, Verdict, VocabularyInfo
-from .base import ShortlistState
+from ..protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from .base import ShortlistPolicy, ShortlistState, start_state
+
+
+class ForwardingPolicy(ShortlistPolicy):
+    """Starts the states of a policy, and is not stored.
+
+    Args:
+        policy: which does the work.
+
+    Attributes:
+        policy: the same.
+    """
+
+    name = "forwarding"
+
+    def __init__(self, policy: ShortlistPolicy):
+        self.policy = policy
+
+    @property
+    def needs(self) -> Needs:
+        return self.policy.needs
+
+    @property
+    def tokenizer_fingerprints(self) -> tuple[Any, ...]:
+        return self.policy.tokenizer_fingerprints
+
+    def new_memory(self) -> Any:
+        return self.policy.new_memory()
+
+    def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> ShortlistState:
+        return start_state(self.policy, vocabulary, memory)
 
 
 class ForwardingState(ShortlistState):

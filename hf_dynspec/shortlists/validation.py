@@ -13,8 +13,8 @@ from ..protocol import (
     Shortlist,
     VocabularyInfo,
 )
-from .base import ShortlistPolicy, ShortlistState, start_state
-from .forwarding import ForwardingState
+from .base import ShortlistPolicy, ShortlistState
+from .forwarding import ForwardingPolicy, ForwardingState
 from .union import UnionShortlist
 
 
@@ -39,35 +39,33 @@ def _with_validated_parts(policy: ShortlistPolicy) -> ShortlistPolicy:
     return twin
 
 
-class _ValidatedPolicy(ShortlistPolicy):
+class _ValidatedPolicy(ForwardingPolicy):
     """Starts validated states. `label` is what errors call the policy."""
 
     name = "validated"
 
     def __init__(self, policy: ShortlistPolicy, label: str):
-        self._policy, self._label = policy, label
+        super().__init__(policy)
+        self._label = label
         self.name = policy.name
 
     @property
     def needs(self) -> Needs:
-        needs = self._policy.needs
+        needs = super().needs
         if not isinstance(needs, Needs):
             raise PolicyError(
                 self._label, None, f"`needs` is {type(needs).__name__}", "Return hf_dynspec.Needs, as a property."
             )
         return needs
 
-    def new_memory(self) -> Any:
-        return self._policy.new_memory()
-
     def alternatives(self, memory: Any) -> tuple[tuple[ShortlistPolicy, Any], ...]:
-        alternatives = self._policy.alternatives(memory)
+        alternatives = self.policy.alternatives(memory)
         if len(alternatives) == 1:
             return ((self, memory),)
         return tuple((validated(policy), own) for policy, own in alternatives)
 
     def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_ValidatedState":
-        state = start_state(self._policy, vocabulary, memory)
+        state = super().start(vocabulary, memory)
         if not isinstance(state, ShortlistState):
             raise PolicyError(
                 self._label, None, f"`start` returned {type(state).__name__}", "Return a ShortlistState."

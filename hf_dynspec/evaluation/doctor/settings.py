@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError, shown_value
 from ...shortlists import ShortlistPolicy
-from ..pair import PairSettings, is_temperature
-from ..policy_text import named_policies, require_no_choice, shorten_paths
+from ..policy_text import named_policies, require_no_choice
+from ..settings import OneDrafterSettings, PairSettings, is_temperature
 from ..tree_text import format_tree, parse_trees
 
 # The policies that need nothing built, nothing trained and no prompt before the call.
@@ -19,19 +19,16 @@ FULL = "full"
 
 
 @dataclass(frozen=True)
-class DoctorSettings(PairSettings):
-    """What to measure, and on what. `PairSettings` has the models and prompts.
+class DoctorSettings(OneDrafterSettings):
+    """What to measure, and on what. `OneDrafterSettings` has the models and prompts.
 
     Args:
         prompts: as for `PairSettings`; none stands for a few texts of several kinds.
         policies: to expect speeds of, beside `full`.
         num_assistant_tokens: the longest chain to expect speeds of, at least 3.
         max_new_tokens: tokens of the texts that speeds are expected for.
-        eagle: folder or Hub id of an EAGLE head, in the drafter's place.
-        allow_pickle: as `EagleDrafter.from_pretrained`.
         tree: the shape of the trees to expect the speed of: a `TreeConfig`, or what `parse_tree` understands (None:
             no trees).
-        temperature: 0 decodes greedily.
         top_k: for sampling: draw from the so many most probable tokens (0: from all).
         seconds: about how long to measure.
 
@@ -42,10 +39,7 @@ class DoctorSettings(PairSettings):
     prompts: Sequence[str | Path] = ()
     policies: Sequence[str] | Mapping[str, ShortlistPolicy] = POLICIES
     num_assistant_tokens: int = 8
-    eagle: str | None = None
-    allow_pickle: bool = False
     tree: str | TreeConfig | None = "default"
-    temperature: float = 0.0
     top_k: int = 50
     seconds: float = 90.0
 
@@ -53,14 +47,8 @@ class DoctorSettings(PairSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not is_temperature(self.temperature):
-            raise ConfigurationError(
-                f"temperature must be a number of at least 0, got {shown_value(self.temperature)}"
-            )
         if not is_temperature(self.seconds) or self.seconds == 0:
             raise ConfigurationError(f"seconds must be a number above 0, got {shown_value(self.seconds)}")
-        if self.drafter is not None and self.eagle is not None:
-            raise ConfigurationError("name one drafter: a small model or an EAGLE head")
         self.resolved_tree()
         self.resolved_policies()
 
@@ -76,6 +64,5 @@ class DoctorSettings(PairSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """See `PairSettings.to_dict`."""
-        eagle = None if self.eagle is None else shorten_paths(str(self.eagle))
         shape = self.resolved_tree()
-        return {**super().to_dict(), "eagle": eagle, "tree": None if shape is None else format_tree(shape)}
+        return {**super().to_dict(), "tree": None if shape is None else format_tree(shape)}

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
 from ..bench.systems import BASELINES
-from ..pair import PairSettings, head_labels, is_temperature
 from ..policy_text import shorten_paths
 from ..prompts import WorkloadPrompt
 from ..provenance import describe_policies
-from ..tree_text import parse_trees
+from ..settings import SystemsSettings
 from .data import describe_data, read_suite, suite_named
 from .methods import Method, make_methods, make_policies, require_peft
 
 
 @dataclass(frozen=True)
-class SuiteSettings(PairSettings):
-    """What to run, and on what. `PairSettings` has the models; `prompts` are the suite's files.
+class SuiteSettings(SystemsSettings):
+    """What to run, and on what. `SystemsSettings` has the models and drafts; `prompts` are the suite's files.
 
     Every drafter drafts by every method, in chains and in trees of every shape. Every system draws a prompt with the
     same seed, and each repeat has seeds of its own.
@@ -29,17 +27,6 @@ class SuiteSettings(PairSettings):
         table: the name of a table of a paper whose rows the methods are (None: of none).
         given: what the table's rows were made with, by the names in `paper_tables.GIVEN`.
         methods: how systems draft. Where there are none, `policies` are, each with the drafter as it is.
-        eagle: folders or Hub ids of EAGLE heads, beside the drafter or in its place.
-        allow_pickle: read heads that are not in safetensors, as `EagleDrafter.from_pretrained`.
-        chains: draft chains of `num_assistant_tokens`.
-        trees: draft trees of each of these shapes.
-        temperatures: each is measured for itself; 0 decodes greedily.
-        top_k: for sampling: draw from the so many most probable tokens (0: from all).
-        repeats: how often each prompt is run by each system.
-        profile_prompts: prompts of each domain on which it is measured, apart from the timed runs, where a round's
-            time goes and what the shortlists cover (0: on none).
-        transformers_assisted: run transformers' assisted generation too, with drafts of the same length.
-        rivals: run what users have without this package too: transformers' own defaults, and prompt lookup.
         recall_k: measure teacher-forced, on the `profile_prompts`, which share of the target's so many likeliest
             tokens the shortlists hold, for each of these numbers.
 
@@ -51,30 +38,13 @@ class SuiteSettings(PairSettings):
     table: str | None = None
     given: Mapping[str, str] = field(default_factory=dict)
     methods: Sequence[Method] = ()
-    eagle: Sequence[str] = ()
-    allow_pickle: bool = False
-    chains: bool = True
-    trees: Sequence[str | TreeConfig] = ()
-    temperatures: Sequence[float] = (0.0,)
     top_k: int = 0
     repeats: int = 1
-    profile_prompts: int = 2
-    transformers_assisted: bool = True
-    rivals: bool = True
     recall_k: Sequence[int] = ()
-
-    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "top_k": 0, "repeats": 1, "profile_prompts": 0}
 
     def __post_init__(self):
         super().__post_init__()
         suite_named(self.suite)
-        if not self.temperatures or not all(is_temperature(value) for value in self.temperatures):
-            raise ConfigurationError(f"temperatures must be numbers of at least 0, got {self.temperatures!r}")
-        if len(set(self.temperatures)) < len(self.temperatures):
-            raise ConfigurationError(f"a temperature is given twice: {self.temperatures!r}")
-        head_labels(self.eagle)
-        if not self.resolved_shapes():
-            raise ConfigurationError("there is nothing to draft: name a tree, or leave chains on")
         for method in self.resolved_methods():
             if method.label in BASELINES:
                 raise ConfigurationError(
@@ -87,10 +57,6 @@ class SuiteSettings(PairSettings):
         """How systems draft."""
         return self.methods or make_methods(self.policies)
 
-    def resolved_shapes(self) -> list[TreeConfig | None]:
-        """The shapes of the drafts; None for chains."""
-        return [None] * bool(self.chains) + parse_trees(self.trees)
-
     def read_prompts(self) -> list[WorkloadPrompt]:
         """The suite's prompts, see `read_suite`."""
         return read_suite(self.suite, self.prompts, self.limit)
@@ -99,8 +65,6 @@ class SuiteSettings(PairSettings):
         """See `PairSettings.to_dict`."""
         return {
             **super().to_dict(),
-            "eagle": [shorten_paths(str(source)) for source in self.eagle],
-            "trees": [asdict(tree) for tree in parse_trees(self.trees)],
             "given": {name: shorten_paths(folder) for name, folder in self.given.items()},
             "methods": [{**asdict(one), "policy": shorten_paths(one.policy)} for one in self.resolved_methods()],
             **{name: list(getattr(self, name)) for name in ("temperatures", "recall_k")},

@@ -14,8 +14,7 @@ from ...assistant import DynSpecAssistant
 from ...generation.generate_call import GenerateCall
 from ...protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...shortlists import RetrievalShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
-from ...shortlists.base import start_state
-from ...shortlists.forwarding import ForwardingState
+from ...shortlists.forwarding import ForwardingPolicy, ForwardingState
 from ...shortlists.retrieval.retriever import Retrieval, RetrievalListener
 from ...stats import Stopwatch
 
@@ -129,35 +128,29 @@ def _heard(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
     return twin
 
 
-class _RecordedPolicy(ShortlistPolicy):
+class _RecordedPolicy(ForwardingPolicy):
     name = "recorded"
 
     def __init__(self, policy: ShortlistPolicy, recording: Recording):
-        self._policy, self._recording = policy, recording
+        super().__init__(policy)
+        self._recording = recording
 
     @property
     def needs(self) -> Needs:
-        return self._policy.needs | Needs(out_of_vocabulary=True)
-
-    @property
-    def tokenizer_fingerprints(self) -> tuple:
-        return self._policy.tokenizer_fingerprints
-
-    def new_memory(self) -> Any:
-        return self._policy.new_memory()
+        return super().needs | Needs(out_of_vocabulary=True)
 
     def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_RecordedState":
         # Before the other one, which then shares what was made of the target's head.
-        state = start_state(self._policy, vocabulary, memory)
+        state = super().start(vocabulary, memory)
         self._recording.vocabulary, self._recording.first_ids = vocabulary, self._first_ids(vocabulary)
         return _RecordedState(state, self._recording)
 
     def _first_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor | None:
         """See `Recording`: what a session that is given up at once selects."""
-        needs = self._policy.needs
+        needs = self.policy.needs
         if needs.draft_inputs or needs.drafter_rows or vocabulary.width is None:
             return None
-        state = self._policy.start(vocabulary)
+        state = self.policy.start(vocabulary)
         try:
             state.begin_round()
             token = torch.zeros(1, dtype=torch.int64, device=vocabulary.device)

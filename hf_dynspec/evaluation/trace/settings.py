@@ -7,25 +7,22 @@ from typing import Any, ClassVar
 from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import FullShortlist, ShortlistPolicy
-from ..pair import PairSettings, is_temperature
-from ..policy_text import named_policies, require_no_choice, shorten_paths
+from ..policy_text import named_policies, require_no_choice
 from ..prompts import WorkloadPrompt
+from ..settings import OneDrafterSettings, PairSettings
 from ..tree_text import parse_trees
 
 DEFAULT_POLICY = "retrieval"
 
 
 @dataclass(frozen=True)
-class TraceSettings(PairSettings):
-    """What to trace. `PairSettings` has the models and prompts; of the policies there is one.
+class TraceSettings(OneDrafterSettings):
+    """What to trace. `OneDrafterSettings` has the models and prompts; of the policies there is one.
 
     Args:
         policies: one text that `parse_policy` understands, or one policy by the name to show.
         prompt_id: the identifier of the prompt among those of the files (None: the first).
-        eagle: folder or Hub id of an EAGLE head for the target, in place of the drafter.
-        allow_pickle: read a head that is not in safetensors, as `EagleDrafter.from_pretrained`.
         tree: draft trees of this shape: a `TreeConfig`, or what `parse_tree` understands (None: chains).
-        temperature: 0 decodes greedily.
         top_k: for sampling: draw from the so many most probable tokens (0: from all).
 
     Raises:
@@ -34,10 +31,7 @@ class TraceSettings(PairSettings):
 
     policies: tuple[str, ...] | Mapping[str, ShortlistPolicy] = (DEFAULT_POLICY,)
     prompt_id: str | None = None
-    eagle: str | None = None
-    allow_pickle: bool = False
     tree: str | TreeConfig | None = None
-    temperature: float = 0.0
     top_k: int = 50
 
     # The last token of a text is never drafted, nor the first where a head reads the target's states.
@@ -45,10 +39,6 @@ class TraceSettings(PairSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not is_temperature(self.temperature):
-            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
-        if self.drafter and self.eagle:
-            raise ConfigurationError("name a drafter or an EAGLE head, not both: one of them drafts")
         if len(self.policies) != 1:
             raise ConfigurationError(f"name one policy to trace, got {len(self.policies)}")
         self.resolved_tree()
@@ -92,6 +82,5 @@ class TraceSettings(PairSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """See `PairSettings.to_dict`."""
-        eagle = None if self.eagle is None else shorten_paths(str(self.eagle))
         tree = self.resolved_tree()
-        return {**super().to_dict(), "eagle": eagle, "tree": None if tree is None else asdict(tree)}
+        return {**super().to_dict(), "tree": None if tree is None else asdict(tree)}

@@ -1,52 +1,38 @@
-"""`hf-dynspec build`: what is made offline, before anything is drafted."""
+"""`hf-dynspec build frequency` and `frequency-import`: the vocabulary by how often its tokens occur."""
 
-import json
 import os
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import options
+from .building import (
+    command_text,
+    counting_bar,
+    describe_inputs,
+    find_text,
+    going_on,
+    require_free_folder,
+    shorten_name,
+    tell_resumed,
+)
 from .common import wide_console
-from .running import claim_folder, keeps, raise_lost_interrupt
+from .running import keeps
 
 if TYPE_CHECKING:
     from ..artifacts.config import ModelReference
-    from ..build.cooccurrence import BigramCounts
-    from ..build.corpus import Corpus
     from ..build.frequency import Tally
     from ..vocabulary import TokenizerFingerprint
 
-build_app = typer.Typer(
-    help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
-)
-
-# Provenance names this many input files; beyond them it keeps their number and their total size.
-MOST_NAMED_INPUTS = 100
 COVERAGE_SIZES = {"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768}
 
-Tokenizer = Annotated[str, typer.Option(help="Folder or Hub id of the tokenizer, or of the model that it belongs to.")]
-Out = Annotated[Path, typer.Option(help="Folder of the artifact.")]
-Size = Annotated[int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")]
-Text = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="PATH...",
-        help="Files and folders: .txt, .md and other plain text, .jsonl, .parquet; .gz, .xz and .zst too.",
-    ),
-]
-TextField = Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace the artifact and drop unfinished counts in the folder.")]
 
-
-@build_app.command()
 def frequency(
     *,
     context: typer.Context,
-    out: Out,
+    out: options.Out,
     more: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[PATH]...", help="More files for --text or --prompts, so that shells can expand *."),
@@ -54,8 +40,8 @@ def frequency(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,
-    text: Text = None,
-    text_field: TextField = "text",
+    text: options.Text = None,
+    text_field: options.TextField = "text",
     from_target: Annotated[
         str | None, typer.Option(help="Count what this model generates on --prompts, instead of text (VocabTrim).")
     ] = None,
@@ -63,10 +49,10 @@ def frequency(
         list[Path] | None,
         typer.Option(metavar="FILE...", help="Prompts for --from-target: `text` or Spec-Bench's `turns` per row."),
     ] = None,
-    size: Size = 32768,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that count text. Default: one per core, at most 8.")
-    ] = None,
+    size: Annotated[
+        int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")
+    ] = 32768,
+    processes: options.Processes = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each turn of a prompt.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="For --from-target; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For --temperature.")] = 0,
@@ -76,7 +62,7 @@ def frequency(
     device: Annotated[str, typer.Option(help="Where the target runs, such as cpu or cuda:0.")] = "auto",
     dtype: Annotated[str, typer.Option(help="The target's dtype, such as float32 or bfloat16.")] = "auto",
     save_every: Annotated[float, typer.Option(min=0.0, help="Seconds between two savings of unfinished counts.")] = 20,
-    overwrite: Overwrite = False,
+    overwrite: options.OverwriteCounts = False,
 ) -> None:
     """Rank the whole vocabulary by how often its tokens occur in text, or in what a target generates.
 
@@ -84,8 +70,8 @@ def frequency(
     run that was stopped continues where it was when the same command is run again.
     """
     from .. import __version__
-    from ..build.corpus import CorpusError
     from ..build.frequency import Tally, rank, vocabulary_size
+    from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -136,17 +122,16 @@ def frequency(
     typer.echo(f"{out}: a ranking of {len(ranking)} tokens, to be cut at {size} unless told otherwise")
 
 
-@build_app.command("frequency-import")
 def frequency_import(
     *,
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="LIST.pt", help="A .pt list of FR-Spec, SGLang or speculators.")],
-    tokenizer: Tokenizer,
-    out: Out,
+    tokenizer: options.Tokenizer,
+    out: options.Out,
     size: Annotated[
         int | None, typer.Option(min=1, help="Tokens in a shortlist. Default: the length of the list.")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
     from ..artifacts.frequency_list import import_frequency_list
@@ -173,40 +158,6 @@ def _require_one_source(
         raise typer.BadParameter("--from-target and --prompts go together")
     if from_target is None and tokenizer is None:
         raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
-
-
-def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
-    """Refuse before any work what could not be written after it, and keep the folder from other commands."""
-    from ..artifacts.config import LIBRARY_NAME
-    from ..errors import ConfigurationError
-
-    if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"{out} is a file; give --out a folder")
-    if holds_artifact(out):
-        if not overwrite:
-            problem = "already holds an artifact or a model; choose another --out or --overwrite it"
-            raise ConfigurationError(f"{out} {problem}")
-        try:
-            is_ours = json.loads((out / "config.json").read_bytes()).get("library_name") == LIBRARY_NAME
-        except (OSError, ValueError, AttributeError):
-            is_ours = False
-        if not is_ours:
-            raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
-    claim_folder(context, out)
-
-
-def holds_artifact(out: Path) -> bool:
-    """Whether a folder holds an artifact or a model."""
-    return (out / "config.json").exists() or (out / "model.safetensors").exists()
-
-
-def going_on(out: Path, overwrite: bool) -> str:
-    """How to go on with what a command keeps in a folder when it is stopped."""
-    if not overwrite:
-        return "run the same command again to go on"
-    if holds_artifact(out):
-        return f"with --overwrite a run begins anew: to go on, move the artifact out of {out} and run without it"
-    return "run the same command without --overwrite to go on"
 
 
 def _count_text(
@@ -236,28 +187,10 @@ def _count_text(
     return tally, describe_inputs(corpus.files)
 
 
-def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corpus", dict[str, Any]]:
-    """The files, cut into units, and what tells whether a job is still about the same ones."""
-    from ..build.corpus import plan_corpus
-    from ..build.frequency import describe_files, describe_tokenizer
-
-    corpus = plan_corpus(paths, text_field)
-    if corpus.skipped:
-        names = ", ".join(Path(path).name for path in corpus.skipped[:5])
-        typer.echo(f"left out {len(corpus.skipped)} files that are not text: {names} …", err=True)
-    job = {
-        "inputs": describe_files(corpus.files),
-        "units": len(corpus.units),
-        "text field": text_field,
-        "tokenizer": describe_tokenizer(tokenizer),
-    }
-    return corpus, job
-
-
 def _require_prompts(paths: list[Path], text_field: str) -> None:
     """Read all prompts once, so that a malformed line is told before a target is loaded and anything generated."""
-    from ..build.corpus import CorpusError
     from ..build.prompts import read_prompts
+    from ..build.texts import CorpusError
 
     if not sum(1 for _ in read_prompts(paths, text_field)):
         raise CorpusError(f"there are no prompts in {', '.join(map(str, paths))}")
@@ -274,7 +207,8 @@ def _count_generated(
 ) -> tuple["Tally", dict[str, Any]]:
     """Count what a target generates; return the counts and what provenance says of the inputs."""
     from ..build.corpus import plan_corpus
-    from ..build.frequency import count_generated, describe_files, describe_tokenizer
+    from ..build.frequency import count_generated
+    from ..build.inputs import describe_files, describe_model, describe_tokenizer
     from ..build.prompts import read_prompts
 
     files = plan_corpus(paths, text_field).files
@@ -291,16 +225,6 @@ def _count_generated(
     with counting_bar("generating", [1] * total, tally) as report:
         count_generated(model, tokenizer, read_prompts(paths, text_field), tally, report=report, **settings)
     return tally, {**describe_inputs(files), "prompts": total}
-
-
-def describe_model(model: Any) -> str:
-    """Tells whether a model is still the same: by its commit on the Hub, or by the files of its folder."""
-    from ..build.frequency import describe_files
-
-    folder = Path(model.name_or_path)
-    if not folder.is_dir():
-        return f"{model.name_or_path} {getattr(model.config, '_commit_hash', None)}"
-    return describe_files((path, path.stat().st_size) for path in sorted(folder.resolve().iterdir()) if path.is_file())
 
 
 def _reference(name: str, model: Any) -> "ModelReference":
@@ -338,81 +262,11 @@ def _write(
     write_artifact(out, config, tensors={"ranking": torch.from_numpy(ranking).to(torch.int32)})
 
 
-def describe_inputs(files: Any) -> dict[str, Any]:
-    """What provenance says of input files: names without folders, and sizes."""
-    named = [f"{Path(path).name} ({size} bytes)" for path, size in files[:MOST_NAMED_INPUTS]]
-    return {"inputs": named, "input_files": len(files), "input_bytes": sum(size for _, size in files)}
-
-
-def command_text(context: typer.Context) -> str:
-    """The command as it was given, with files and folders reduced to their names."""
-    group = context.parent.info_name if context.parent else None
-    words = ["hf-dynspec", group or "", context.info_name or ""]
-    for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
-        source = context.get_parameter_source(parameter.name or "")
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        value = context.params[parameter.name]
-        if isinstance(value, bool):
-            words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
-            continue
-        for item in value if isinstance(value, list | tuple) else [value]:
-            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
-            words.append(shorten_name(item))
-    return shlex.join(words)
-
-
-def shorten_name(value: Any) -> str:
-    is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
-    return Path(value).resolve().name if is_path else str(value)
-
-
 def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
     done, total = int(tally.finished.sum()), len(tally.finished)
     if not (folder / tally.FILE).exists():
         return "nothing was counted yet; run the same command to begin anew"
     return f"the counts of {done} of {total} parts are kept in {folder}; {fix}"
-
-
-def tell_resumed(tally: "Tally | BigramCounts") -> None:
-    if tally.finished.any():
-        done, total = int(tally.finished.sum()), len(tally.finished)
-        typer.echo(f"continuing: {done} of {total} parts and {tally.tokens} tokens were counted before", err=True)
-
-
-@contextmanager
-def counting_bar(title: str, sizes: list[int], tally: "Tally | BigramCounts") -> Iterator[Callable[[int], None]]:
-    """A bar over the units, weighted by `sizes`; yields what takes the number of tokens counted so far."""
-    import numpy as np
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    weights = np.array(sizes, np.int64)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=int(weights.sum()), tokens=tally.tokens)
-
-        def report(tokens: int) -> None:
-            raise_lost_interrupt()
-            progress.update(task, completed=int(weights[tally.finished].sum()), tokens=tokens)
-
-        report(tally.tokens)
-        yield report
-        report(tally.tokens)
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:

@@ -1,0 +1,169 @@
+"""What a target can verify, found out before anything is generated: whether its cache can be rolled back, whether it
+takes trees, and up to which length of text its positions stay as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..errors import UnsupportedError
+from ..modeling.parts import FORWARD_ERRORS, input_device, output_rows
+from ..protocol import Candidates
+
+# Attention implementations that take any mask.
+_MASKED_ATTENTION = ("sdpa", "eager")
+_CHANGING_ROPE = ("dynamic", "longrope")
+# What a check may hold in caches for a moment.
+_MOST_CACHE_BYTES = 2**29
+
+# Takes a text, int64 `[1, n]`, all but its last token of which are in the cache, and a tree; returns the logits
+# `[k + 1, V]` after that token and after each node.
+Verify = Callable[[torch.Tensor, Candidates, DynamicCache], torch.Tensor]
+
+
+@torch.no_grad()
+def require_cache(model: PreTrainedModel) -> None:
+    """Make sure that a target keeps what it has read in a cache that can be rolled back.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    name = type(model).__name__
+    if not model._supports_default_dynamic_cache():
+        raise UnsupportedError(
+            f"{name} keeps what it has read in a cache of its own, which cannot be rolled back to the accepted "
+            "tokens. Generate without an assistant."
+        )
+    cache = getattr(read_two_tokens(model), "past_key_values", None)
+    if cache is None or cache.get_seq_length() != 2:
+        raise UnsupportedError(
+            f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
+            "every round. Generate without an assistant."
+        )
+
+
+def read_two_tokens(model: PreTrainedModel, **inputs: Any) -> CausalLMOutputWithPast:
+    """What a target returns for a text of two tokens, asked with these inputs too."""
+    tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
+    cache = DynamicCache(config=model.config.get_text_config())
+    return model(input_ids=tokens, past_key_values=cache, use_cache=True, **inputs)
+
+
+def require_tree_masks(model: PreTrainedModel) -> None:
+    """Make sure that the attention of a target takes the mask of a tree.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation not in _MASKED_ATTENTION:
+        raise UnsupportedError(
+            f"{type(model).__name__} uses the attention implementation {implementation!r}, which takes no tree mask. "
+            f"Load it with attn_implementation='sdpa', or draft chains with tree=False."
+        )
+
+
+@torch.no_grad()
+def require_trees(model: PreTrainedModel, verify: Verify) -> None:
+    """Make sure that a target can verify trees.
+
+    Args:
+        model: the target.
+        verify: how it does.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    if not _tree_agrees_with_its_path(model, verify):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
+            "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "
+            "Draft chains with tree=False."
+        )
+
+
+def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
+    """Whether the target says of a path in a small tree what it says of that path alone, after a text that is
+    longer than any window of its attention. Made-up keys and values stand for the text."""
+    device = input_device(model)
+    # The path is the last of many at each level, so that it matters where in the cache a node lies.
+    tree = Candidates(
+        token_ids=torch.arange(2, 18, device=device) % output_rows(model),
+        shortlists=(None, None, None),
+        parents=torch.tensor([-1] * 12 + [11] * 3 + [14], device=device),
+        depths=torch.tensor([0] * 12 + [1] * 3 + [2], device=device),
+    )
+    path = tree.token_ids[[11, 14, 15]].unsqueeze(0)
+    try:
+        caches, length = _caches_of_a_long_text(model)
+        text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
+        verified = verify(text, tree, caches[0])[-1].float()
+        path = torch.cat([text[:, -1:], path], dim=1)
+        alone = model(input_ids=path, past_key_values=caches[1], use_cache=True).logits[0, -1].float()
+    except FORWARD_ERRORS as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
+            "Draft chains with tree=False."
+        ) from error
+    tolerance = (1e-3 if model.dtype == torch.float32 else 5e-2) * alone.abs().max()
+    return bool(((verified - alone).abs() <= tolerance).all())
+
+
+def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
+    """Two equal caches of a text that reaches past every window, and its length."""
+    config, device = model.config.get_text_config(), input_device(model)
+    few = DynamicCache(config=config)
+    tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
+    model(input_ids=tokens, past_key_values=few, use_cache=True)
+    parts = [(layer.keys, layer.values) for layer in few.layers]
+    held = [one for both in parts for one in both if one is not None]
+    bytes_per_token = sum(one.numel() * one.element_size() for one in held) // 3
+    length = max(3, min(_length_past_windows(config), _MOST_CACHE_BYTES // max(1, bytes_per_token)))
+    generator = torch.Generator().manual_seed(0)
+    caches = DynamicCache(config=config), DynamicCache(config=config)
+    for index, both in enumerate(parts):
+        if both[0] is None:  # of a layer that uses the keys and values of another
+            continue
+        made_up = [
+            _repeated(torch.randn(*one.shape[:2], 61, one.shape[3], generator=generator).to(one), length)
+            for one in both
+        ]
+        for cache in caches:
+            cache.activate_past_recording()
+            cache.update(*(one * both[0].std() for one in made_up), index)
+    return caches, length
+
+
+def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
+    """`[…, length, d]`: the rows of `[…, n, d]` again and again."""
+    return states.repeat(1, 1, -(-length // states.shape[2]), 1)[:, :, :length]
+
+
+def _length_past_windows(config: Any) -> int:
+    """A length of text that reaches past each window that a configuration mentions, by whatever name, where its
+    positions reach as far."""
+    windows = [
+        value
+        for name, value in config.to_dict().items()
+        if ("window" in name or "chunk" in name) and isinstance(value, int) and not isinstance(value, bool)
+    ]
+    positions = getattr(config, "max_position_embeddings", None) or 2**30
+    return min(max(windows, default=0) + 8, positions - 8)
+
+
+def rope_limit(config: Any) -> tuple[int | None, bool]:
+    """The length of text at which a rotary embedding starts to turn all positions otherwise, None where it never does;
+    and whether it stays the same after that."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    ropes = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
+    kinds = {one.get("rope_type") for one in ropes}
+    named = [one.get("original_max_position_embeddings") for one in ropes if one.get("rope_type") in _CHANGING_ROPE]
+    # Phi-3 reads everything anew at this length, whatever its rotary embedding is.
+    named.append(getattr(config, "original_max_position_embeddings", None))
+    if "dynamic" in kinds:
+        # What longer texts did to the frequencies is undone by texts that are shorter than this.
+        named = [one - 1 for one in (*named, config.max_position_embeddings) if one]
+    limits = [one for one in named if one]
+    return min(limits, default=None), "dynamic" not in kinds

@@ -1,0 +1,5 @@
+"""What users check their own parts with: see `check_policy`."""
+
+from .policies import PolicyReport, check_policy
+
+__all__ = ["PolicyReport", "check_policy"]

@@ -1,0 +1,108 @@
+"""`check_policy`: the contract of policies, tried on anybody's policy. It takes seconds, and no test framework.
+
+Half of the checks lead a state through made-up rounds; the other half draft with the policy, for tiny random models.
+"""
+
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..shortlists import ShortlistPolicy
+from .case import PolicyCase
+from .draft_checks import check_drafting, check_unions, check_weights
+from .state_checks import (
+    check_memory,
+    check_needs,
+    check_restart,
+    check_settings,
+    check_shortlists,
+    check_states_are_apart,
+)
+
+# How long a thread may take to end after its state was closed, in seconds.
+_PATIENCE = 5.0
+
+_CHECKS = (
+    check_needs,
+    check_shortlists,
+    check_states_are_apart,
+    check_restart,
+    check_memory,
+    check_settings,
+    check_drafting,
+    check_unions,
+    check_weights,
+)
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What `check_policy` found in order.
+
+    Args:
+        policy: the name of the policy's class.
+        checks: what was checked, one sentence each.
+        acceptance_length: tokens per round with the tiny random models, which says nothing about others.
+        active_vocabulary: mean number of ids on a shortlist there.
+        seconds: how long the checks took.
+    """
+
+    policy: str
+    checks: tuple[str, ...]
+    acceptance_length: float
+    active_vocabulary: float
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.policy}: in order, after {self.seconds:.1f} s", *(f"  {check}" for check in self.checks)]
+        return "\n".join(lines)
+
+
+def check_policy(
+    policy: ShortlistPolicy, *, vocabulary_size: int = 301, hidden_size: int = 32, is_stored: bool = True
+) -> PolicyReport:
+    """Check that a policy keeps the contract of policies.
+
+    Args:
+        policy: one with settings that are small enough for the vocabulary.
+        vocabulary_size: of the tiny models, at least 100; give another one to a policy that was made for one.
+        hidden_size: of both models' hidden states, a multiple of 8; likewise.
+        is_stored: whether `settings()` and `tensors()` have to rebuild the policy.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        PolicyError: the contract is broken. The message says where, what is wrong and how to mend it. What the policy
+            itself raises goes through as it is.
+    """
+    started, threads = time.perf_counter(), set(threading.enumerate())
+    case = PolicyCase(policy, vocabulary_size, hidden_size)
+    checks = [one for one in _CHECKS if is_stored or one is not check_settings]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the tokenizers of target and drafter")
+        for check in checks:
+            check(case)
+    _check_threads(case, threads)
+    return PolicyReport(
+        case.label,
+        (*(check.__doc__ for check in checks), _check_threads.__doc__),
+        case.stats.acceptance_length,
+        case.stats.active_vocabulary,
+        time.perf_counter() - started,
+    )
+
+
+def _check_threads(case: PolicyCase, before: set[threading.Thread]) -> None:
+    """close() was called once for every state, and no thread is left."""
+    deadline = time.monotonic() + _PATIENCE
+    for thread in set(threading.enumerate()) - before:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            case.fail(
+                f"the thread {thread.name!r} runs {_PATIENCE:.0f} s after its state was closed",
+                "End it in `close`, and wait there for it if that is short.",
+            )
