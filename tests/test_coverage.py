@@ -422,7 +422,7 @@ def test_a_shortlist_of_the_end_alone(target, drafter):
 
 
 def test_nothing_covers_more_than_the_oracle(target, drafter):
-    policies = {name: make() for name, make in {**POLICY_CASES, **TERRIBLE}.items()}
+    policies = {name: make() for name, make in {**POLICY_CASES, **TERRIBLE}.items() if name != "auto"}
     result = measure(target, drafter, policies, 2, recall_k=5)
     assert {row.policy for row in result.measured} == set(policies)
     for row in result.measured:

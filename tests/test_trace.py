@@ -100,7 +100,7 @@ def untraced(
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name != "full"])
+@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name not in ("full", "auto")])
 def test_every_policy_can_be_traced_and_nothing_changes_by_it(name, tree, pairs):
     policy = POLICY_CASES[name]()
     trace = traced(pairs["independent"], policy, tree=TREE if tree else None)
