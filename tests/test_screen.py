@@ -2,7 +2,6 @@
 
 import gc
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,8 +318,7 @@ def test_weights_that_change_get_a_factor_of_their_own(target, counted_factors):
     head, session = assistant.drafter.head, conversation.session
     hidden = random(1, 32, seed=4)
     actual = set(session._selector.state.select(0, torch.tensor([3]), hidden).ids().tolist())
-    vocabulary = replace(session.vocabulary, drafter_rows=HeadRows(head.weight))
-    assert actual == expected_ids(ScreenFactor.of_head(head.weight, 6), vocabulary, hidden, 40)
+    assert actual == expected_ids(ScreenFactor.of_head(head.weight, 6), session.vocabulary, hidden, 40)
 
 
 def test_a_factor_outlives_no_head(target):

@@ -66,15 +66,12 @@ class Selector:
             self.state.follow_weights(self._vocabulary)
 
 
-def start_selectors(
-    policy: ShortlistPolicy, vocabulary: VocabularyInfo, head: DynamicLMHead, memory: Any
-) -> tuple[Selector, ...]:
+def start_selectors(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any) -> tuple[Selector, ...]:
     """Begin with all that a session can draft with.
 
     Args:
         policy: see `ShortlistPolicy.alternatives`.
-        vocabulary: what is selected from, with the target's rows where a policy asks for them.
-        head: the drafter's.
+        vocabulary: what is selected from, with the rows that any of them asks for.
         memory: what the policy keeps between calls, if anything.
     """
     with ExitStack() as stack:
@@ -82,7 +79,7 @@ def start_selectors(
         for one, own in policy.alternatives(memory):
             known = replace(
                 vocabulary,
-                drafter_rows=rows_of(head) if one.needs.drafter_rows else None,
+                drafter_rows=vocabulary.drafter_rows if one.needs.drafter_rows else None,
                 target_rows=vocabulary.target_rows if one.needs.target_rows else None,
             )
             selectors.append(Selector(one, known, own))

@@ -118,9 +118,11 @@ class DraftSession:
         drafting_lock: AbstractContextManager[None] | None = None,
     ):
         self._drafting_lock = drafting_lock or nullcontext()
+        if policy.needs.drafter_rows:
+            vocabulary = replace(vocabulary, drafter_rows=rows_of(drafter.head))
         self.vocabulary = vocabulary
         self._drafter = drafter
-        self._selectors = start_selectors(policy, vocabulary, drafter.head, memory)
+        self._selectors = start_selectors(policy, vocabulary, memory)
         # The one that drafts, and is shown what the target says of it.
         self._selector = self._selectors[0]
         self._closing = weakref.finalize(self, _close_all, self._selectors)
@@ -219,10 +221,13 @@ class DraftSession:
     def follow_target(self, rows: HeadRows) -> None:
         """Tell policies that asked for the target's rows which they are, where they are others than before."""
         if rows is not self.vocabulary.target_rows:
-            self.vocabulary = replace(self.vocabulary, target_rows=rows)
             with self.stopwatch.section("policy"):
-                for selector in self._selectors:
-                    selector.follow_rows(target_rows=rows)
+                self._follow_rows(target_rows=rows)
+
+    def _follow_rows(self, **rows: HeadRows) -> None:
+        self.vocabulary = replace(self.vocabulary, **rows)
+        for selector in self._selectors:
+            selector.follow_rows(**rows)
 
     def _forget_features_past(self, length: int) -> None:
         if self._features is not None and self._features_end > length:
@@ -324,10 +329,11 @@ class DraftSession:
         is_of_another_kind = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
         if head is not before:
             self._head = head
-            self.prepare()
             for selector in self._selectors:
                 selector.rows.forget()
-                selector.follow_rows(drafter_rows=rows_of(head))
+            self.prepare()
+            if self.vocabulary.drafter_rows is not None:
+                self._follow_rows(drafter_rows=rows_of(head))
         if is_of_another_kind or not self._drafter.keeps_states:
             self._backbone = self._drafter.start()
 
