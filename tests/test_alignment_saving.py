@@ -258,8 +258,18 @@ def test_requests_that_cannot_be_are_refused_whole(changes, problem, target, dra
     assert recorded(assistant) == held and digest(drafter) == before
 
 
-def test_options_that_nothing_knows_are_refused(target, drafter, tmp_path):
-    assistant = DynSpecAssistant(drafter, target=target, alignment=OnlineAlignment(**QUICK))
-    assistant.alignment.save_pretrained(tmp_path)
+@pytest.mark.parametrize("settings", [{}, {"modules": "all-parameters"}], ids=["LoRA", "all"])
+@pytest.mark.parametrize("kind", ["independent", "eagle3"])
+def test_options_that_say_nothing_of_a_folder_are_refused(kind, settings, tmp_path):
+    """A revision of a repository whose name a folder here has would be taken for one that was loaded."""
+    target = soft()
+    drafter = perturbed(target) if kind == "independent" else drafter_of(agreeing_head(kind), target)
+    alignment = quick_assistant(drafter, target, **settings).alignment
+    alignment.save_pretrained(tmp_path)
+    for name, value in {"revision": "main", "cache_dir": tmp_path / "cache", "token": "secret"}.items():
+        with pytest.raises(ArtifactError, match=rf"{name}: is of a repository, and .* is a folder here") as error:
+            alignment.load(tmp_path, **{name: value})
+        assert "secret" not in str(error.value)
     with pytest.raises(TypeError, match="'revison'"):
-        assistant.alignment.load(tmp_path, revison="main")
+        alignment.load(tmp_path, revison="main")
+    alignment.load(tmp_path)
