@@ -1,10 +1,10 @@
 """Pictures of the experiments on online alignment, drawn from the JSON values of their results."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from alignment_gains import gains
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -25,14 +25,17 @@ def write_figure(path: Path, name: str, measured: dict[str, Any], new: str) -> N
     """
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    if name in ("switch", "decay", "noise", "harm", "clock"):
+    if name in ("switch", "noise", "harm", "clock"):
         _draw_stream(axes, measured, new)
     elif name == "memory":
         _draw_bytes(axes, measured)
-    else:
-        _draw_kinds(axes, measured, by_kind=name == "ablation")
+    elif len(measured) > 1:
+        _draw_gains(axes, measured, by_kind=name == "ablation")
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
+    # Above the axes, where it hides nothing.
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -47,7 +50,6 @@ def _draw_stream(axes: Axes, measured: dict[str, Any], new: str) -> None:
         axes.axvline(kinds.index(new) + 0.5, color="0.4", linestyle="--", label="new texts begin")
     axes.set_xlabel("request")
     axes.set_ylabel(f"acceptance length, mean of {WINDOW} requests")
-    axes.legend(fontsize="small")
 
 
 def _draw_bytes(axes: Axes, measured: dict[str, Any]) -> None:
@@ -58,23 +60,25 @@ def _draw_bytes(axes: Axes, measured: dict[str, Any]) -> None:
     axes.set_ylabel("MiB of gradients and optimizer state")
 
 
-def _draw_kinds(axes: Axes, measured: dict[str, Any], by_kind: bool) -> None:
-    """Acceptance lengths with 95% intervals, a group of bars for each kind of text, or one for all."""
-    kinds = (
-        list(dict.fromkeys(one["kind"] for one in next(iter(measured.values()))["requests"])) if by_kind else [None]
-    )
-    width = 0.8 / len(measured)
-    for index, (system, result) in enumerate(measured.items()):
-        groups = [
-            [one["acceptance_length"] for one in result["requests"] if kind in (None, one["kind"])] for kind in kinds
-        ]
-        places = [place + (index - (len(measured) - 1) / 2) * width for place in range(len(kinds))]
-        axes.bar(places, [fmean(group) for group in groups], width, yerr=list(map(_half, groups)), label=system)
-    axes.set_xticks(range(len(kinds)), ["all turns" if kind is None else kind for kind in kinds])
-    axes.set_ylabel("acceptance length")
-    axes.set_ylim(bottom=1.0)
-    axes.legend(fontsize="small")
-
-
-def _half(values: Sequence[float]) -> float:
-    return INTERVAL * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+def _draw_gains(axes: Axes, measured: dict[str, Any], by_kind: bool) -> None:
+    """Gains over the first system with their paired 95% intervals: a group of bars for each kind of text, or one bar
+    for each system."""
+    first, *others = measured
+    kinds = list(dict.fromkeys(one["kind"] for one in measured[first]["requests"])) if by_kind else ["all"]
+    by_system = [gains(measured, [kind] if by_kind else None) for kind in kinds]
+    width = 0.8 / len(others) if by_kind else 0.6
+    for index, system in enumerate(others):
+        ratios = [one[system] for one in by_system]
+        shift = (index - (len(others) - 1) / 2) * width if by_kind else index
+        axes.bar(
+            [place + shift for place in range(len(kinds))],
+            [100 * (one.mean - 1) for one in ratios],
+            width,
+            yerr=[100 * INTERVAL * (one.standard_error or 0.0) for one in ratios],
+            capsize=3,
+            ecolor="0.2",
+            label=system if by_kind else None,
+        )
+    axes.set_xticks(*(range(len(kinds)), kinds) if by_kind else (range(len(others)), others))
+    axes.axhline(0, color="0.2", linewidth=0.8)
+    axes.set_ylabel(f"gain of acceptance length over {first}, %")

@@ -33,6 +33,7 @@ import torch
 import typer
 from alignment_experiments import EXPERIMENTS, NEW, Setting, serve
 from alignment_figures import write_figure
+from alignment_gains import gains, shown
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -43,7 +44,6 @@ from tuned_target import read_texts, tuned_target
 from hf_dynspec import EagleDrafter, FrequencyShortlist
 from hf_dynspec.build.prompts import read_prompts
 from hf_dynspec.errors import DynSpecError
-from hf_dynspec.evaluation.coverage.estimates import Estimate
 from hf_dynspec.evaluation.pair import utc_now
 from hf_dynspec.evaluation.provenance import provenance
 from hf_dynspec.files import write_json
@@ -99,43 +99,22 @@ def measure(setting: Setting, name: str, wanted: Sequence[str] | None, results: 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def gains(measured: dict[str, Any], kind: str | None = None) -> dict[str, Estimate]:
-    """By system: acceptance length relative to that of the first one on the same requests, with its standard error.
-
-    Args:
-        measured: by system what `serve` returned.
-        kind: requests of this kind alone (None: all).
-    """
-    lengths = {
-        name: [one["acceptance_length"] for one in result["requests"] if kind in (None, one["kind"])]
-        for name, result in measured.items()
-    }
-    first = next(iter(lengths.values()))
-    return {name: Estimate.of_ratio(ones, first) for name, ones in lengths.items()}
-
-
 def table_of(name: str, measured: dict[str, Any]) -> Table:
     """Acceptance lengths by system, gains with 95% intervals, and what alignment cost."""
     first = next(iter(measured))
     kinds = {one["kind"] for one in measured[first]["requests"]}
-    columns = [None, NEW] if NEW in kinds and len(kinds) > 1 else [None]
+    columns = {"all": None, "known": kinds - {NEW}, NEW: {NEW}} if NEW in kinds and len(kinds) > 1 else {"all": None}
     table = Table(title=f"{name}: acceptance length relative to {first}", caption="Intervals are 95%.")
     table.add_column("system")
-    for heading in ("length", *(f"gain, {kind or 'all'}" for kind in columns), "share of time", "bytes of training"):
+    for heading in ("length", *(f"gain, {kind}" for kind in columns), "share of time", "bytes of training"):
         table.add_column(heading, justify="right")
-    by_column = [gains(measured, kind) for kind in columns]
+    by_column = [gains(measured, kinds) for kinds in columns.values()]
     for system, result in measured.items():
         lengths = [one["acceptance_length"] for one in result["requests"]]
         said = result["alignment"]
         cost = ("", "") if said is None else (f"{said['overhead']:.1%}", f"{said['training_bytes']:,}")
         table.add_row(system, f"{sum(lengths) / len(lengths):.2f}", *(shown(one[system]) for one in by_column), *cost)
     return table
-
-
-def shown(ratio: Estimate) -> str:
-    """`+8.1% ± 2.0` for a ratio of 1.081, with its 95% interval."""
-    interval = "" if ratio.standard_error is None else f" ± {196 * ratio.standard_error:.1f}"
-    return f"{100 * (ratio.mean - 1):+.1f}%{interval}"
 
 
 # What is measured on -------------------------------------------------------------------------------------------------

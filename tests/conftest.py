@@ -63,3 +63,19 @@ def compiled_kernels():
     kernels = cpu._kernels()
     assert kernels, "there is a C++ compiler, and it did not compile the kernels"
     return kernels
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A random target, for tests that leave it as it was. Where tests need another one, they have one of that name."""
+    from models import tiny
+
+    return tiny()
+
+
+@pytest.fixture
+def drafter(target):
+    """A drafter that has gone stale: it agrees with the target now and then."""
+    from models import perturbed
+
+    return perturbed(target, 0.3)

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import peft
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, generated, stream
+from aligned import QUICK, TREE, digest, generated, quick_assistant, stream
 from eagle_heads import agreeing_head, drafter_of, soft
-from models import POLICY_CASES, perturbed, prompt, tiny
-from transformers import PreTrainedModel
+from models import POLICY_CASES, perturbed, prompt
 
 from hf_dynspec import (
     ConfigurationError,
@@ -19,19 +18,6 @@ from hf_dynspec import (
     OnlineAlignment,
 )
 from hf_dynspec.alignment.live_weights import DraftingLock
-
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target, 0.3)
-
 
 # What it is for ------------------------------------------------------------------------------------------------------
 
@@ -47,7 +33,7 @@ def test_it_is_off_unless_asked_for(target, drafter):
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 def test_drafts_get_better_and_the_target_is_never_touched(tree, target, drafter):
     targets, own = digest(target), digest(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target, tree=tree)
     lengths = stream(target, assistant, 15)
     assert sum(lengths[-3:]) > 1.15 * sum(lengths[:3])
     stats = assistant.alignment.stats
@@ -66,8 +52,7 @@ def test_eagle_heads_learn_too(layout):
     targets = digest(target)
     head = drafter_of(agreeing_head(layout), target)
     own = digest(head.module)
-    settings = OnlineAlignment(**QUICK | {"learning_rate": 1e-2})
-    assistant = DynSpecAssistant(head, "full", target=target, tree=TREE, alignment=settings)
+    assistant = quick_assistant(head, target, tree=TREE, learning_rate=1e-2)
     stream(target, assistant, 12)
     scored = assistant.alignment.update_now()
     assert scored is not None and assistant.alignment.stats.updates == 13
@@ -92,8 +77,7 @@ def test_a_drafter_of_16_bits_learns_what_its_bits_cannot_hold(target):
     """A hundredth of a bit at a time, which the copy remembers."""
     drafter = perturbed(target, 0.3).to(torch.bfloat16)
     own = digest(drafter)
-    settings = OnlineAlignment(**QUICK | {"learning_rate": 1e-4, "steps": 1})
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
+    assistant = quick_assistant(drafter, target, learning_rate=1e-4, steps=1)
     seen = []
     for _ in range(12):
         stream(target, assistant, 1)
@@ -141,7 +125,7 @@ def test_sampling_stays_exact_in_what_it_draws_first(target, drafter):
 def test_after_reset_drafts_are_those_of_the_untouched_drafter(target, drafter):
     untouched = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target, tree=TREE)
     expected = untouched.draft_round(prompt(20, seed=3))
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TREE, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target, tree=TREE)
     stream(target, assistant, 4)
     learnt = assistant.draft_round(prompt(20, seed=3))
     assert learnt.scores.shape != expected.scores.shape or not torch.equal(learnt.scores, expected.scores)

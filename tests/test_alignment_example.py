@@ -1,7 +1,9 @@
 """The experiments on online alignment, at their smallest, on the embedded pair."""
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from alignment_experiments import EXPERIMENTS
+from alignment_figures import write_figure
+from alignment_gains import gains, shown
 from online_alignment import app
 
 from hf_dynspec.errors import DynSpecError
 
+CARD = Path(__file__).parents[1] / "model_cards" / "online-alignment.md"
+NEW = "new texts"
 SMALL = ("--requests", "2", "--new-tokens", "8", "--tuning-steps", "1")
 
 
@@ -43,7 +50,7 @@ def test_every_system_answers_every_request_and_is_drawn(folder):
     measured = experiments(folder)
     assert set(measured["switch"]) == {"frozen", "default", "paper()", "osd()"}
     for result in measured["switch"].values():
-        assert [one["kind"] for one in result["requests"]] == ["known texts"] * 2 + ["new texts"] * 2
+        assert [one["kind"] for one in result["requests"]] == ["known texts"] * 2 + [NEW] * 2
         assert all(1 <= one["acceptance_length"] <= 8 for one in result["requests"])
     assert measured["switch"]["frozen"]["alignment"] is None
     assert measured["switch"]["default"]["alignment"]["updates"] == 4
@@ -68,6 +75,47 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(folder):
     lengths = [[one["acceptance_length"] for one in run["requests"]] for run in (kept, after["memory"]["default"])]
     assert lengths[0] == lengths[1]
     assert (folder / "tuned-target" / "model.safetensors").stat().st_mtime_ns == tuned
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_drawn_also_before_its_second_system(folder, name, tmp_path):
+    measured = experiments(folder)["memory" if name == "memory" else "switch"]
+    alone = dict(list(measured.items())[:1])
+    sizes = []
+    for index, systems in enumerate((alone, measured)):
+        write_figure(tmp_path / f"{index}.png", name, systems, NEW)
+        sizes.append((tmp_path / f"{index}.png").stat().st_size)
+    assert sizes[0] < sizes[1]
+
+
+# What was measured ---------------------------------------------------------------------------------------------------
+
+
+def results_on_the_card() -> Iterator[dict]:
+    """What each experiment measured, as `gains` takes it."""
+    for run in json.loads(CARD.with_suffix(".json").read_text(encoding="utf-8")).values():
+        for experiment in run["experiments"].values():
+            yield {
+                name: {
+                    "requests": [
+                        {"kind": kind, "acceptance_length": length}
+                        for kind, length in zip(experiment["kinds"], system["acceptance_length"], strict=True)
+                    ]
+                }
+                for name, system in experiment["systems"].items()
+            }
+
+
+def test_the_gains_on_the_card_are_those_of_its_results():
+    """Each of them: of all requests, of those of one kind of text, or of the kinds that both models know."""
+    measured_gains = set()
+    for measured in results_on_the_card():
+        kinds = {one["kind"] for one in next(iter(measured.values()))["requests"]}
+        for chosen in (None, kinds - {NEW}, *({kind} for kind in kinds)):
+            if chosen != set():
+                measured_gains |= {shown(one) for one in gains(measured, chosen).values()}
+    told = re.findall(r"[+-]\d+\.\d% ± \d+\.\d", CARD.read_text(encoding="utf-8").replace("−", "-"))
+    assert len(told) > 20 and not set(told) - measured_gains
 
 
 @pytest.mark.parametrize(

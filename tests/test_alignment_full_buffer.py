@@ -5,22 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import perturbed, prompt, tiny
-from test_alignment_learner import LORA, make, trajectory_for
-from test_training_drafters import LAYERS
+from aligned import LORA, generated, made_up_request, recorded
+from drafters import LAYERS, drafter_named
+from models import perturbed, tiny
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment import FillingBuffer, Learner, Trajectory, choose_places, loss_of
 from hf_dynspec.drafters import Drafter
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
 NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
 
 
 def assistant_for(target: PreTrainedModel, **settings) -> DynSpecAssistant:
@@ -30,55 +24,19 @@ def assistant_for(target: PreTrainedModel, **settings) -> DynSpecAssistant:
 
 def generate(target: PreTrainedModel, assistant: DynSpecAssistant, requests: int) -> None:
     for _ in range(requests):
-        target.generate(prompt(), assistant_model=assistant, do_sample=False, max_new_tokens=NEW_TOKENS)
+        generated(target, assistant, max_new_tokens=NEW_TOKENS)
 
 
 def places(assistant: DynSpecAssistant) -> int:
-    return sum(one.places for one in assistant.alignment._training.active_adapter.buffer)
+    return sum(one.places for one in recorded(assistant))
 
 
 def drafted(drafter: Drafter) -> Trajectory:
     """A request of which all verified tokens but the first could have been drafted."""
-    trajectory = trajectory_for(drafter)
+    trajectory = made_up_request(drafter)
     tokens = trajectory.token_ids[trajectory.first :]
     shortlist = trajectory.shortlist_ids[trajectory.shortlist_ids != tokens[0]]
     return replace(trajectory, shortlist_ids=torch.cat([tokens[tokens != tokens[0]], shortlist]).unique())
-
-
-def with_places(number: int, chosen: list[int]) -> Trajectory:
-    """A request of six verified tokens, of which these are learnt from."""
-    top = (torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3))
-    rest = (*torch.zeros(2, 6), torch.zeros(6, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
-    is_chosen = torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor(chosen), True)
-    return Trajectory(torch.full((8,), number), 2, *top, *rest, is_chosen=is_chosen)
-
-
-# The buffer ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_buffer_gives_the_oldest_places_and_forgets_them():
-    buffer = FillingBuffer(capacity=4)
-    buffer.add(with_places(0, [1, 2, 5]))
-    assert not buffer.is_full
-    buffer.add(with_places(1, [0, 3, 4]))
-    assert buffer.is_full
-    first, second = buffer.take()
-    assert first.is_chosen.nonzero()[:, 0].tolist() == [1, 2, 5]
-    assert int(second.token_ids[0]) == 1 and second.is_chosen.nonzero()[:, 0].tolist() == [0]
-    (rest,) = buffer
-    assert rest.is_chosen.nonzero()[:, 0].tolist() == [3, 4] and buffer.nbytes == rest.nbytes
-    assert not buffer.is_full
-    assert [one.places for one in buffer.take()] == [2]
-    assert buffer.take() == [] and len(buffer) == buffer.nbytes == 0
-
-
-def test_its_requests_and_their_bytes_are_bounded():
-    """Those of an adapter that is not the active one are not learnt from."""
-    one = with_places(0, [0])
-    buffer = FillingBuffer(capacity=100, largest_bytes=3 * one.nbytes)
-    for number in range(5):
-        buffer.add(with_places(number, [number]))
-    assert [int(held.token_ids[0]) for held in buffer] == [2, 3, 4] and buffer.nbytes == 3 * one.nbytes
 
 
 # What is learnt from -------------------------------------------------------------------------------------------------
@@ -87,7 +45,7 @@ def test_its_requests_and_their_bytes_are_bounded():
 @pytest.mark.parametrize("kind", ["llama", "eagle3"])
 def test_places_of_one_request_weigh_alike_wherever_it_is_cut(kind):
     target = tiny(num_hidden_layers=LAYERS)
-    drafter, settings = make(kind, target), replace(LORA, fill="gate", align_threshold=0.0)
+    drafter, settings = drafter_named(kind, target), replace(LORA, fill="gate", align_threshold=0.0)
     whole = choose_places(drafter, drafted(drafter), settings)
     buffer = FillingBuffer(capacity=whole.places - 1)
     buffer.add(whole)
@@ -101,7 +59,7 @@ def test_places_of_one_request_weigh_alike_wherever_it_is_cut(kind):
 
 
 def test_the_gate_passes_what_was_rejected_or_diverges_and_could_be_drafted(target):
-    drafter = make("llama", target)
+    drafter = drafter_named("llama", target)
     trajectory = drafted(drafter)
     tokens = trajectory.token_ids[trajectory.first :]
     could = tokens != tokens[0]

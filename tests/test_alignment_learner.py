@@ -1,28 +1,22 @@
 """What trains a copy of a drafter: what it changes, what it leaves alone, and what can be done with what it learnt."""
 
-import hashlib
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from eagle_heads import drafter_of, random_head
+from aligned import LORA, WHOLE, digest, made_up_request
+from drafters import LAYERS, drafter_named
 from models import tiny
 from peft import PeftModel
 from safetensors.torch import save_file
-from test_alignment_objectives import trajectory_for as trajectory_in_fp64
-from test_eagle_drafter import HEADS
-from test_training_drafters import LAYERS
-from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dynspec.alignment import Learner, OnlineAlignment, ReplayBuffer, Trajectory, acceptance_of
+from hf_dynspec.alignment import Learner, OnlineAlignment, Trajectory, acceptance_of
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 from hf_dynspec.errors import ConfigurationError
 
 KINDS = ("llama", "gpt2", "eagle2", "eagle3", "eagle3-trimmed")
-LORA = OnlineAlignment(learning_rate=1e-2, rank=4, horizon=3)
-WHOLE = OnlineAlignment.osd(learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +24,8 @@ def target() -> PreTrainedModel:
     return tiny("llama", num_hidden_layers=LAYERS)
 
 
-def make(kind: str, target: PreTrainedModel) -> Drafter:
-    return drafter_of(random_head(**HEADS[kind]), target) if kind in HEADS else CausalLMDrafter(tiny(kind, seed=3))
-
-
-def trajectory_for(drafter: Drafter, **settings) -> Trajectory:
-    """fp32 logits, and features in the target's dtype."""
-    trajectory = trajectory_in_fp64(drafter, **settings)
-    features = None if trajectory.features is None else trajectory.features.to(drafter.head.weight.dtype)
-    return replace(
-        trajectory,
-        top_logits=trajectory.top_logits.float(),
-        log_probabilities=trajectory.log_probabilities.float(),
-        log_normalisers=trajectory.log_normalisers.float(),
-        features=features,
-    )
-
-
-def digest(module: nn.Module) -> str:
-    """Of all weights, to the bit."""
-    total = hashlib.sha256()
-    for name, one in sorted(module.state_dict().items()):
-        total.update(name.encode() + one.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
 def trained(drafter: Drafter, settings: OnlineAlignment, steps: int = 8) -> tuple[Learner, Trajectory, list[float]]:
-    learner, trajectory = Learner(drafter, settings), trajectory_for(drafter)
+    learner, trajectory = Learner(drafter, settings), made_up_request(drafter)
     return learner, trajectory, [learner.step([trajectory]) for _ in range(steps)]
 
 
@@ -71,10 +40,10 @@ def hidden_of(drafter: Drafter, trajectory: Trajectory) -> torch.Tensor:
 @pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_touches_nothing_but_what_it_trains(kind, settings, target):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     before = digest(drafter.module), digest(target)
     learner = Learner(drafter, settings)
-    base, trajectory = learner.base_digest(), trajectory_for(drafter)
+    base, trajectory = learner.base_digest(), made_up_request(drafter)
     (at_first, same), own = learner.acceptance(trajectory), acceptance_of(drafter, trajectory, settings)
     assert at_first == same == pytest.approx(own, abs=1e-6)
     losses = [learner.step([trajectory]) for _ in range(12)]
@@ -89,7 +58,7 @@ def test_it_learns_and_touches_nothing_but_what_it_trains(kind, settings, target
 @pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learnt_fits_into_the_drafter(kind, settings, target):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     learner, trajectory, _ = trained(drafter, settings)
     weights, base, own = learner.weights(), learner.base_weights(), dict(drafter.module.named_parameters())
     assert weights.keys() == base.keys() <= own.keys()
@@ -117,7 +86,7 @@ def test_a_projection_that_is_the_embedding_too_is_refused_before_anything_is_ad
 
 def test_whoever_draws_while_a_learner_is_made_draws_nothing_twice(target):
     """A learner is made anew beside requests that sample where somebody changes the drafter's weights."""
-    drafter, drawn, is_over = make("llama", target), [], threading.Event()
+    drafter, drawn, is_over = drafter_named("llama", target), [], threading.Event()
 
     def draw() -> None:
         while not is_over.is_set():
@@ -134,7 +103,7 @@ def test_whoever_draws_while_a_learner_is_made_draws_nothing_twice(target):
 
 def test_the_modules_are_those_that_are_named(target):
     def adapted(kind: str, modules) -> set[str]:
-        weights = Learner(make(kind, target), replace(LORA, modules=modules)).weights()
+        weights = Learner(drafter_named(kind, target), replace(LORA, modules=modules)).weights()
         return {name.removesuffix(".weight").rpartition(".")[2] for name in weights}
 
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
@@ -149,7 +118,7 @@ def test_the_modules_are_those_that_are_named(target):
 
 @pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
 def test_it_starts_anew_and_learns_the_same_to_the_bit(settings, target):
-    drafter = make("eagle3", target)
+    drafter = drafter_named("eagle3", target)
     state = torch.get_rng_state()
     learner, trajectory, losses = trained(drafter, settings)
     assert torch.equal(torch.get_rng_state(), state), "users seed the generator of the process"
@@ -165,8 +134,8 @@ def test_it_starts_anew_and_learns_the_same_to_the_bit(settings, target):
 @pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
 @pytest.mark.parametrize("kind", ["llama", "eagle3"])
 def test_scoring_changes_nothing_of_what_is_learnt(kind, settings, target):
-    drafter = make(kind, target)
-    one, other = trajectory_for(drafter), trajectory_for(drafter, length=11)
+    drafter = drafter_named(kind, target)
+    one, other = made_up_request(drafter), made_up_request(drafter, length=11)
     plain, scoring = Learner(drafter, settings), Learner(drafter, settings)
     for batch in ([one], [one, other], [other], [one]):
         for trajectory in (other, one):
@@ -181,10 +150,10 @@ def test_scoring_changes_nothing_of_what_is_learnt(kind, settings, target):
 
 
 def test_steps_over_several_requests_take_their_mean(target):
-    drafter = make("llama", target)
-    one = trajectory_for(drafter)
-    short = trajectory_for(drafter, length=9)
-    empty = trajectory_for(drafter, length=2, first=1)
+    drafter = drafter_named("llama", target)
+    one = made_up_request(drafter)
+    short = made_up_request(drafter, length=9)
+    empty = made_up_request(drafter, length=2, first=1)
     alone = [Learner(drafter, LORA).step([each]) for each in (one, short)]
     assert Learner(drafter, LORA).step([one, short]) == pytest.approx(sum(alone) / 2)
     learner = Learner(drafter, LORA)
@@ -193,10 +162,10 @@ def test_steps_over_several_requests_take_their_mean(target):
 
 
 def test_a_loss_that_is_no_number_changes_nothing(target):
-    drafter = make("eagle2", target)
+    drafter = drafter_named("eagle2", target)
     learner, trajectory, _ = trained(drafter, LORA, 2)
     before = learner.adapter_state()
-    broken = trajectory_for(drafter)
+    broken = made_up_request(drafter)
     broken.top_logits[3, 1] = torch.nan
     assert learner.step([broken]) is None and learner.step([trajectory, broken]) is None
     assert learner.dropped == 2
@@ -208,13 +177,13 @@ def test_a_loss_that_is_no_number_changes_nothing(target):
 @pytest.mark.parametrize("kind", ["qwen3", "eagle3", "eagle3-trimmed"])
 def test_a_drafter_of_16_bits_is_trained_in_32(kind, settings):
     target = tiny("llama", num_hidden_layers=LAYERS).to(torch.bfloat16)
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     drafter.module.to(torch.bfloat16)
     assert drafter.weights_version >= 0
     learner = Learner(drafter, settings)
     assert {one.dtype for one in learner.drafter.module.parameters()} == {torch.float32}
     assert {one.dtype for one in drafter.module.parameters()} == {torch.bfloat16}
-    trajectory = trajectory_for(drafter)
+    trajectory = made_up_request(drafter)
     losses = [learner.step([trajectory]) for _ in range(10)]
     assert losses[-1] < losses[0]
     own = dict(drafter.module.named_parameters())
@@ -227,9 +196,9 @@ def test_a_drafter_of_16_bits_is_trained_in_32(kind, settings):
 def test_what_comes_from_inference_mode_is_learnt_from(kind):
     with torch.inference_mode():
         target = tiny("llama", num_hidden_layers=LAYERS)
-        drafter = make(kind, target)
+        drafter = drafter_named(kind, target)
         learner = Learner(drafter, LORA)
-        trajectory = trajectory_for(drafter)
+        trajectory = made_up_request(drafter)
         losses = [learner.step([trajectory]) for _ in range(5)]
         assert learner.acceptance(trajectory) is not None
     assert losses[-1] < losses[0]
@@ -239,7 +208,7 @@ def test_what_comes_from_inference_mode_is_learnt_from(kind):
 
 
 def test_training_takes_as_much_memory_as_was_reckoned_and_no_more(target):
-    drafter = make("llama", target)
+    drafter = drafter_named("llama", target)
     taken = {}
     for settings in (LORA, WHOLE):
         learner, trajectory, _ = trained(drafter, settings, 1)
@@ -260,12 +229,12 @@ def test_training_takes_as_much_memory_as_was_reckoned_and_no_more(target):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
 def test_peft_alone_loads_an_adapter(kind, target, tmp_path, recwarn):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     learner, trajectory, _ = trained(drafter, LORA)
     learner.adapter_config().save_pretrained(tmp_path)
     save_file(learner.adapter_state(), tmp_path / "adapter_model.safetensors")
     recwarn.clear()
-    model = PeftModel.from_pretrained(make(kind, target).model, tmp_path)
+    model = PeftModel.from_pretrained(drafter_named(kind, target).model, tmp_path)
     assert not [one for one in recwarn if "missing" in str(one.message) or "unexpected" in str(one.message)]
     logits = model(input_ids=trajectory.token_ids[None]).logits
     expected = learner.drafter.model(input_ids=trajectory.token_ids[None]).logits
@@ -275,7 +244,7 @@ def test_peft_alone_loads_an_adapter(kind, target, tmp_path, recwarn):
 
 @pytest.mark.parametrize("settings", [LORA, WHOLE], ids=["LoRA", "all"])
 def test_what_was_learnt_is_taken_up_by_another_learner(settings, target):
-    drafter = make("eagle2", target)
+    drafter = drafter_named("eagle2", target)
     learner, trajectory, _ = trained(drafter, settings)
     other = Learner(drafter, settings)
     other.step([trajectory])
@@ -286,7 +255,7 @@ def test_what_was_learnt_is_taken_up_by_another_learner(settings, target):
 
 
 def test_an_adapter_of_something_else_is_refused_whole(target):
-    drafter = make("llama", target)
+    drafter = drafter_named("llama", target)
     learner, _, _ = trained(drafter, LORA)
     before = learner.adapter_state()
     first = next(iter(before))
@@ -300,128 +269,3 @@ def test_an_adapter_of_something_else_is_refused_whole(target):
     with pytest.raises(ConfigurationError, match="NaN or infinity: base_model"):
         learner.load_adapter_state(broken)
     assert all(torch.equal(one, before[name]) for name, one in learner.adapter_state().items())
-
-
-# Replay --------------------------------------------------------------------------------------------------------------
-
-
-def numbered(number: int, bytes_of_features: int = 0) -> Trajectory:
-    ids = torch.full((4,), number)
-    top = (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
-    rest = (*torch.zeros(2, 2), torch.zeros(2, dtype=torch.bool))
-    return Trajectory(ids, 2, *top, *rest, torch.zeros(0, dtype=torch.int64), torch.zeros(bytes_of_features // 4))
-
-
-def numbers(held) -> list[int]:
-    return [int(one.token_ids[0]) for one in held]
-
-
-def test_the_oldest_leave_first():
-    buffer = ReplayBuffer(capacity=3)
-    for number in range(5):
-        assert buffer.add(numbered(number))
-    assert numbers(buffer) == [2, 3, 4] and len(buffer) == 3
-    assert buffer.nbytes == sum(one.nbytes for one in buffer) == 3 * (4 * 8 + 6 * 8 + 6 * 4 + 2 * 2 * 4 + 2)
-    buffer.clear()
-    assert not list(buffer) and buffer.nbytes == 0
-
-
-def test_the_bytes_are_bounded():
-    buffer = ReplayBuffer(capacity=100, largest_bytes=5000)
-    for number in range(20):
-        assert buffer.add(numbered(number, 1000))
-        assert buffer.nbytes <= 5000
-    assert numbers(buffer) == [16, 17, 18, 19]
-    assert not buffer.add(numbered(20, 6000)) and numbers(buffer) == [16, 17, 18, 19]
-
-
-def test_a_batch_has_the_newest_and_others_without_repeats():
-    buffer = ReplayBuffer()
-    random = torch.Generator().manual_seed(0)
-    assert buffer.batch(4, random) == []
-    for number in range(10):
-        buffer.add(numbered(number))
-    batches = [numbers(buffer.batch(4, random)) for _ in range(30)]
-    assert all(batch[0] == 9 and len(set(batch)) == 4 for batch in batches)
-    assert {number for batch in batches for number in batch} == set(range(10))
-    assert sorted(numbers(buffer.batch(50, random))) == list(range(10)) and numbers(buffer.batch(1, random)) == [9]
-
-
-def test_several_threads_share_a_buffer():
-    buffer = ReplayBuffer(capacity=8)
-
-    def add(start: int) -> None:
-        for number in range(start, start + 200):
-            buffer.add(numbered(number))
-            assert len(list(buffer)) <= 8
-
-    threads = [threading.Thread(target=add, args=(start,)) for start in (0, 1000, 2000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(buffer) == 8 and buffer.nbytes == sum(one.nbytes for one in buffer)
-
-
-# Settings ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("modules", "q_proj"),
-        ("modules", ()),
-        ("modules", ("q_proj", 3)),
-        ("modules", None),
-        ("rank", 0),
-        ("alpha", 0.0),
-        ("learning_rate", -1e-3),
-        ("learning_rate", float("nan")),
-        ("learning_rate", float("inf")),
-        ("learning_rate", "fast"),
-        ("steps", 0),
-        ("batch", 1.5),
-        ("objective", "kl"),
-        ("support", "all"),
-        ("horizon", 65),
-        ("decay", -0.1),
-        ("temperature", 0),
-        ("top_k", 0),
-        ("buffer", True),
-        ("buffer_bytes", 0),
-        ("context", 0),
-        ("fill", "none"),
-        ("update_at", "always"),
-        ("align_threshold", -1),
-        ("background", 1),
-        ("synchronous", None),
-        ("max_overhead", 0),
-        ("max_overhead", 1.5),
-        ("gate", "on"),
-        ("gate_window", 0),
-        ("gate_least", 9),
-        ("seed", -1),
-    ],
-)
-def test_a_setting_that_cannot_be_is_named(name, value):
-    with pytest.raises(ConfigurationError, match=rf"^{name}: .*Give "):
-        OnlineAlignment(**{name: value})
-
-
-def test_background_and_synchronous_exclude_each_other():
-    with pytest.raises(ConfigurationError, match=r"background.*synchronous"):
-        OnlineAlignment(background=True, synchronous=True)
-
-
-def test_presets_are_what_was_printed():
-    paper = OnlineAlignment.paper()
-    table_5 = {"modules": ("q_proj", "v_proj"), "rank": 32, "alpha": 32, "learning_rate": 1e-5, "temperature": 1.0}
-    table_5 |= {"decay": 0.3, "buffer": 32, "horizon": 6, "support": "kept", "objective": "horizon_kl", "fill": "gate"}
-    table_5 |= {"update_at": "full_buffer"}
-    assert {name: getattr(paper, name) for name in table_5} == table_5
-    assert OnlineAlignment.osd().trains_all_parameters and OnlineAlignment.osd().objective == "cross_entropy"
-    assert OnlineAlignment.paper(rank=8, seed=3).rank == 8
-    with pytest.raises(ConfigurationError, match="rank"):
-        OnlineAlignment.osd(rank=0)
-    assert len({OnlineAlignment(), paper, OnlineAlignment.osd()}) == 3
-    assert all(field.name in OnlineAlignment.__doc__ for field in fields(OnlineAlignment))

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import prompt, tiny
-from test_training_drafters import LAYERS, features_for, make
+from aligned import FIRST, KEPT, made_up_request
+from drafters import LAYERS, drafter_named
+from models import VOCABULARY, tiny
 from transformers import PreTrainedModel
 
 from hf_dynspec.alignment import OBJECTIVES, OnlineAlignment, Trajectory, acceptance_of, choose_places, loss_of
 from hf_dynspec.drafters import Drafter
 
-LENGTH, FIRST, KEPT = 14, 6, 7
-VOCABULARY = 301
 # Scaled logits; an EAGLE-2 and an EAGLE-3 head, and one that leaves most of the vocabulary out.
 KINDS = ("llama", "granite", "eagle2", "eagle3", "eagle3-trimmed")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -25,23 +24,6 @@ SETTINGS = OnlineAlignment(horizon=3)
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return tiny("llama", num_hidden_layers=LAYERS).double()
-
-
-def trajectory_for(drafter: Drafter, kept: int = KEPT, length: int = LENGTH, first: int = FIRST) -> Trajectory:
-    """A request of which the drafter can propose most, with made-up verdicts."""
-    random = torch.Generator().manual_seed(11)
-    text, verified = prompt(length)[0], length - first
-    logits = torch.randn(verified, VOCABULARY, generator=random, dtype=torch.float64).mul(3)
-    draftable = torch.arange(VOCABULARY) if drafter.head.token_ids is None else drafter.head.token_ids
-    logits[:, draftable] += 2
-    top_logits, top_ids = logits.topk(kept)
-    log_normalisers = logits.logsumexp(-1)
-    log_probabilities = logits.gather(1, text[first:, None])[:, 0] - log_normalisers
-    is_wrong = torch.rand(verified, generator=random) < 0.5
-    shortlist = draftable[torch.randperm(draftable.shape[0], generator=random)[:20]]
-    features = features_for(drafter, length)
-    verdicts = (top_ids, top_logits, log_probabilities, log_normalisers, is_wrong)
-    return Trajectory(text, first, *verdicts, shortlist, features)
 
 
 def drafted_logits(drafter: Drafter, trajectory: Trajectory, start: int, steps: int) -> torch.Tensor:
@@ -116,8 +98,8 @@ def gradients_of(loss: torch.Tensor, drafter: Drafter) -> torch.Tensor:
     ids=lambda changes: "-".join(map(str, changes.values())) or "default",
 )
 def test_a_loss_is_that_of_drafts_made_a_token_at_a_time(kind, changes, target):
-    drafter, settings = make(kind, target), replace(SETTINGS, **changes)
-    trajectory = trajectory_for(drafter)
+    drafter, settings = drafter_named(kind, target), replace(SETTINGS, **changes)
+    trajectory = made_up_request(drafter)
     expected = naive_loss(drafter, trajectory, settings)
     loss = loss_of(drafter, choose_places(drafter, trajectory, settings), settings)
     assert float(loss) > 0
@@ -133,9 +115,9 @@ def test_a_loss_is_that_of_drafts_made_a_token_at_a_time(kind, changes, target):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gradients_are_those_of_differences(kind, support, objective, target):
     """Along a random direction through all weights. With weights of 1: through those of equation 4 none may run."""
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     settings = replace(SETTINGS, objective=objective, support=support, decay=0.0, temperature=1.5)
-    trajectory = trajectory_for(drafter)
+    trajectory = made_up_request(drafter)
     loss_of(drafter, trajectory, settings).backward()
     trained = [one for one in drafter.module.parameters() if one.grad is not None]
     random = torch.Generator().manual_seed(2)
@@ -153,8 +135,8 @@ def test_gradients_are_those_of_differences(kind, support, objective, target):
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "eagle2", "eagle3"])
 def test_where_everything_is_kept_it_is_the_divergence_over_the_vocabulary(kind, target):
-    drafter = make(kind, target)
-    trajectory = trajectory_for(drafter, kept=VOCABULARY)
+    drafter = drafter_named(kind, target)
+    trajectory = made_up_request(drafter, kept=VOCABULARY)
     settings = replace(SETTINGS, horizon=1)
     p = torch.empty_like(trajectory.top_logits).scatter(1, trajectory.top_ids, trajectory.top_logits).softmax(-1)
     (step,) = drafter.unroll(trajectory.token_ids, trajectory.features, 1)
@@ -172,8 +154,8 @@ def test_where_everything_is_kept_it_is_the_divergence_over_the_vocabulary(kind,
 
 
 def test_a_drafter_that_is_the_target_is_accepted_whole(target):
-    drafter = make("llama", target)
-    trajectory = trajectory_for(drafter, kept=VOCABULARY)
+    drafter = drafter_named("llama", target)
+    trajectory = made_up_request(drafter, kept=VOCABULARY)
     with torch.no_grad():
         logits = drafter.model(input_ids=trajectory.token_ids[None]).logits[0, FIRST - 1 : -1]
     top_logits, top_ids = logits.topk(VOCABULARY)
@@ -189,9 +171,9 @@ def test_a_drafter_that_is_the_target_is_accepted_whole(target):
 @pytest.mark.parametrize("support", ["kept", "shortlist"])
 def test_ids_that_no_draft_can_hold_change_nothing(kind, objective, support, target):
     """Padding, ids past the drafter's vocabulary, and those that a trimmed head leaves out."""
-    drafter, settings = make(kind, target), replace(SETTINGS, objective=objective, support=support)
+    drafter, settings = drafter_named(kind, target), replace(SETTINGS, objective=objective, support=support)
     draftable = torch.arange(VOCABULARY) if drafter.head.token_ids is None else drafter.head.token_ids
-    plain = trajectory_for(drafter)
+    plain = made_up_request(drafter)
     plain = replace(plain, top_ids=draftable[:KEPT].repeat(plain.top_ids.shape[0], 1))
     odd_ids, odd_logits = [VOCABULARY, 10**6, 3], [9.0, 3.0, -torch.inf]
     if kind == "eagle3-trimmed":
@@ -218,8 +200,8 @@ def test_ids_that_no_draft_can_hold_change_nothing(kind, objective, support, tar
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("support", ["kept", "shortlist"])
 def test_places_where_nothing_can_be_proposed_are_left_out(objective, support, target):
-    drafter = make("llama", target)
-    trajectory = trajectory_for(drafter)
+    drafter = drafter_named("llama", target)
+    trajectory = made_up_request(drafter)
     hopeless = trajectory.top_ids.clone()
     hopeless[2] = torch.arange(KEPT) + VOCABULARY
     settings = replace(SETTINGS, objective=objective, support=support)
@@ -230,9 +212,9 @@ def test_places_where_nothing_can_be_proposed_are_left_out(objective, support, t
 
 @pytest.mark.parametrize("kind", ["llama", "eagle3"])
 def test_a_request_may_be_short(kind, target):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     for length, first in ((3, 2), (2, 1), (4, 1)):
-        trajectory = trajectory_for(drafter, length=length, first=first)
+        trajectory = made_up_request(drafter, length=length, first=first)
         scored = length - max(first, 2)
         loss = loss_of(drafter, trajectory, SETTINGS)
         assert (loss is None) == (scored < 1) == (acceptance_of(drafter, trajectory, SETTINGS) is None)
@@ -242,8 +224,8 @@ def test_a_request_may_be_short(kind, target):
 
 def test_a_target_that_says_nothing_of_use_gives_no_finite_loss(target):
     """So that it is seen and dropped, and not taken for nothing."""
-    drafter = make("llama", target)
-    trajectory = trajectory_for(drafter)
+    drafter = drafter_named("llama", target)
+    trajectory = made_up_request(drafter)
     trajectory.top_logits[3, 1] = torch.nan
     for objective in ("horizon_kl", "total_variation"):
         assert not bool(loss_of(drafter, trajectory, replace(SETTINGS, objective=objective)).isfinite())
@@ -252,8 +234,8 @@ def test_a_target_that_says_nothing_of_use_gives_no_finite_loss(target):
 @pytest.mark.parametrize("temperature", [0.5, 2.0, 0.0])
 @pytest.mark.parametrize("kept", [VOCABULARY, KEPT], ids=["all", "few"])
 def test_what_would_be_accepted_goes_by_the_temperature_of_the_request(kept, temperature, target):
-    drafter = make("llama", target)
-    whole = trajectory_for(drafter, kept=VOCABULARY)
+    drafter = drafter_named("llama", target)
+    whole = made_up_request(drafter, kept=VOCABULARY)
     p = torch.empty_like(whole.top_logits).scatter(1, whole.top_ids, whole.top_logits)
     trajectory = replace(
         whole,

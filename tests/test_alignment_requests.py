@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, generated, recorded, stream
+from aligned import QUICK, TREE, digest, generated, quick_assistant, recorded, stream
 from eagle_heads import agreeing_head, drafter_of, soft
-from models import POLICY_CASES, perturbed, prompt, tiny
-from transformers import DynamicCache, PreTrainedModel
+from models import POLICY_CASES, prompt
+from transformers import DynamicCache
 
 from hf_dynspec import (
     DynSpecAssistant,
@@ -23,19 +23,6 @@ from hf_dynspec import (
 )
 from hf_dynspec.alignment.recording import Recorder
 from hf_dynspec.alignment.replay import Trajectory
-
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target, 0.3)
-
 
 # What is recorded ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +113,7 @@ def test_conversations_and_long_requests(target, drafter, monkeypatch):
 def test_transformers_own_loop_leaves_its_requests_to_the_next_call(target, drafter):
     from transformers import GenerationMixin
 
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     output = GenerationMixin.generate(target, prompt(), do_sample=False, max_new_tokens=16, assistant_model=assistant)
     gc.collect()
     assert torch.equal(output, generated(target, max_new_tokens=16))
@@ -260,7 +247,7 @@ def test_an_error_while_recording_does_not_stop_generation(target, drafter, monk
 def test_an_error_while_recording_keeps_no_draft_waiting_for_itself(target, drafter):
     """The garbage collector ends a request that was given up, in whatever thread, perhaps in the middle of a draft."""
     own = digest(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     recorder = assistant.alignment.recorder()
     recorder._failure = MemoryError("no room for another round")

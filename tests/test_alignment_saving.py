@@ -8,12 +8,12 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, recorded, stream
+from aligned import QUICK, TREE, digest, quick_assistant, recorded, stream
 from eagle_heads import agreeing_head, drafter_of, soft
 from huggingface_hub import HfApi
 from local_hub import running_hub
 from models import perturbed, prompt, tiny
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from hf_dynspec import (
     ArtifactError,
@@ -24,25 +24,12 @@ from hf_dynspec import (
 )
 from hf_dynspec.alignment import Trajectory
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target, 0.3)
-
-
 # Adapters and files --------------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_switched_between_calls(target, drafter):
     own = digest(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     alignment = assistant.alignment
     stream(target, assistant, 2)
     first = digest(drafter)
@@ -69,10 +56,10 @@ def test_adapters_are_switched_between_calls(target, drafter):
 
 def test_a_state_is_taken_up_by_another_assistant(target, drafter):
     own = copy.deepcopy(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     assistant.alignment.add_adapter("law")
-    other = DynSpecAssistant(own, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    other = quick_assistant(own, target)
     other.alignment.load_state_dict(assistant.alignment.state_dict())
     assert digest(own) == digest(drafter) and other.alignment.adapters == ("default", "law")
     for wrong in ({}, {"active": "x", "adapters": {}}, {"active": "a", "adapters": {"a": {"weights": {"b": 1}}}}):
@@ -87,7 +74,7 @@ def test_peft_loads_what_is_saved(family, tmp_path):
     target = tiny(family)
     drafter = perturbed(target, 0.3)
     plain = copy.deepcopy(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 3)
     assistant.alignment.save_pretrained(tmp_path)
     text = prompt(20, seed=5)
@@ -103,10 +90,10 @@ def test_peft_loads_what_is_saved(family, tmp_path):
 
 def test_what_is_saved_is_loaded(target, drafter, tmp_path):
     own = copy.deepcopy(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     folder = assistant.alignment.save_pretrained(tmp_path / "adapter")
-    other = DynSpecAssistant(own, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    other = quick_assistant(own, target)
     other.alignment.load(folder)
     assert digest(own) == digest(drafter)
     another = DynSpecAssistant(perturbed(target), target=target, alignment=OnlineAlignment(**QUICK | {"rank": 4}))
@@ -121,14 +108,14 @@ def test_what_is_saved_is_loaded(target, drafter, tmp_path):
 def test_an_eagle_head_is_saved_in_its_own_layout(layout, tmp_path):
     target = soft()
     head = drafter_of(agreeing_head(layout), target)
-    assistant = DynSpecAssistant(head, "full", target=target, tree=TREE, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(head, target, tree=TREE)
     stream(target, assistant, 3)
     assistant.alignment.save_pretrained(tmp_path)
     loaded = EagleDrafter.from_pretrained(tmp_path, target=target)
     for name, one in loaded.module.named_parameters():
         torch.testing.assert_close(one, head.module.get_parameter(name), rtol=1e-5, atol=1e-5)
     again = drafter_of(agreeing_head(layout), target)
-    other = DynSpecAssistant(again, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    other = quick_assistant(again, target)
     other.alignment.load(tmp_path)
     assert digest(again.module) == digest(head.module)
 
@@ -148,20 +135,20 @@ def test_a_model_that_was_trained_whole_is_saved_whole(target, drafter, tmp_path
 
 def test_what_is_learnt_is_published_and_fetched(target, drafter, monkeypatch, tmp_path):
     own = copy.deepcopy(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     with running_hub(monkeypatch, tmp_path / "cache") as hub:
         api = HfApi(endpoint=hub.endpoint, token="secret")
         assistant.alignment.push_to_hub("acme/aligned", api=api)
         names = ("adapter_config.json", "adapter_model.safetensors")
         paths = [Path(api.hf_hub_download("acme/aligned", name)) for name in names]
-    other = DynSpecAssistant(own, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    other = quick_assistant(own, target)
     other.alignment.load(paths[0].parent)
     assert digest(own) == digest(drafter)
 
 
 def test_no_text_is_written(target, drafter, tmp_path):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 1)
     assistant.alignment.save_pretrained(tmp_path)
     assert {one.name for one in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -190,9 +177,7 @@ def assert_same_requests(ones: list[Trajectory], others: list[Trajectory]) -> No
 
 
 @pytest.mark.parametrize("way", ["state", "files"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"update_at": "full_buffer", "fill": "gate", "buffer": 10}], ids=["", "full"]
-)
+@pytest.mark.parametrize("settings", [{}, FULL], ids=["", "full"])
 def test_requests_are_kept_where_that_is_asked_for(settings, way, target, drafter, tmp_path):
     settings = OnlineAlignment(**QUICK | settings)
     assistant = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target, alignment=settings)
@@ -212,12 +197,7 @@ def test_requests_are_kept_where_that_is_asked_for(settings, way, target, drafte
 
 def test_requests_of_an_eagle_head_are_kept_with_what_it_reads(tmp_path):
     target = soft()
-    assistants = [
-        DynSpecAssistant(
-            drafter_of(agreeing_head("eagle3"), target), "full", target=target, alignment=OnlineAlignment(**QUICK)
-        )
-        for _ in range(2)
-    ]
+    assistants = [quick_assistant(drafter_of(agreeing_head("eagle3"), target), target) for _ in range(2)]
     stream(target, assistants[0], 2)
     assistants[0].alignment.save_pretrained(tmp_path, include_buffer=True)
     assistants[1].alignment.load(tmp_path, include_buffer=True)
@@ -230,7 +210,7 @@ def test_requests_of_an_eagle_head_are_kept_with_what_it_reads(tmp_path):
 
 
 def test_text_that_was_written_is_removed_when_it_is_not_asked_for_again(target, drafter, tmp_path):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 1)
     assistant.alignment.save_pretrained(tmp_path, include_buffer=True)
     assert (tmp_path / "replay_buffer.safetensors").exists()
@@ -269,7 +249,7 @@ def with_changed(state: dict, **changes) -> dict:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_requests_that_cannot_be_are_refused_whole(changes, problem, target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     held, before = recorded(assistant), digest(drafter)
     state = assistant.alignment.state_dict(include_buffer=True)
@@ -278,8 +258,18 @@ def test_requests_that_cannot_be_are_refused_whole(changes, problem, target, dra
     assert recorded(assistant) == held and digest(drafter) == before
 
 
-def test_options_that_nothing_knows_are_refused(target, drafter, tmp_path):
-    assistant = DynSpecAssistant(drafter, target=target, alignment=OnlineAlignment(**QUICK))
-    assistant.alignment.save_pretrained(tmp_path)
+@pytest.mark.parametrize("settings", [{}, {"modules": "all-parameters"}], ids=["LoRA", "all"])
+@pytest.mark.parametrize("kind", ["independent", "eagle3"])
+def test_options_that_say_nothing_of_a_folder_are_refused(kind, settings, tmp_path):
+    """A revision of a repository whose name a folder here has would be taken for one that was loaded."""
+    target = soft()
+    drafter = perturbed(target) if kind == "independent" else drafter_of(agreeing_head(kind), target)
+    alignment = quick_assistant(drafter, target, **settings).alignment
+    alignment.save_pretrained(tmp_path)
+    for name, value in {"revision": "main", "cache_dir": tmp_path / "cache", "token": "secret"}.items():
+        with pytest.raises(ArtifactError, match=rf"{name}: is of a repository, and .* is a folder here") as error:
+            alignment.load(tmp_path, **{name: value})
+        assert "secret" not in str(error.value)
     with pytest.raises(TypeError, match="'revison'"):
-        assistant.alignment.load(tmp_path, revison="main")
+        alignment.load(tmp_path, revison="main")
+    alignment.load(tmp_path)

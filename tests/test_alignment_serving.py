@@ -7,10 +7,9 @@ import warnings
 import peft
 import pytest
 import torch
-from aligned import QUICK, digest, generated, stream
+from aligned import QUICK, digest, generated, quick_assistant, stream
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import perturbed, tiny
-from transformers import PreTrainedModel
 
 from hf_dynspec import (
     ConfigurationError,
@@ -18,26 +17,12 @@ from hf_dynspec import (
     OnlineAlignment,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target, 0.3)
-
-
 # What is served ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_learnt_is_served_when_it_has_earned_that(target, drafter):
     own = digest(drafter)
-    settings = OnlineAlignment(**QUICK | {"gate": True, "gate_least": 4})
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
+    assistant = quick_assistant(drafter, target, gate=True, gate_least=4)
     for index in range(5):
         assert digest(drafter) == own, "served before four requests were scored"
         generated(target, assistant, index % 3)
@@ -51,8 +36,7 @@ def test_a_learning_rate_that_is_far_too_high_is_never_served(learning_rate, tar
     """The drafter is the target itself, so that every change is for the worse."""
     drafter = copy.deepcopy(target)
     own = digest(drafter)
-    settings = OnlineAlignment(**QUICK | {"gate": True, "learning_rate": learning_rate})
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=settings)
+    assistant = quick_assistant(drafter, target, gate=True, learning_rate=learning_rate)
     for index in range(14):
         generated(target, assistant, index)
         assert digest(drafter) == own
@@ -75,7 +59,7 @@ def test_numbers_that_are_none_are_never_served(target, drafter):
 
 @pytest.mark.parametrize("change", ["in place", "loaded"])
 def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     if change == "in place":
         assistant.alignment.reset()
@@ -97,7 +81,7 @@ def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter)
 def test_a_drafter_that_somebody_changes_is_not_drafted_with_what_was_learnt_before(
     taken_up_by, change, target, drafter, tmp_path
 ):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     alignment = assistant.alignment
     stream(target, assistant, 2)
     state = alignment.state_dict()
@@ -137,7 +121,7 @@ def test_a_drafter_that_somebody_changes_is_not_drafted_with_what_was_learnt_bef
 
 def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter):
     own = {name: one.detach().clone() for name, one in drafter.named_parameters()}
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     drafter.double()
     assistant.alignment.reset()
@@ -150,7 +134,7 @@ def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter
 @pytest.mark.parametrize("end", ["unbind", "del", "another drafter", "alignment error"])
 def test_the_drafter_gets_its_own_weights_back(end, target, drafter, monkeypatch):
     own = digest(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     assert digest(drafter) != own
     if end == "unbind":
@@ -178,7 +162,7 @@ def test_a_drafter_can_be_trained_after_its_assistant_was_dropped_in_inference_m
     module = drafter if kind == "causal" else drafter.module
     own = digest(module)
     with torch.inference_mode():
-        assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+        assistant = quick_assistant(drafter, target)
         generated(target, assistant)
         assert digest(module) != own
         del assistant
@@ -188,7 +172,7 @@ def test_a_drafter_can_be_trained_after_its_assistant_was_dropped_in_inference_m
 
 
 def test_binding_again_serves_again(target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     learnt = digest(drafter)
     assistant.unbind()
@@ -199,7 +183,7 @@ def test_binding_again_serves_again(target, drafter):
 
 def test_copies_of_an_assistant_share_what_is_learnt(target, drafter):
     own = digest(drafter)
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     twin = copy.deepcopy(assistant)
     assert twin.alignment is assistant.alignment
     stream(target, twin, 2)
@@ -227,7 +211,7 @@ def test_a_copy_that_gets_another_drafter_leaves_the_others_what_they_learn(is_b
 
 
 def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     learnt, alignment = digest(drafter), assistant.alignment
     with pytest.raises(ConfigurationError, match="target's too"):
@@ -239,7 +223,7 @@ def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
 
 def test_an_adapter_that_somebody_injects_ends_learning_and_not_generation(target, drafter):
     own = {id(one): one.detach().clone() for one in drafter.parameters()}
-    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(**QUICK))
+    assistant = quick_assistant(drafter, target)
     stream(target, assistant, 2)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), drafter, "one")
     with pytest.warns(UserWarning, match="merge_and_unload"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafters import HEADS, LAYERS
 from eagle_heads import LAYOUTS, Head, SlowHead, drafter_of, random_head, target_features
 from models import VOCABULARY, tiny
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
@@ -16,24 +17,8 @@ from hf_dynspec.protocol import Shortlist
 # Sums in another order, over hidden states of size 1 to 10 that are fed back up to four times: rounding of 2⁻⁵³ in
 # fp64 and 2⁻²⁴ in fp32, with three digits to spare. A wrong position or feature is off by more than 10⁻².
 TOLERANCES = {torch.float64: {"rtol": 1e-11, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}
-LAYERS = 6
 READS = {"eagle2": (6,), "eagle3": (2, 3, 3), "speculators": (2, 3, 3)}
 
-HEADS = {
-    "eagle2": {"layout": "eagle2"},
-    "eagle2-no-bias": {"layout": "eagle2", "bias": False},
-    "eagle2-attention-bias": {"layout": "eagle2", "attention_biases": True, "own_embedding": True},
-    "eagle3": {"layout": "eagle3"},
-    "eagle3-trimmed": {"layout": "eagle3", "draft_vocabulary": 100, "own_embedding": True},
-    "eagle3-attention-bias": {"layout": "eagle3", "attention_biases": True},
-    "eagle3-layers": {"layout": "eagle3", "eagle_aux_hidden_state_layer_ids": [0, 6], "features": 2},
-    "speculators": {"layout": "speculators", "draft_vocabulary": 100},
-    "speculators-norms": {"layout": "speculators", "norm_before_residual": True, "norm_before_fc": True},
-    "speculators-qwen3": {"layout": "speculators", "model_type": "qwen3", "attention_biases": True, "head_dim": 12},
-    "no-groups": {"layout": "eagle3", "num_key_value_heads": 4},
-    "one-group": {"layout": "eagle3", "num_key_value_heads": 1, "head_dim": 16},
-    "gelu": {"layout": "eagle2", "hidden_act": "gelu_pytorch_tanh"},
-}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 4.0], "original_max_position_embeddings": 32}
 ROPES = {

@@ -5,21 +5,19 @@ from collections.abc import Callable
 import peft
 import pytest
 import torch
+from drafters import HEADS, LAYERS, drafter_named, features_for
 from eagle_heads import LAYOUTS, drafter_of, random_head
 from models import prompt, tiny
-from test_eagle_drafter import HEADS
 from torch import nn
-from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, TreeConfig
-from hf_dynspec.drafters import CausalLMDrafter, Drafter
+from hf_dynspec.drafters import Drafter
 from hf_dynspec.errors import ArtifactError, UnsupportedError
 from hf_dynspec.modeling.head import PackedRows
 from hf_dynspec.protocol import Shortlist
 
 LENGTH, DEPTH = 10, 3
-LAYERS = 6
 # Central differences of a loss near 1 in fp64: rounding of 1e-16 / STEP, and a third derivative times STEP².
 STEP = 1e-5
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
@@ -36,39 +34,13 @@ def target() -> PreTrainedModel:
     return tiny("llama", num_hidden_layers=LAYERS).double()
 
 
-def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
-    """All of it: transformers computes these norms in fp32 whatever the weights are, whose rounding would drown the
-    differences of a loss."""
-    for module in model.double().modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            eps = getattr(module, "variance_epsilon", None) or module.eps
-            shift = float(type(module).__name__.startswith("Gemma"))  # its weights stand for what they add to 1
-
-            def forward(states: torch.Tensor, norm: nn.Module = module, eps: float = eps, shift: float = shift):
-                return rms_norm(states, states.shape[-1:], norm.weight + shift, eps)
-
-            module.forward = forward
-    return model
-
-
-def make(kind: str, target: PreTrainedModel) -> Drafter:
-    if kind in HEADS:
-        return drafter_of(random_head(**HEADS[kind]), target)
-    return CausalLMDrafter(in_fp64(tiny(kind, seed=3)))
-
-
-def features_for(drafter: Drafter, length: int = LENGTH, dtype: torch.dtype = torch.float64) -> torch.Tensor | None:
-    if not drafter.reads:
-        return None
-    width = drafter.settings.target_hidden_size * len(drafter.reads)
-    return torch.randn(length, width, generator=torch.Generator().manual_seed(5), dtype=dtype)
-
-
 def loss_of(drafter: Drafter, text: torch.Tensor | None = None, features: torch.Tensor | None = None) -> torch.Tensor:
     """Cross-entropy against random distributions over a few tokens, half of them the same for all rows and half chosen
     for each, summed over the steps."""
     text = prompt(LENGTH)[0] if text is None else text
-    features = features_for(drafter, dtype=next(drafter.module.parameters()).dtype) if features is None else features
+    features = (
+        features_for(drafter, LENGTH, dtype=next(drafter.module.parameters()).dtype) if features is None else features
+    )
     draftable = drafter.head.token_ids
     if draftable is None:
         draftable = torch.arange(drafter.head.weight.shape[0])
@@ -111,7 +83,7 @@ def require_true_gradients(drafter: Drafter, parameters: dict[str, nn.Parameter]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_through_an_unrolled_draft(kind, target):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     target.zero_grad(set_to_none=True)
     parameters = dict(drafter.module.named_parameters())
     if kind in HEADS:
@@ -124,8 +96,8 @@ def test_gradients_through_an_unrolled_draft(kind, target):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_and_without_gradients_the_steps_are_those_of_drafts(kind, target):
     """The module, an operation at a time, what a text is unrolled with for study, and a session's rounds."""
-    drafter, text = make(kind, target), prompt(LENGTH)[0]
-    features = features_for(drafter)
+    drafter, text = drafter_named(kind, target), prompt(LENGTH)[0]
+    features = features_for(drafter, LENGTH)
     trained = list(drafter.unroll(text, features, DEPTH))
     with torch.no_grad():
         studied = list(drafter.unroll(text, features, DEPTH))
@@ -146,8 +118,8 @@ def test_with_and_without_gradients_the_steps_are_those_of_drafts(kind, target):
 @pytest.mark.parametrize("kind", ["llama", "eagle2-attention-bias", "eagle3", "speculators-qwen3"])
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_a_prompt_is_read_without_drafting_from_it(kind, with_gradients, target):
-    drafter, text = make(kind, target), prompt(LENGTH)[0]
-    features = features_for(drafter)
+    drafter, text = drafter_named(kind, target), prompt(LENGTH)[0]
+    features = features_for(drafter, LENGTH)
     with torch.set_grad_enabled(with_gradients):
         for first in (0, 4, LENGTH - 1 - DEPTH):
             everywhere = drafter.unroll(text, features, DEPTH)
@@ -158,14 +130,14 @@ def test_a_prompt_is_read_without_drafting_from_it(kind, with_gradients, target)
 
 def test_a_head_feeds_its_own_outputs_back_while_it_is_trained(target):
     """EAGLE-3 its output before the norm, EAGLE-2 what the projection reads, with the gradients that they carry."""
-    drafter = make("eagle3", target)
+    drafter = drafter_named("eagle3", target)
     text, features = prompt(3)[0], features_for(drafter, 3)
     first, second = drafter.unroll(text, features, 2)
     torch.testing.assert_close(drafter.module.norm(second.features), first.hidden[:1], **EQUAL)
     (gradient,) = torch.autograd.grad(second.hidden.sum(), second.features, retain_graph=True)
     (through,) = torch.autograd.grad(second.features, drafter.module.layer.mlp.down_proj.weight, gradient)
     assert bool(through.any())
-    drafter = make("eagle2", target)
+    drafter = drafter_named("eagle2", target)
     first, second = drafter.unroll(text, features[:, :32], 2)
     torch.testing.assert_close(second.features, first.hidden[:1], **EQUAL)
     (gradient,) = torch.autograd.grad(second.hidden.sum(), first.hidden)
@@ -187,7 +159,7 @@ def test_a_projection_of_the_targets_own_rows_is_not_trained(target):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "eagle2", "eagle3-trimmed"])
 def test_logits_are_those_of_a_shortlist(kind, target):
-    drafter = make(kind, target)
+    drafter = drafter_named(kind, target)
     hidden = torch.randn(4, 32, dtype=torch.float64)
     draftable = drafter.head.token_ids if drafter.head.token_ids is not None else torch.arange(301)
     shortlist = Shortlist(draftable[torch.tensor([3, 70, 5, 99, 0])], version=0)
@@ -199,14 +171,14 @@ def test_logits_are_those_of_a_shortlist(kind, target):
 
 
 def test_a_token_that_cannot_be_drafted_has_no_chance(target):
-    drafter = make("eagle3-trimmed", target)
+    drafter = drafter_named("eagle3-trimmed", target)
     known = random_head(**HEADS["eagle3-trimmed"]).tensors["t2d"]
     hidden = torch.randn(2, 32, dtype=torch.float64, requires_grad=True)
     logits = drafter.token_logits(hidden, torch.arange(known.shape[0]))
     assert torch.equal(logits.isfinite(), known.expand(2, -1))
     logits[:, known].sum().backward()
     assert bool(hidden.grad.isfinite().all())
-    rows = make("llama", target).token_logits(hidden.detach(), torch.tensor([300, 301, 10_000]))
+    rows = drafter_named("llama", target).token_logits(hidden.detach(), torch.tensor([300, 301, 10_000]))
     assert rows.isfinite()[0].tolist() == [True, False, False]
 
 
@@ -215,7 +187,7 @@ def test_a_token_that_cannot_be_drafted_has_no_chance(target):
 
 def pair(kind: str) -> tuple[PreTrainedModel, Drafter]:
     target = tiny("llama", num_hidden_layers=LAYERS)
-    return target, make(kind, target) if kind in HEADS else CausalLMDrafter(tiny(kind, seed=3))
+    return target, drafter_named(kind, target)
 
 
 def scores_of(assistant: DynSpecAssistant) -> torch.Tensor:
@@ -307,7 +279,7 @@ def test_a_module_that_is_cast_alone_is_trained_so_and_drafts_in_the_targets_dty
     drafter.module.float()
     assistant = DynSpecAssistant(drafter, "full", target=target)
     before = assistant.draft_round(prompt(20, seed=3)).logits[0]
-    (step,) = drafter.unroll(prompt(LENGTH)[0], features_for(drafter, dtype=torch.float32), 1)
+    (step,) = drafter.unroll(prompt(LENGTH)[0], features_for(drafter, LENGTH, dtype=torch.float32), 1)
     assert step.features.dtype == torch.float32 and step.hidden.dtype == torch.bfloat16
     train(drafter)
     assert not torch.equal(assistant.draft_round(prompt(20, seed=3)).logits[0], before)
@@ -359,7 +331,7 @@ def adapted(what: str, layout: str, target: PreTrainedModel) -> EagleDrafter:
 )
 def test_drafting_follows_adapters_and_gradients_reach_them_alone(what, layout, target):
     drafter = drafter_of(random_head(layout, draft_vocabulary=None if layout == "eagle2" else 100), target)
-    text, features = prompt(LENGTH)[0], features_for(drafter)
+    text, features = prompt(LENGTH)[0], features_for(drafter, LENGTH)
 
     def drafted() -> torch.Tensor:
         state = drafter.start()
@@ -399,7 +371,7 @@ def test_drafting_follows_adapters_and_gradients_reach_them_alone(what, layout, 
 
 @pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ("v_proj", "lm_head")])
 def test_gradients_reach_the_adapters_of_an_independent_drafter(modules, target):
-    drafter = make("llama", target)
+    drafter = drafter_named("llama", target)
     peft.inject_adapter_in_model(lora(*modules), drafter.module)
     assert drafter.weights_version
     trained = {name: one for name, one in drafter.module.named_parameters() if one.requires_grad}

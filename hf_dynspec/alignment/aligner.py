@@ -192,13 +192,13 @@ class Aligner(RequestLearner):
         Args:
             directory_or_repo: a folder, or a repository on the Hub.
             include_buffer: of a folder: also the requests that lie there, in the place of those that are remembered.
-            revision: the branch, tag or commit of a repository.
-            cache_dir: where downloads are kept (None: the Hub's usual cache).
-            token: for a private repository (None: the one that you are logged in with).
+            revision: of a repository: the branch, tag or commit.
+            cache_dir: of a repository: where downloads are kept (None: the Hub's usual cache).
+            token: of a private repository (None: the one that you are logged in with).
 
         Raises:
             ArtifactError: a file is missing, damaged or a pickle, or the adapter was learnt with other settings; an
-                option is of no use for what is loaded.
+                option is of a folder and this is a repository, or the other way round.
             ConfigurationError: it is of another drafter; names what differs. Nothing was changed.
         """
         from ..artifacts.adapters import read_learnt, read_requests

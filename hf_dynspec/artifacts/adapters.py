@@ -122,15 +122,18 @@ def read_learnt(
         What `Learner.load_adapter_state` takes, which compares names and shapes.
 
     Raises:
-        ArtifactError: a file is missing, damaged or a pickle, or the adapter has other settings. Names it.
+        ArtifactError: a file is missing, damaged or a pickle, or the adapter has other settings, or something was said
+            of a repository, and this is a folder. Names it.
     """
-    config = learner.adapter_config()
+    config, is_here = learner.adapter_config(), is_folder(directory_or_repo)
+    if is_here:
+        _require_none_of_a_repository(directory_or_repo, revision=revision, cache_dir=cache_dir, token=token)
     if config is None and isinstance(learner.drafter, EagleDrafter):
         read = read_checkpoint(directory_or_repo, revision=revision, cache_dir=cache_dir, token=token)
         tensors = dict(read.tensors)
         return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
     names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if config is not None else ["*.safetensors", "*.safetensors.index.json"]
-    if is_folder(directory_or_repo):
+    if is_here:
         folder = Path(directory_or_repo)
     else:
         folder = download_snapshot(str(directory_or_repo), names, revision, cache_dir, token)
@@ -145,6 +148,14 @@ def read_learnt(
             raise missing_file(name, str(folder), os.listdir(folder))
     _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict())
     return load_tensors([folder / ADAPTER_WEIGHTS])
+
+
+def _require_none_of_a_repository(folder: str | os.PathLike, **options: Any) -> None:
+    """Who names a revision means a repository: a folder of its name would be taken for that revision."""
+    for name, value in options.items():
+        if value is not None:
+            problem = f"is of a repository, and {shown_value(str(folder))} is a folder here"
+            raise ArtifactError(name, problem, "Leave it out, or name a repository that is no folder.")
 
 
 def _require_same_settings(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
