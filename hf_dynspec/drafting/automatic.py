@@ -23,6 +23,11 @@ _ROUNDS_PER_CHOICE = 4
 _ROUNDS_PER_TRIAL = 10
 _NEARLY_BEST = 0.95
 _TRIED_ENOUGH = 2
+# Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
+# was idle has to catch up, so that the rounds of a trial are a little longer than its others.
+_CLEARLY_BETTER = 1.03
+# Rounds for which a policy is tried, the first of which is not timed.
+_ROUNDS_OF_POLICY_TRIAL = 4
 _STALE_AFTER = 128
 _OTHERS_AGAIN_AFTER = 256
 
@@ -66,8 +71,11 @@ class AutomaticDrafting:
         self._rounds_of = [0] * policies
         self._tried_at = dict.fromkeys((ALONE, *self._shapes), 0)
         self._choice = self._shapes[0]
-        # What is tried once more, as a policy's first round in a while is not like others.
-        self._again: DraftShape | None = None
+        # The policy that drafts but for trials.
+        self._policy = 0
+        # A policy that is tried, and for how many rounds yet.
+        self._tried: DraftShape | None = None
+        self._rounds_of_trial = 0
         self._choose_again_at = self._try_another_at = 0
         self._ended = -float("inf")
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
@@ -127,7 +135,7 @@ class AutomaticDrafting:
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
         for policy, rounds in enumerate(self._rounds_of):
-            if rounds < _TRIED_ENOUGH:
+            if rounds < _ROUNDS_OF_POLICY_TRIAL - 1:
                 return fixed._replace(policy=policy)
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
@@ -144,14 +152,14 @@ class AutomaticDrafting:
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
-        if self._again is not None:
-            again, self._again = self._again, None
-            return again
+        if self._rounds_of_trial:
+            self._rounds_of_trial -= 1
+            return self._tried
         if self._rounds < self._choose_again_at:
             return self._choice
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
         speeds = self._speeds(among)
-        self._choice = max(speeds, key=speeds.get)
+        self._choice = self._best_of(speeds)
         if self._choice == ALONE and self._times.count(self._features(ALONE)) >= _TIMED_BEFORE_REST:
             self._rest, self._rested, self._lost = _FIRST_REST, 0, 0.0
             # What comes later counts from its first round on.
@@ -163,9 +171,20 @@ class AutomaticDrafting:
         # For this round alone.
         self._choose_again_at = self._rounds
         trial = self._trial_beside(speeds)
-        if trial != ALONE and trial.policy != self._choice.policy:
-            self._again = trial
+        if trial != ALONE and trial.policy != self._policy:
+            self._tried, self._rounds_of_trial = trial, _ROUNDS_OF_POLICY_TRIAL - 1
         return trial
+
+    def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
+        """What promises the most, with the policy of before unless another one is clearly better."""
+        best = max(speeds, key=speeds.get)
+        if best == ALONE:
+            return best
+        own = max((shape for shape in speeds if shape.steps and shape.policy == self._policy), key=speeds.get)
+        if speeds[best] < _CLEARLY_BETTER * speeds[own]:
+            best = own
+        self._policy = best.policy
+        return best
 
     def _features(self, shape: DraftShape) -> tuple[int, ...]:
         """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
@@ -267,7 +286,8 @@ def _first_trials(shapes: Sequence[DraftShape], policies: int) -> tuple[tuple[Dr
     """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, one of
     each policy, and a node of a tree."""
     trials = _trials_of_shapes(shapes)
-    return (*trials, *((trials[0][0]._replace(policy=policy), _TRIED_ENOUGH) for policy in range(1, policies)))
+    rounds = _ROUNDS_OF_POLICY_TRIAL - 1
+    return (*trials, *((trials[0][0]._replace(policy=policy), rounds) for policy in range(1, policies)))
 
 
 def _trials_of_shapes(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
