@@ -26,8 +26,13 @@ _TRIED_ENOUGH = 2
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
 # was idle has to catch up, so that the rounds of a trial are a little longer than its others.
 _CLEARLY_BETTER = 1.03
-# Rounds for which a policy is tried, the first of which is not timed.
+# Rounds for which a policy is tried, the first of which is not timed. At the beginning policies take turns, so that
+# what slows the computer down for a while meets all of them.
 _ROUNDS_OF_POLICY_TRIAL = 4
+_FIRST_TURNS, _ROUNDS_OF_TURN = 3, 2
+# Rounds until one that is not far behind is tried again; each time twice as many, up to `_OTHERS_AGAIN_AFTER`.
+_RIVALS_AGAIN_AFTER = 32
+_NOT_FAR_BEHIND = 0.85
 _STALE_AFTER = 128
 _OTHERS_AGAIN_AFTER = 256
 
@@ -65,14 +70,16 @@ class AutomaticDrafting:
         self._times = RoundTimes()
         sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
-        self._first_trials = _first_trials(tuple(shapes), policies)
+        self._first_trials = _first_trials(tuple(shapes))
         self._rounds = 0
-        # Rounds of each policy that were timed.
-        self._rounds_of = [0] * policies
         self._tried_at = dict.fromkeys((ALONE, *self._shapes), 0)
         self._choice = self._shapes[0]
-        # The policy that drafts but for trials.
+        # The policy that drafts but for trials, the turns at the beginning that are still to come, and how long each
+        # of them is left alone.
         self._policy = 0
+        turns = [policy for policy in range(policies) for _ in range(_ROUNDS_OF_TURN)]
+        self._turns = turns * _FIRST_TURNS if policies > 1 else []
+        self._again_after = [_RIVALS_AGAIN_AFTER] * policies
         # A policy that is tried, and for how many rounds yet.
         self._tried: DraftShape | None = None
         self._rounds_of_trial = 0
@@ -134,9 +141,8 @@ class AutomaticDrafting:
         return shape
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
-        for policy, rounds in enumerate(self._rounds_of):
-            if rounds < _ROUNDS_OF_POLICY_TRIAL - 1:
-                return fixed._replace(policy=policy)
+        if self._turns:
+            return fixed._replace(policy=self._turns.pop(0))
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
@@ -148,6 +154,8 @@ class AutomaticDrafting:
         for shape, count in self._first_trials:
             if self._times.count(self._features(shape)) < count:
                 return shape
+        if self._turns:
+            return self._first_trials[0][0]._replace(policy=self._turns.pop(0))
         return self._best_or_trial((ALONE, *self._shapes))
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
@@ -218,17 +226,21 @@ class AutomaticDrafting:
             and (self._times.count(self._features(shape)) < _TRIED_ENOUGH or age[shape] > _STALE_AFTER)
         ]
         if not wanted:
-            wanted = [shape for shape in self._best_of_each(speeds) if age[shape] > _OTHERS_AGAIN_AFTER]
+            wanted = list(self._best_of_each(speeds))
         return max(wanted, key=age.get) if wanted else self._choice
 
     def _best_of_each(self, speeds: dict[DraftShape, float]) -> Iterator[DraftShape]:
-        """The target alone, and of each policy that was not tried for long what promises the most."""
-        if ALONE in speeds:
+        """What was not tried for long: the target alone, and of each policy what promises the most."""
+        if ALONE in speeds and self._rounds - self._tried_at[ALONE] > _OTHERS_AGAIN_AFTER:
             yield ALONE
         for policy in range(self._policies):
             tried = [tried_at for shape, tried_at in self._tried_at.items() if shape.steps and shape.policy == policy]
-            if self._rounds - max(tried) > _OTHERS_AGAIN_AFTER:
-                yield max((one for one in speeds if one.steps and one.policy == policy), key=speeds.get)
+            best = max((one for one in speeds if one.steps and one.policy == policy), key=speeds.get)
+            is_rival = speeds[best] > _NOT_FAR_BEHIND * speeds[self._choice]
+            after = self._again_after[policy] if is_rival else _OTHERS_AGAIN_AFTER
+            if self._rounds - max(tried) > after:
+                self._again_after[policy] = min(2 * after, _OTHERS_AGAIN_AFTER)
+                yield best
 
     def record(self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool) -> None:
         """A round is over.
@@ -248,7 +260,6 @@ class AutomaticDrafting:
             self._tried_at[shape] = self._rounds
             if is_usual:
                 self._times.add(self._features(shape), seconds)
-                self._rounds_of[shape.policy] += shape.steps > 0
             if shape != ALONE:
                 self._acceptance.add(shape, accepted)
             if self._rest is not None:
@@ -282,15 +293,9 @@ class AutomaticDrafting:
         )
 
 
-def _first_trials(shapes: Sequence[DraftShape], policies: int) -> tuple[tuple[DraftShape, int], ...]:
-    """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, one of
-    each policy, and a node of a tree."""
-    trials = _trials_of_shapes(shapes)
-    rounds = _ROUNDS_OF_POLICY_TRIAL - 1
-    return (*trials, *((trials[0][0]._replace(policy=policy), rounds) for policy in range(1, policies)))
-
-
-def _trials_of_shapes(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
+def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
+    """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
+    node of a tree."""
     if are_chains(shapes):
         steps = max(shape.steps for shape in shapes)
         middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
