@@ -62,7 +62,7 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
         bars, spreads = axes.patches, axes.containers[1].lines[2][0].get_segments()
         assisted = "transformers' assisted generation"
         names = ["plain generate", assisted, f"{assisted}, its defaults", "prompt lookup", *POLICIES]
-        assert [label.get_text() for label in axes.get_yticklabels()] == names
+        assert [label.get_text().replace("\n", "") for label in axes.get_yticklabels()] == names
         for bar, spread, text, system in zip(bars, spreads, axes.texts, SYSTEMS, strict=True):
             row = row_of(data, system, temperature)
             speed = row["tokens_per_second"]
