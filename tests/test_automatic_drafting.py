@@ -339,6 +339,16 @@ def test_a_policy_whose_drafts_are_better_is_found():
     assert often[1] > 2 * often[0]
 
 
+@pytest.mark.parametrize("fixed", [FIVE, None], ids=["chains of five", "any length"])
+def test_calls_of_one_round_each_are_never_timed_and_go_on(fixed):
+    drafting, now = AutomaticDrafting(shapes_of(None), 3), 0.0
+    for _ in range(60):
+        call = AutomaticCall(drafting, lambda: now)
+        assert call.begin_round(99, fixed).steps > 0
+        call.end_round(2)
+        call.begin_round(0)
+
+
 def test_a_policy_that_became_faster_is_found():
     drafting = AutomaticDrafting(shapes_of(None), 2)
     Policies((1.0, 1.0), (3.0, 1.0)).run(8, lambda call: call.begin_round(99, FIVE), drafting, 0.05, 1)

@@ -143,6 +143,9 @@ class AutomaticDrafting:
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
         if self._turns:
             return fixed._replace(policy=self._turns.pop(0))
+        if not self._times.knows_drafts:
+            # Calls of one round each: none could be timed.
+            return fixed._replace(policy=self._policy)
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 

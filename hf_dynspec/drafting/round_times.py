@@ -47,6 +47,11 @@ class RoundTimes:
         """How many rounds of a shape are remembered."""
         return len(self._seconds.get(shape, ()))
 
+    @property
+    def knows_drafts(self) -> bool:
+        """Whether a round that drafted was timed."""
+        return any(map(any, self._seconds))
+
     def expected(self, shape: tuple[int, ...]) -> float:
         """Seconds to expect of a round. Some round must have been timed.
 
