@@ -110,14 +110,21 @@ def test_lrfu_holds_the_tokens_that_were_worth_most_lately(seed):
             assert sorted((worth[one] for one in cache.slots().values()), reverse=True) == pytest.approx(best)
 
 
-def test_lrfu_remembers_a_bounded_number_of_tokens_and_none_that_are_worth_more():
+def test_lrfu_forgets_what_was_worth_most_once_and_never_again():
     cache = RecencyFrequencyCache(2)
     cache.add([1, 2], [1e6, 1e6])
     for token in range(10, 2000):
         cache.add([token], [1.0])
         cache.take_changes()
-        assert len(cache._worth) <= 2 * 64 + 2
     assert set(cache.slots().values()) == {1998, 1999}
+
+
+def test_lrfu_gives_up_the_last_of_the_first_tokens_first():
+    cache = RecencyFrequencyCache(40)
+    cache.fill(range(100, 140))
+    for token in range(7):
+        cache.add([token], [1e-6])
+    assert cache.take_changes() == dict(zip(range(33, 40), range(7), strict=True))
 
 
 def test_what_lrfu_is_told_first_of_a_token_counts():

@@ -73,7 +73,9 @@ class Analysis:
         for one, due, taken in self._results():
             came_in = set(one.changes.values())
             for found in one.found:
-                ways = {"likely": found.likely, "near": found.near, "following": found.following}
+                ways = {"likely": found.likely.tolist(), "near": found.near.tolist()}
+                # What follows one of several tokens may follow others too.
+                ways["following"] = list(dict.fromkeys(found.following.tolist()))
                 token_id = None if found.trigger == NO_TOKEN else found.trigger
                 named = self._named({"text": () if token_id is None else (token_id,), **ways})
                 # By the first position that named it.

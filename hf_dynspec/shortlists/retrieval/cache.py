@@ -5,11 +5,11 @@ All live on the CPU and hold a few hundred plain numbers. What they hold lies in
 a packed copy of the head's rows changes only where a token was evicted for another.
 """
 
-import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+
+import numpy as np
 
 
 class TokenCache(ABC):
@@ -21,16 +21,16 @@ class TokenCache(ABC):
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._slot_of: dict[int, int] = {}
-        self._free = list(range(capacity - 1, -1, -1))
-        self._changed: dict[int, int] = {}
 
+    @abstractmethod
     def __len__(self) -> int:
-        return len(self._slot_of)
+        """How many token ids are here."""
 
+    @abstractmethod
     def __contains__(self, token_id: int) -> bool:
-        return token_id in self._slot_of
+        """Whether a token id is here."""
 
+    @abstractmethod
     def fill(self, token_ids: Sequence[int]) -> None:
         """Take in the first tokens of an empty cache, each in the slot of its own number, as if they had been asked
         for long ago, the last of them first. That is no change.
@@ -38,49 +38,35 @@ class TokenCache(ABC):
         Args:
             token_ids: distinct ids, at most as many as there are places.
         """
-        for token_id in token_ids:
-            self._place(token_id)
-        self._changed.clear()
 
     def advance(self, steps: int = 1) -> None:  # noqa: B027
         """Let decoding steps go by."""
 
     @abstractmethod
-    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
+    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Take in one event's tokens, the most wanted first. Those that are here already are refreshed.
 
         Args:
-            token_ids: each counts once.
-            weights: what each of them is worth, for caches that weigh (None: little, and alike).
+            token_ids: int64 `[n]`, not negative: each counts once.
+            weights: `[n]`: what each of them is worth, for caches that weigh (None: little, and alike). Of a token
+                that is named twice, the first one counts.
         """
 
     @abstractmethod
     def refresh(self, token_ids: Iterable[int]) -> None:
         """Note that tokens were of use. Those that are not here are passed over."""
 
+    @abstractmethod
     def take_changes(self) -> dict[int, int]:
         """The slots whose token is another than when this was last asked, with the tokens that they hold now."""
-        changed, self._changed = self._changed, {}
-        return changed
 
+    @abstractmethod
     def slots(self) -> dict[int, int]:
         """The token id in each slot that holds one."""
-        return {slot: token_id for token_id, slot in self._slot_of.items()}
 
     @abstractmethod
     def clear(self) -> None:
         """Forget all tokens."""
-        self._slot_of.clear()
-        self._free = list(range(self.capacity - 1, -1, -1))
-        self._changed.clear()
-
-    def _place(self, token_id: int) -> None:
-        slot = self._free.pop()
-        self._slot_of[token_id] = slot
-        self._changed[slot] = token_id
-
-    def _evict(self, token_id: int) -> None:
-        self._free.append(self._slot_of.pop(token_id))
 
 
 class RecencyFrequencyCache(TokenCache):
@@ -89,72 +75,100 @@ class RecencyFrequencyCache(TokenCache):
     to event. Here a mention is worth the token's probability, so that a position's many unlikely tokens do not drive
     out the likely ones of the positions before. What is held changes when the changes are taken.
 
+    In arrays over the vocabulary, as every position mentions hundreds of tokens, and whoever generates waits for the
+    interpreter while another thread of it walks along them.
+
     Args:
         capacity: as for every cache.
         decay: what is left of a mention's worth after an event whose tokens had weights.
         unweighted: what a mention without a weight is worth.
     """
 
-    # Tokens that are remembered for each that can be held, and how much less is rescaled to stay within floats.
-    _REMEMBERED, _LARGEST_UNIT = 64, 1e100
+    # At most so much are the first tokens worth, and how much less is rescaled to stay within floats.
+    _WORTH_OF_FIRST, _LARGEST_UNIT = 1e-12, 1e100
 
     def __init__(self, capacity: int, decay: float = 0.95, unweighted: float = 0.1):
         super().__init__(capacity)
         self._decay, self._unweighted = decay, unweighted
-        # What mentions are worth together, in units that grow, in place of all of them fading.
-        self._worth: dict[int, float] = {}
+        # The token of each slot, of which the first so many hold one.
+        self._tokens, self._count = np.zeros(capacity, dtype=np.int64), 0
+        # By token id: what mentions are worth together, in units that grow, in place of all of them fading; what the
+        # last one was worth; and whether the token is held.
+        self._worth, self._last, self._is_held = np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)
         self._unit = 1.0
-        # Mentioned since the changes were taken, in order.
-        self._mentioned: dict[int, None] = {}
+        # Since the changes were taken.
+        self._mentioned: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, token_id: int) -> bool:
+        return token_id < len(self._is_held) and bool(self._is_held[token_id])
 
     def fill(self, token_ids: Sequence[int]) -> None:
-        super().fill(token_ids)
-        # Worth nothing, the last of them least: of equals those stay that came first.
-        self._worth.update(dict.fromkeys(token_ids, 0.0))
+        first = np.asarray(token_ids, dtype=np.int64)
+        self._make_room(first)
+        self._tokens[: len(first)], self._count = first, len(first)
+        self._is_held[first] = True
+        self._worth[first] = np.linspace(self._WORTH_OF_FIRST, 0.0, len(first))
 
-    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
-        if weights is None:
-            weights = [self._unweighted] * len(token_ids)
-        else:
+    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+        token_ids = np.asarray(token_ids, dtype=np.int64)
+        if weights is not None:
             self._unit /= self._decay
-        mentioned = dict(zip(reversed(token_ids), reversed(weights), strict=True))
-        for token_id, weight in mentioned.items():
-            self._worth[token_id] = self._worth.get(token_id, 0.0) + weight * self._unit
-        self._mentioned.update(dict.fromkeys(mentioned))
+        self._make_room(token_ids)
+        # Of what is written to one place twice, the last stays.
+        self._last[token_ids[::-1]] = self._unweighted if weights is None else weights[::-1]
+        self._worth[token_ids] += self._last[token_ids] * self._unit
+        self._mentioned.append(token_ids)
+
+    def _make_room(self, token_ids: np.ndarray) -> None:
+        """Let the arrays reach to these tokens."""
+        size = int(token_ids.max(initial=-1)) + 1
+        if size > len(self._worth):
+            more = max(size, 2 * len(self._worth)) - len(self._worth)
+            self._worth, self._last = np.pad(self._worth, (0, more)), np.pad(self._last, (0, more))
+            self._is_held = np.pad(self._is_held, (0, more))
 
     def refresh(self, token_ids: Iterable[int]) -> None:
         # Of those that were of use the same is said by the event that brings them.
         pass
 
     def take_changes(self) -> dict[int, int]:
+        if not self._mentioned:
+            return {}
         # Whoever is neither held nor mentioned was worth less before, and has faded as much as all.
-        new = [token_id for token_id in self._mentioned if token_id not in self._slot_of]
+        mentioned = np.concatenate(self._mentioned)
         self._mentioned.clear()
-        surplus = max(0, len(self._slot_of) + len(new) - self.capacity)
-        # Few of many, and of equals the last.
-        one_by_one = chain(reversed(new), reversed(self._slot_of))
-        worthless = set(heapq.nsmallest(surplus, one_by_one, key=self._worth.__getitem__))
-        for token_id in worthless & self._slot_of.keys():
-            self._evict(token_id)
-        for token_id in new:
-            if token_id not in worthless:
-                self._place(token_id)
-        self._forget_worthless()
-        return super().take_changes()
+        new = np.unique(mentioned[~self._is_held[mentioned]])
+        held = self._tokens[: self._count]
+        goes = np.zeros(len(held) + len(new), dtype=bool)
+        surplus = len(goes) - self.capacity
+        if surplus > 0:
+            goes[np.argpartition(self._worth[np.concatenate([held, new])], surplus - 1)[:surplus]] = True
+        new = new[~goes[len(held) :]]
+        (slots,) = goes[: len(held)].nonzero()
+        self._is_held[held[slots]] = False
+        slots = np.concatenate([slots, np.arange(len(held), len(held) + len(new) - len(slots))])
+        self._count = max(len(held), int(slots.max(initial=-1)) + 1)
+        self._tokens[slots] = new
+        self._is_held[new] = True
+        self._rescale()
+        return dict(zip(slots.tolist(), new.tolist(), strict=True))
 
-    def _forget_worthless(self) -> None:
-        if len(self._worth) > self._REMEMBERED * self.capacity:
-            kept = heapq.nlargest(self._REMEMBERED * self.capacity // 2, self._worth, key=self._worth.__getitem__)
-            self._worth = {token_id: self._worth[token_id] for token_id in {*kept, *self._slot_of}}
+    def _rescale(self) -> None:
         if self._unit > self._LARGEST_UNIT:
-            self._worth = {token_id: worth / self._unit for token_id, worth in self._worth.items()}
+            self._worth /= self._unit
             self._unit = 1.0
 
+    def slots(self) -> dict[int, int]:
+        return dict(enumerate(self._tokens[: self._count].tolist()))
+
     def clear(self) -> None:
-        super().clear()
-        self._worth.clear()
+        self._worth.fill(0.0)
+        self._is_held.fill(False)
         self._mentioned.clear()
-        self._unit = 1.0
+        self._count, self._unit = 0, 1.0
 
 
 class GuardedCache(TokenCache):
@@ -170,21 +184,32 @@ class GuardedCache(TokenCache):
 
     def __init__(self, capacity: int, most_insertions: int | None = 32, residency: int = 8):
         super().__init__(capacity)
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._changed: dict[int, int] = {}
         self._most_insertions = most_insertions
         self._residency = residency
         self._step = 0
         self._inserted_at: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, token_id: int) -> bool:
+        return token_id in self._slot_of
+
     def fill(self, token_ids: Sequence[int]) -> None:
-        super().fill(token_ids)
+        for token_id in token_ids:
+            self._place(token_id)
+        self._changed.clear()
         self._inserted_at.update(dict.fromkeys(token_ids, self._step - self._residency))
 
     def advance(self, steps: int = 1) -> None:
         self._step += steps
 
-    def add(self, token_ids: Sequence[int], weights: Sequence[float] | None = None) -> None:
+    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
         inserted = 0
-        for token_id in dict.fromkeys(token_ids):
+        for token_id in dict.fromkeys(np.asarray(token_ids).tolist()):
             if token_id in self._slot_of:
                 self._hit(token_id)
             elif self._most_insertions is None or inserted < self._most_insertions:
@@ -196,9 +221,18 @@ class GuardedCache(TokenCache):
             if token_id in self._slot_of:
                 self._hit(token_id)
 
+    def take_changes(self) -> dict[int, int]:
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def slots(self) -> dict[int, int]:
+        return {slot: token_id for token_id, slot in self._slot_of.items()}
+
     @abstractmethod
     def clear(self) -> None:
-        super().clear()
+        self._slot_of.clear()
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._changed.clear()
         self._step = 0
         self._inserted_at.clear()
 
@@ -219,11 +253,13 @@ class GuardedCache(TokenCache):
         return next((one for one in tokens if self._inserted_at[one] <= newest), None)
 
     def _place(self, token_id: int) -> None:
-        super()._place(token_id)
+        slot = self._free.pop()
+        self._slot_of[token_id] = slot
+        self._changed[slot] = token_id
         self._inserted_at[token_id] = self._step
 
     def _evict(self, token_id: int) -> None:
-        super()._evict(token_id)
+        self._free.append(self._slot_of.pop(token_id))
         del self._inserted_at[token_id]
 
 

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .cache import TokenCache
@@ -13,6 +14,8 @@ from .neighbours import TokenNeighbours
 
 # Stands for a token that does not matter.
 NO_TOKEN = -1
+# Of one position that brought nothing, `[1, 0]`.
+_NO_IDS = np.empty((1, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,25 +41,25 @@ class RetrievalEvent:
     start: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Retrieved:
     """What one position of an event brought, in the order in which the cache takes it in.
 
     Args:
         position: of the text.
         trigger: the token that stands there, `NO_TOKEN` where it does not matter.
-        likely: what the target found most probable there.
-        probabilities: of these among each other; empty where nobody asked.
-        near: what the index or the table of neighbours has near to it.
-        following: what most often follows all of these.
+        likely: int64 `[n]`: what the target found most probable there.
+        probabilities: fp32 `[n]`: of these among each other; `[0]` where nobody asked.
+        near: int64 `[m]`: what the index or the table of neighbours has near to it.
+        following: int64 `[l]`: what most often follows all of these, with repeats, and `NO_TOKEN` where there is none.
     """
 
     position: int
     trigger: int
-    likely: tuple[int, ...]
-    probabilities: tuple[float, ...]
-    near: tuple[int, ...]
-    following: tuple[int, ...]
+    likely: np.ndarray
+    probabilities: np.ndarray
+    near: np.ndarray
+    following: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,8 @@ class Retriever:
         listener: RetrievalListener | None = None,
     ):
         self._cache = cache
-        self._is_wanted = is_wanted
+        # In arrays from here on: with a few hundred numbers, a tensor's operations take several times as long.
+        self._is_wanted = is_wanted.numpy()
         self._semantic = semantic
         self._neighbours = neighbours
         self._graph = graph
@@ -152,51 +156,49 @@ class Retriever:
             chosen = event.is_trigger.cpu().nonzero().squeeze(1)
         if not chosen.numel():
             return []
-        token_ids = event.token_ids.cpu()[chosen].tolist()
+        token_ids = event.token_ids.cpu()[chosen].numpy()
         columns = (self._likely(event, chosen), self._probabilities(event, chosen), self._near(event, chosen))
         found = []
-        for place, token_id, *brought in zip(chosen.tolist(), token_ids, *columns, strict=True):
-            likely, probabilities, near = map(tuple, brought)
-            seeds = [*likely, *near] if token_id == NO_TOKEN else [token_id, *likely, *near]
-            position = event.start + place
-            found.append(Retrieved(position, token_id, likely, probabilities, near, self._following(seeds)))
+        for place, trigger, likely, probabilities, near in zip(chosen.tolist(), token_ids, *columns, strict=True):
+            following = self._following(trigger, likely, near)
+            found.append(Retrieved(event.start + place, int(trigger), likely, probabilities, near, following))
         return found
 
-    def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
+    def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
         """The target's likeliest tokens at each of the chosen positions."""
-        return [[]] * chosen.shape[0] if event.top_ids is None else event.top_ids.cpu()[chosen].tolist()
+        return _NO_IDS.repeat(chosen.shape[0], 0) if event.top_ids is None else event.top_ids.cpu()[chosen].numpy()
 
-    def _probabilities(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[float]]:
+    def _probabilities(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
         """Of the likeliest tokens among each other, at each of the chosen positions."""
         if event.top_ids is None or event.top_logits is None:
-            return [[]] * chosen.shape[0]
-        return event.top_logits.cpu()[chosen].softmax(-1).tolist()
+            return _NO_IDS.astype(np.float32).repeat(chosen.shape[0], 0)
+        return event.top_logits.cpu()[chosen].softmax(-1).numpy()
 
-    def _near(self, event: RetrievalEvent, chosen: torch.Tensor) -> list[list[int]]:
+    def _near(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
         """What is near to what the target's head was given, or to the token, at each of the chosen positions."""
         if isinstance(self._semantic, SemanticIndex) and event.hidden_states is not None:
             asked = event.hidden_states.index_select(0, chosen.to(event.hidden_states.device))
-            return self._semantic.search(asked, self._neighbours).tolist()
+            return self._semantic.search(asked, self._neighbours).numpy()
         if isinstance(self._semantic, TokenNeighbours) and event.is_verified:
-            return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].tolist()
-        return [[]] * chosen.shape[0]
+            return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].numpy()
+        return _NO_IDS.repeat(chosen.shape[0], 0)
 
-    def _following(self, token_ids: list[int]) -> tuple[int, ...]:
-        """What follows tokens most often, each once."""
+    def _following(self, trigger: np.int64, *others: np.ndarray) -> np.ndarray:
+        """What follows tokens most often."""
         if self._graph is None:
-            return ()
-        found, _ = self._graph.successors_of(torch.tensor(token_ids), self._successors)
-        return tuple(dict.fromkeys(found.flatten().tolist()))
+            return _NO_IDS[0]
+        asked = np.concatenate([[trigger], *others])
+        found, _ = self._graph.successors_of(torch.from_numpy(asked), self._successors)
+        return found.flatten().numpy()
 
-    def _wanted(self, one: Retrieved) -> tuple[list[int], list[float] | None]:
+    def _wanted(self, one: Retrieved) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens that may come in, in their order, and what they are worth: the likely ones their probability, and
         the others what the least likely of them is."""
-        ids = torch.tensor([one.trigger, *one.likely, *one.near, *one.following])
-        # The last entry stands for what is no token: past the vocabulary, or below 0, which finds it by itself.
-        is_wanted = self._is_wanted[ids.clamp_max(self._is_wanted.shape[0] - 1)]
-        if not one.probabilities:
-            return ids[is_wanted].tolist(), None
-        others = len(one.near) + len(one.following)
-        least = one.probabilities[-1]
-        weights = torch.tensor([least, *one.probabilities, *[least] * others])
-        return ids[is_wanted].tolist(), weights[is_wanted].tolist()
+        ids = np.concatenate([[one.trigger], one.likely, one.near, one.following])
+        # The last entry stands for what is no token: past the vocabulary, or `NO_TOKEN`, which finds it by itself.
+        is_wanted = self._is_wanted[np.minimum(ids, len(self._is_wanted) - 1)]
+        if not len(one.probabilities):
+            return ids[is_wanted], None
+        weights = np.full(len(ids), one.probabilities[-1], dtype=np.float64)
+        weights[1 : len(one.probabilities) + 1] = one.probabilities
+        return ids[is_wanted], weights[is_wanted]
