@@ -6,6 +6,7 @@ before triton is imported: a test runs this file once more, in a process of its 
 
 import importlib.util
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor.codecache import CppCodeCache
 
 from hf_dynspec.kernels import (
     TILE_ROWS,
@@ -20,6 +22,7 @@ from hf_dynspec.kernels import (
     best_rows_for,
     cpu,
     cpu_best_rows,
+    cpu_top_k,
     prepare_best_rows,
     reference,
     tiled,
@@ -146,6 +149,48 @@ def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, t
         scores = scores_of(*arguments)
         found, expected = (scores[one].sort().values for one in (chosen, twin))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=rounding(*arguments[:2]))
+
+
+# What the compiler is told to leave out, in whose place the kernels have other instructions.
+OLDER_CPUS = {
+    "no 512 bits": ("-mno-avx512f",),
+    "no products of bytes": ("-mno-avx512vnni", "-mno-avxvnni"),
+    "256 bits, no products of bytes": ("-mno-avx512f", "-mno-avxvnni"),
+    "128 bits": ("-mno-avx512f", "-mno-avx2", "-mno-avx"),
+}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("left_out", OLDER_CPUS)
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instructions of other processors")
+def test_the_kernels_of_older_processors(left_out, natively, monkeypatch):
+    load = CppCodeCache.load
+    flags = OLDER_CPUS[left_out]
+    compile_older = lambda source, extra_flags: load(source, extra_flags=(*extra_flags, *flags))  # noqa: E731
+    monkeypatch.setattr(CppCodeCache, "load", compile_older)
+    for module, function, loaded in (
+        (cpu_best_rows, "best_rows", cpu_best_rows._kernel.__wrapped__()),
+        (cpu_top_k, "top_k", cpu_top_k._kernel.__wrapped__()),
+    ):
+        assert loaded is not None and loaded.__name__ == function
+        monkeypatch.setattr(module, "_kernel", lambda loaded=loaded: loaded)
+    for m, n, rank in (*SIZES, (2, SAMPLED_FROM + 11, 17)):
+        arguments = problem(m, n, rank)
+        count = max(1, allowed(arguments[2]) // 50)
+        check(cpu_best_rows.best_rows(*arguments, count), *arguments, count)
+    scores = torch.randn(3, 30_001, generator=torch.Generator().manual_seed(0))
+    for k in (1, 7, 3000):
+        assert torch.equal(cpu_top_k.top_k_ids(scores, k), scores.topk(k).indices)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30])
+def test_queries_of_any_size(size, natively):
+    """The largest number of a query decides what its other numbers are rounded to."""
+    queries, factor, bias = problem(2, 3000, 9)
+    queries *= size
+    bias[bias > -torch.inf] = 0.0
+    check(cpu_best_rows.best_rows(queries, factor, bias, 100), queries, factor, bias, 100)
 
 
 @on_the_cpu

@@ -66,10 +66,48 @@ struct Call {
     int64_t m, r, groups, tiles, count, threads;
 };
 
+#if defined(__AVX512VNNI__)
+#define MULTIPLIES_BYTES
+typedef Mask Integers;
+// Adds the products of four unsigned bytes with four signed ones, lane by lane.
+inline Integers add_products(const Integers& sums, const Bits& levels, const Integers& digits) {
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)levels, (__m512i)digits);
+}
+#elif defined(__AVXVNNI__)
+#define MULTIPLIES_BYTES
+typedef Mask Integers;
+inline Integers add_products(const Integers& sums, const Bits& levels, const Integers& digits) {
+    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)levels, (__m256i)digits);
+}
+#endif
+
+// Digits of a number to the base of 256, each a signed byte: as many as fp32 has of precision; and the largest number.
+constexpr int DIGITS = 3;
+constexpr float LARGEST = 127 << 16;
+
 // What the levels of a row are multiplied with, so that the sum and `base` are its product with the query.
 struct Query {
     float base;
     std::vector<float> numbers;  // [groups * GROUP]
+    // The numbers once more, in units of `unit`: of each group the first digits of its columns, then the second ones.
+    // CPUs multiply and add four times as many bytes as floats at a time.
+    float unit;
+    std::vector<int32_t> digits;  // [groups, DIGITS]
+
+    void find_digits() {
+        float largest = 0;
+        for (const float number : numbers) largest = std::max(largest, std::abs(number));
+        unit = std::max(largest / LARGEST, std::numeric_limits<float>::min());
+        digits.assign(numbers.size() / GROUP * DIGITS, 0);
+        for (size_t k = 0; k < numbers.size(); k++) {
+            int32_t left = int32_t(std::lrint(numbers[k] / unit));
+            for (int digit = DIGITS - 1; digit >= 0; digit--) {
+                const int8_t byte = int8_t(left);
+                left = (left - byte) / 256;
+                digits[k / GROUP * DIGITS + digit] |= int32_t(uint32_t(uint8_t(byte)) << (8 * (k % GROUP)));
+            }
+        }
+    }
 };
 
 // What a call multiplies with; kept for the next one of the same thread.
@@ -90,9 +128,12 @@ struct Queries {
             for (int64_t k = 0; k < call.r; k++) {
                 one.numbers[k] = query[k] * call.scale[k];
                 one.base += query[k] * call.lowest[k];
-                is_finite = is_finite && std::isfinite(query[k]);
+                is_finite = is_finite && std::isfinite(query[k]) && std::isfinite(one.numbers[k]);
             }
             count += is_finite;
+#ifdef MULTIPLIES_BYTES
+            if (is_finite) one.find_digits();
+#endif
         }
     }
 };
@@ -103,6 +144,9 @@ inline void raise_to_products(const Queries& queries, const uint8_t* tile, int64
     const Query* asked[QUERIES];
     for (int q = 0; q < QUERIES; q++) asked[q] = &queries.asked[std::min(first + q, queries.count - 1)];
     Floats sums[QUERIES][VECTORS] = {};
+#ifdef MULTIPLIES_BYTES
+    Integers whole[QUERIES][DIGITS][VECTORS] = {};
+#endif
     for (int64_t group = 0; group < groups; group++) {
         const uint8_t* const numbers = tile + group * TILE * GROUP;
         Bits levels[VECTORS];
@@ -111,6 +155,19 @@ inline void raise_to_products(const Queries& queries, const uint8_t* tile, int64
             __builtin_prefetch(numbers + v * sizeof(Bits) + FETCHED_AHEAD, 0, 2);
             levels[v] = load<Bits>(numbers + v * sizeof(Bits));
         }
+#ifdef MULTIPLIES_BYTES
+#pragma GCC unroll 4
+        for (int q = 0; q < QUERIES; q++) {
+#pragma GCC unroll 4
+            for (int digit = 0; digit < DIGITS; digit++) {
+                const Integers digits = Integers{} + asked[q]->digits[group * DIGITS + digit];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    whole[q][digit][v] = add_products(whole[q][digit][v], levels[v], digits);
+                }
+            }
+        }
+#else
         for (int column = 0; column < GROUP; column++) {
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
@@ -119,7 +176,18 @@ inline void raise_to_products(const Queries& queries, const uint8_t* tile, int64
                 for (int q = 0; q < QUERIES; q++) sums[q][v] += asked[q]->numbers[group * GROUP + column] * level;
             }
         }
+#endif
     }
+#ifdef MULTIPLIES_BYTES
+    for (int q = 0; q < QUERIES; q++) {
+        for (int v = 0; v < VECTORS; v++) {
+            for (int digit = 0; digit < DIGITS; digit++) {
+                sums[q][v] = 256 * sums[q][v] + __builtin_convertvector(whole[q][digit][v], Floats);
+            }
+            sums[q][v] *= asked[q]->unit;
+        }
+    }
+#endif
     for (int q = 0; q < QUERIES; q++) {
         for (int v = 0; v < VECTORS; v++) {
             const Floats product = sums[q][v] + asked[q]->base;
@@ -161,23 +229,6 @@ inline uint32_t rows_from(const Floats* scores, float least) {
     return bits;
 }
 
-// A score that about as many rows reach as are wanted, and rather more.
-float estimated_least(const Call& call, const Queries& queries, std::vector<float>& sampled) {
-    if (call.tiles < 4 * SAMPLED_TILES) return LOWEST;
-    sampled.resize(SAMPLED_TILES * TILE);
-    for (int64_t i = 0; i < SAMPLED_TILES; i++) {
-        Floats scores[VECTORS];
-        // From the middle of each stretch: many of the best tokens are among the very first.
-        score_tile(call, queries, (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES), scores);
-        std::memcpy(sampled.data() + i * TILE, scores, sizeof(scores));
-    }
-    const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
-    const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
-    if (wanted >= int64_t(sampled.size())) return LOWEST;
-    std::nth_element(sampled.begin(), sampled.begin() + wanted, sampled.end(), std::greater<float>());
-    return std::max(sampled[wanted], LOWEST);
-}
-
 // What one thread collected: a part of memory that has room for all of its rows.
 struct Part {
     int64_t first, count;
@@ -187,9 +238,27 @@ struct Part {
 struct Memory {
     Queries queries;
     std::vector<float> scores, copied;
+    std::vector<Keys> keys;
     std::vector<int32_t> rows;
     std::vector<Part> parts;
 };
+
+// A score that about as many rows reach as are wanted, and rather more.
+float estimated_least(const Call& call, Memory& memory) {
+    if (call.tiles < 4 * SAMPLED_TILES) return LOWEST;
+    std::vector<float>& sampled = memory.copied;
+    sampled.resize(SAMPLED_TILES * TILE);
+    for (int64_t i = 0; i < SAMPLED_TILES; i++) {
+        Floats scores[VECTORS];
+        // From the middle of each stretch: many of the best tokens are among the very first.
+        score_tile(call, memory.queries, (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES), scores);
+        std::memcpy(sampled.data() + i * TILE, scores, sizeof(scores));
+    }
+    const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
+    const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
+    if (wanted >= int64_t(sampled.size())) return LOWEST;
+    return std::max(reached_by(wanted, sampled.data(), sampled.size(), memory.keys), LOWEST);
+}
 
 // Collects the rows that reach `least`. Returns how many.
 int64_t collect(const Call& call, float least, Memory& memory) {
@@ -228,11 +297,9 @@ void choose_best(const Call& call, Memory& memory) {
         const auto start = memory.scores.begin() + part.first;
         memory.copied.insert(memory.copied.end(), start, start + part.count);
     }
-    const auto last = memory.copied.begin() + (call.count - 1);
-    std::nth_element(memory.copied.begin(), last, memory.copied.end(), std::greater<float>());
-    const float least = *last;
-    // Before the last lie those that are as good or better.
-    int64_t equals = 1 + std::count(memory.copied.begin(), last, least);
+    const float least = reached_by(call.count, memory.copied.data(), memory.copied.size(), memory.keys);
+    const auto is_better = [least](float score) { return score > least; };
+    int64_t equals = call.count - std::count_if(memory.copied.begin(), memory.copied.end(), is_better);
     int64_t* into = call.rows;
     for (const Part& part : memory.parts) {
         for (int64_t i = part.first; i < part.first + part.count; i++) {
@@ -254,7 +321,7 @@ extern "C" bool best_rows(const void* packed) {
     memory.rows.resize(call.tiles * TILE);
     memory.parts.resize(call.threads);
     memory.queries.read(call);
-    const float least = estimated_least(call, memory.queries, memory.copied);
+    const float least = estimated_least(call, memory);
     if (collect(call, least, memory) < call.count) {
         if (least == LOWEST || collect(call, LOWEST, memory) < call.count) return false;
     }

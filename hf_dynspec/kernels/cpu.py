@@ -26,17 +26,18 @@ _MOST_CHARACTERS = 200
 _log = logging.getLogger(__name__)
 
 
-def compiled_library(file_name: str, what: str) -> ctypes.CDLL | None:
+def compiled_library(file_name: str, what: str, *headers: str) -> ctypes.CDLL | None:
     """Compile a source file of this folder for this machine; torch keeps the library on disk.
 
     Args:
         file_name: the source's.
         what: what is done by plain torch where it cannot be compiled, with a verb, for the one line that says so.
+        headers: names of files to compile before it; torch compiles texts, which have no place to include from.
 
     Returns:
         The library, None where it cannot be compiled.
     """
-    source = Path(__file__).with_name(file_name).read_text(encoding="utf-8")
+    source = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (*headers, file_name))
     try:
         # Takes over a second, which importing this file must not. Releases of torch may name it otherwise, as it is
         # not meant for others. Where there is no compiler that works, loading says so.

@@ -15,7 +15,7 @@ from .reference import TILE_COLUMNS, TILE_ROWS, TiledFactor
 @functools.cache
 def _kernel() -> Callable[..., bool] | None:
     """The function of best_rows.cpp, compiled for this machine; None where it cannot be, which is said once."""
-    library = compiled_library("best_rows.cpp", "Shortlists are screened")
+    library = compiled_library("best_rows.cpp", "Shortlists are screened", "selection.hpp")
     if library is None:
         return None
     kernel = library["best_rows"]

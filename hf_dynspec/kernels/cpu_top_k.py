@@ -14,7 +14,7 @@ from .cpu import compiled_library, thread_count
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """The function of top_k.cpp, compiled for this machine; None where it cannot be, which is said once."""
-    library = compiled_library("top_k.cpp", "Top tokens are chosen")
+    library = compiled_library("top_k.cpp", "Top tokens are chosen", "selection.hpp")
     if library is None:
         return None
     kernel = library["top_k"]

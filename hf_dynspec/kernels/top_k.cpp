@@ -23,6 +23,9 @@ constexpr int64_t GROUP = 64;
 constexpr int64_t MOST_SAMPLED = 4096, NEIGHBOURS = 16, ONE_OF = 4;
 // Standard deviations of the estimate that are collected in addition, so that too few are one case in a thousand.
 constexpr double MARGIN = 3;
+// Numbers between what is read and what comes from memory into the second cache meanwhile: two pages, as CPUs fetch by
+// themselves only within a page.
+constexpr int64_t FETCHED_AHEAD = 2048;
 constexpr float HIGHEST = std::numeric_limits<float>::infinity();
 
 // The arguments of a call, laid out as `cpu_top_k.py` packs them.
@@ -65,6 +68,7 @@ inline uint64_t not_below(const float* numbers, float least) {
 // What a thread needs; kept for its next row, as the system hands out memory slowly.
 struct Memory {
     std::vector<float> sampled;
+    std::vector<Keys> keys;
     std::vector<uint64_t> collected;
 };
 
@@ -80,9 +84,7 @@ float estimated_least(const Call& call, const float* row, Memory& memory) {
         const float* from = row + (2 * i + NEIGHBOURS) * (call.columns - NEIGHBOURS) / (2 * sampled);
         for (int64_t j = 0; j < NEIGHBOURS; j++) memory.sampled[i + j] = from[j] == from[j] ? from[j] : HIGHEST;
     }
-    const auto last = memory.sampled.begin() + wanted;
-    std::nth_element(memory.sampled.begin(), last, memory.sampled.end(), std::greater<float>());
-    return *last;
+    return reached_by(wanted, memory.sampled.data(), sampled, memory.keys);
 }
 
 // Collects the numbers of a row that are not below `least`.
@@ -90,6 +92,8 @@ void collect(const Call& call, const float* row, float least, std::vector<uint64
     collected.clear();
     int64_t start = 0;
     for (; start + GROUP <= call.columns; start += GROUP) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < GROUP; i += 16) __builtin_prefetch(row + start + i + FETCHED_AHEAD, 0, 2);
         for (uint64_t bits = not_below(row + start, least); bits; bits &= bits - 1) {
             const int64_t column = start + __builtin_ctzll(bits);
             collected.push_back(ranked(row[column], column));
