@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -38,17 +37,28 @@ class Stopwatch:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def section(self, name: str) -> AbstractContextManager:
         """Charge the enclosed work to a section."""
-        if not self.enabled:
-            yield
-            return
-        start = self.now()
-        try:
-            yield
-        finally:
-            self.seconds[name] += self.now() - start
+        return _Section(self, name) if self.enabled else _NOT_TIMED
+
+
+# Tens of sections are entered in a round, each for less time than a generator would take to say so.
+_NOT_TIMED = nullcontext()
+
+
+class _Section:
+    """Charges what happens between its two ends to a section of a stopwatch."""
+
+    __slots__ = ("_name", "_start", "_stopwatch")
+
+    def __init__(self, stopwatch: Stopwatch, name: str):
+        self._stopwatch, self._name = stopwatch, name
+
+    def __enter__(self) -> None:
+        self._start = self._stopwatch.now()
+
+    def __exit__(self, *error: object) -> None:
+        self._stopwatch.seconds[self._name] += self._stopwatch.now() - self._start
 
 
 class DraftingStatistics:

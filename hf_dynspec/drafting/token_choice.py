@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..devices import is_free_to_look
-from ..kernels import top_k_ids
+from ..kernels import argmax_rows, top_k_ids
 from ..protocol import FewWeights, Shortlist
 from .draft_processors import DraftContext, draft_processors
 from .processors import ProcessorsByValue, draw, draw_place, draw_several, looks_at_values_only
@@ -59,7 +59,7 @@ class TokenChoice:
         if not self.do_sample:
             if self._by_value:
                 logits = self._by_value(self._no_tokens, logits.unsqueeze(0))[0]
-            return shortlist.ids_at(logits.argmax(-1, keepdim=True)), logits, None
+            return shortlist.ids_at(argmax_rows(logits.unsqueeze(0))), logits, None
         columns, likely = self._process_by_value(logits.unsqueeze(0))
         weights = likely[0].softmax(-1)
         if columns is None:

@@ -267,10 +267,12 @@ class _Verifier:
         stops = self._stops_by_tokens(walked.token_ids, input_ids)
         read = torch.cat([walked.token_ids, walked.goes_on, *stops]).tolist()
         token_ids, goes_on, stops = read[:n], read[n : 2 * n - 1], read[2 * n - 1 :]
-        for count in range(1, n + 1):
-            is_done = any(stops[count - 1 :: n]) or self._stops_at(length + count)
-            if is_done or count == n or not goes_on[count - 1]:
-                break
+        ends = (count for count in range(1, n) if not goes_on[count - 1] or any(stops[count - 1 :: n]))
+        count = next(ends, n)
+        is_done = any(stops[count - 1 :: n])
+        # A text that is too long, or comes too late, stays so as it grows.
+        if self._stops_at(length + count):
+            is_done, count = True, next((one for one in range(1, count) if self._stops_at(length + one)), count)
         return walked.outcome(token_ids[:count]), is_done
 
     def _stops_by_tokens(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
