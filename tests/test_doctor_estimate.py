@@ -271,10 +271,10 @@ def test_heads_read_their_rows(qwen):
     assert (full.rows, full.head.weight_bytes) == (151936, 151936 * 1024 * 2)
     assert full.head.weight_bytes == 311_164_928
     assert (hybrid.rows, hybrid.head.weight_bytes) == (5120, 5120 * 1024 * 2)
-    # Its candidates' rows, copied and read, and the factor of a sixteenth of the columns beside that:
-    # one column more, in groups of 4.
+    # Its candidates' rows, copied and read, and beside that the factor: a sixteenth of the columns and one more, in
+    # groups of 4, which its rank fills.
     assert screen.rows == 2048 and screen.head.weight_bytes == 2 * 2048 * 1024 * 2
-    assert screen.step.weight_bytes == 151936 * 68 + 64 * 1024 * 4
+    assert screen.step.weight_bytes == 151936 * 68 + 67 * 1024 * 4
     # A round in which nothing is accepted replaces the rows of 150 tokens that the target names, of the 5 drafted and
     # of its own: they are read where they lie, and read once more from the copy to be put in their places.
     assert hybrid.round.weight_bytes == 2 * (150 + 5 + 1) * 1024 * 2

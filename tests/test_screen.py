@@ -15,6 +15,7 @@ from hf_dynspec.kernels import cpu_best_rows, reference, tiled
 from hf_dynspec.protocol import HeadRows, VocabularyInfo
 from hf_dynspec.shortlists import ScreenFactor
 from hf_dynspec.shortlists.screen import factor as factors
+from hf_dynspec.shortlists.screen.factor import usual_rank
 
 POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 SMALL = {"rank": 6, "candidates": 40}
@@ -65,9 +66,10 @@ def test_a_plain_factor_is_the_truncated_svd(rank, chunk, monkeypatch):
     torch.testing.assert_close(factor.residuals.double(), left_out, rtol=1e-3, atol=1e-5)
 
 
-def test_a_rank_is_a_sixteenth_of_the_columns_and_no_more_than_all():
-    assert ScreenFactor.of_head(head_weight(width=64)).rank == 4
-    assert ScreenFactor.of_head(head_weight(width=8)).rank == 1
+def test_a_rank_is_a_sixteenth_of_the_columns_what_is_read_with_them_and_no_more_than_all():
+    assert [usual_rank(width) for width in (128, 256, 1024, 4096)] == [11, 19, 67, 259]
+    assert ScreenFactor.of_head(head_weight(width=64)).rank == 7
+    assert ScreenFactor.of_head(head_weight(width=2)).rank == 2
     everything = ScreenFactor.of_head(head_weight(), 1000)
     assert everything.rank == 32 and float(everything.residuals.max()) < 1e-5
 

@@ -23,6 +23,7 @@ from ...modeling.head import DynamicLMHead, PackedRows
 from ...modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ...protocol import Shortlist
 from ...shortlists import ShortlistPolicy
+from ...shortlists.screen.factor import usual_rank
 from ...shortlists.screen.policy import ScreenShortlist
 from ...shortlists.union import UnionShortlist
 from ..operations.counting import Work, counting
@@ -132,7 +133,7 @@ def screen_work(policy: ShortlistPolicy, width: int, vocabulary: int) -> Work:
         return sum((screen_work(one, width, vocabulary) for one in policy.policies), Work())
     if not isinstance(policy, ScreenShortlist):
         return Work()
-    rank = policy.rank or max(1, width // 16)
+    rank = policy.rank or usual_rank(width)
     columns = -(-(rank + 1) // TILE_COLUMNS) * TILE_COLUMNS
     size = vocabulary * columns + 4 * rank * width
     return Work(0, size, 0, 2 * vocabulary * (rank + 1) + 2 * rank * width)

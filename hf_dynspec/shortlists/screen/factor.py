@@ -13,6 +13,7 @@ import torch
 
 from ...errors import ConfigurationError
 from ...fields import LARGEST_COUNT
+from ...kernels import TILE_COLUMNS
 from ..storage import WEIGHT_DTYPES, TensorRule
 
 # The most of a stored factor's dimensions.
@@ -24,7 +25,7 @@ SCREEN_TENSOR_RULES = {
     "residuals": TensorRule(WEIGHT_DTYPES, (LARGEST_COUNT,)),
 }
 # A factor has this share of the head's columns, unless its rank is given.
-COLUMNS_PER_RANK = 16
+_COLUMNS_PER_RANK = 16
 # Up to this width, all directions of the head are computed, and beyond it the leading ones alone: time grows with the
 # cube of the width for all, and with its square for these.
 _WIDEST_EXACT = 1024
@@ -39,6 +40,13 @@ _LEAST_VARIANCE = 0.1
 _SILENCE = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+def usual_rank(width: int) -> int:
+    """The rank of a factor of a head of so many columns, unless it is given: a sixteenth of them, and as many more as
+    are read with these. Kernels read columns in groups, of which one holds the residuals."""
+    columns = max(1, width // _COLUMNS_PER_RANK) + 1
+    return -(-columns // TILE_COLUMNS) * TILE_COLUMNS - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +104,7 @@ class ScreenFactor:
 
         Args:
             weight: `[V, d]`, of any floating-point dtype and on any device. Read in chunks.
-            rank: of the factor, at most `d` (None: a sixteenth of `d`).
+            rank: of the factor, at most `d` (None: see `usual_rank`).
             hidden_states: `[n, d]`: what the drafter computes logits from, some thousands from texts of all kinds;
                 the factor is then the best for their covariance (None: for states that point anywhere).
 
@@ -108,7 +116,7 @@ class ScreenFactor:
         """
         _require_numbers("head_weight", weight, weight)
         width = weight.shape[1]
-        rank = max(1, width // COLUMNS_PER_RANK) if rank is None else min(rank, width)
+        rank = min(usual_rank(width) if rank is None else rank, width)
         root, length = None, float(width)
         if hidden_states is not None:
             _require_numbers("hidden_states", hidden_states, weight)

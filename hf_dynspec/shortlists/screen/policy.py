@@ -30,7 +30,8 @@ class ScreenShortlist(ShortlistPolicy):
     that it was made of.
 
     Args:
-        rank: of the factor, at most as many as the head has columns (None: a sixteenth of them).
+        rank: of the factor, at most as many as the head has columns (None: a sixteenth of them, and as many more as
+            are read with these: 11 for 128 columns, 19 for 256).
         candidates: how many tokens are scored exactly at each draft step, besides EOS.
         factor: a factor that was made before, or the artifact (folder or Hub repository) of a policy that has one
             (None: one is made of the drafter's head).
