@@ -12,7 +12,7 @@ from .common import ResultsFile, about, claim_results, command_line, progress_ba
 def doctor(
     *,
     context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id of the model to speed up.")] = None,
+    target: options.TargetIfMeasured = None,
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
@@ -24,12 +24,12 @@ def doctor(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[:SETTING=VALUE,...]",
+            metavar=options.POLICY,
             help="Repeatable, as for bench. Default: full, frequency, in_context, hybrid and screen.",
         ),
     ] = None,
     tree: Annotated[
-        str, typer.Option(metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="The shape of the trees; none leaves them out.")
+        str, typer.Option(metavar=options.TREE_SHAPE, help="The shape of the trees; none leaves them out.")
     ] = "default",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,

@@ -33,10 +33,7 @@ def frequency(
     *,
     context: typer.Context,
     out: options.Out,
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="More files for --text or --prompts, so that shells can expand *."),
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "[PATH]...")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,

@@ -36,10 +36,7 @@ def graph(
     tokenizer: options.Tokenizer,
     out: options.Out,
     text: options.Text = None,
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="More files for --text, so that shells can expand *."),
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text", "[PATH]...")] = None,
     text_field: options.TextField = "text",
     held_out: Annotated[
         list[Path] | None,

@@ -20,21 +20,17 @@ def trace(
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=options.PROMPT_LINES)] = None,
     prompt_id: Annotated[
         str | None, typer.Option(metavar="FILE/QUESTION_ID", help="Which of the prompts. Default: the first.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself, in place of a file.")] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="The policy to trace, as for bench.")
+        str, typer.Option(metavar=options.POLICY, help="The policy to trace, as for bench.")
     ] = "retrieval",
     tree: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="Draft trees of this shape; the word default means 60/5/10."
-        ),
+        typer.Option(metavar=options.TREE_SHAPE, help="Draft trees of this shape; the word default means 60/5/10."),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,

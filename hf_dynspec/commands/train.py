@@ -40,9 +40,7 @@ def router(
         list[Path], typer.Option(metavar="PATH...", help="Files and folders, as `build frequency --text` takes them.")
     ],
     out: options.Out,
-    more: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PATH]...", help="More data, so that shells can expand *.")
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("data", "[PATH]...")] = None,
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
