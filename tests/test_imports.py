@@ -42,8 +42,8 @@ ROOMS = (
 CLIMBS = {
     ("shortlists.registry", "artifacts"),
     ("drafters.eagle.checkpoint", "artifacts"),
-    ("assistant", "artifacts"),
-    ("assistant", "evaluation"),
+    ("assistant.saved", "artifacts"),
+    ("assistant.assistant", "evaluation"),
     ("alignment.aligner", "artifacts"),
 }
 # Of the rooms that hold several implementations, a draft knows the contracts only.
