@@ -1,12 +1,15 @@
 """`hf-dynspec doctor`: whether drafting pays for your models, and with which settings."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
 from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
+
+if TYPE_CHECKING:
+    from ..evaluation.doctor.settings import DoctorSettings
 
 
 def doctor(
@@ -95,29 +98,12 @@ def doctor(
         )
         return
     _require_no_machine({**machine, "--acceptance": acceptance})
-    from ..assistant import DynSpecAssistant
-    from ..evaluation.doctor.measure import diagnose_pair
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
-    from ..evaluation.prompts import read_workload
 
     files = [*(prompts or []), *(more or [])]
-    settings = options.settings_of(
-        context,
-        DoctorSettings,
-        prompts=files,
-        policies=policy or POLICIES,
-        tree=None if tree == "none" else tree,
-    )
-    results = claim_results(context, json_file)
-    workload = read_workload(files, limit) if files else None
-    words = command_line(context)
-    with progress_bar() as report:
-        diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
-    results.save(lambda: diagnosis.to_dict(words))
-    console = wide_console()
-    console.print(about(diagnosis.models, diagnosis.threads, max_new_tokens, None), highlight=False)
-    console.print(diagnosis)
-    results.require_saved()
+    shape = None if tree == "none" else tree
+    settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
+    _print_diagnosis(settings, claim_results(context, json_file), command_line(context))
 
 
 def _require_machine(machine: dict[str, float | None], given: dict[str, Any]) -> None:
@@ -139,6 +125,21 @@ def _require_no_machine(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigurationError(f"{name} is for estimates: name two configurations with --config")
+
+
+def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: list[str]) -> None:
+    from ..assistant import DynSpecAssistant
+    from ..evaluation.doctor.measure import diagnose_pair
+    from ..evaluation.prompts import read_workload
+
+    workload = read_workload(settings.prompts, settings.limit) if settings.prompts else None
+    with progress_bar() as report:
+        diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
+    results.save(lambda: diagnosis.to_dict(words))
+    console = wide_console()
+    console.print(about(diagnosis.models, diagnosis.threads, settings.max_new_tokens, None), highlight=False)
+    console.print(diagnosis)
+    results.require_saved()
 
 
 def _print_estimate(
