@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError
+from hf_dynspec.evaluation.bench import chart
 from hf_dynspec.evaluation.bench.benchmark import _Run
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
 
@@ -46,10 +47,8 @@ def row_of(data: dict[str, Any], system: str, temperature: float) -> dict[str, A
 
 
 def drawn_axes(data: dict[str, Any], monkeypatch) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setattr(chart, "save_figure", lambda figure, path: drawn.append(figure))
     write_speed_chart(Path("chart.svg"), data)
     return drawn[0], drawn[0].axes
 

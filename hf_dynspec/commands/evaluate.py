@@ -113,7 +113,7 @@ def evaluate(
         device=launched.own_device(device),
     )
     if figures:
-        require_plot_file(out / "figure.png")
+        require_plot_file(out / "figure.png", "give --no-figures")
     if launched.is_main:
         claim_folder(context, out)
         keeps(context, f"what was measured until then is in {out}; the same command goes on")

@@ -63,12 +63,14 @@ def trace(
 
     if (prompts is None) == (prompt is None):
         raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
+    if prompt == "":
+        raise ConfigurationError("--prompt is empty: give it the text that is to go on")
     files = [] if prompts is None else [prompts]
     settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
     if timeline is not None:
-        require_plot_file(timeline)
+        require_plot_file(timeline, "leave --timeline out")
     given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
     words = command_line(context)
     with progress_bar() as report:
