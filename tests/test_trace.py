@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnionShortlist
+from hf_dynspec import ConfigurationError, DynSpecAssistant, DynSpecError, RetrievalShortlist, UnionShortlist
 from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import CONSTANT_DRAFT_LENGTH
 from hf_dynspec.evaluation.pair import generation_config
@@ -461,6 +461,7 @@ def test_a_picture_that_nothing_can_be_drawn_in_is_left_out_and_that_is_said(tmp
         ((*WITH_DRAFTER, "--policy", "full"), "'full' holds every token"),
         ((*WITH_DRAFTER, "--policy", "retrieved"), "retrieved"),
         ((*WITH_DRAFTER, "--prompt", "both"), "name one prompt"),
+        (("--drafter", POCKET / "drafter", "--prompt", ""), "--prompt is empty"),
         (("--drafter", POCKET / "drafter"), "name one prompt"),
         ((*WITH_DRAFTER, "--prompt-id", "prompts/none"), "there is no prompt 'prompts/none'; there are prompts/"),
         ((*WITH_DRAFTER, "--eagle", "head"), "not both"),
@@ -476,7 +477,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(words, problem, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_dynspec.evaluation.pair.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     result = invoke(*words)
-    assert result.exit_code == 1 and isinstance(result.exception, (ConfigurationError, Exception))
+    assert result.exit_code == 1 and isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
