@@ -11,6 +11,10 @@ from .common import ResultsFile, about, claim_results, command_line, progress_ba
 if TYPE_CHECKING:
     from ..evaluation.doctor.settings import DoctorSettings
 
+# What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
+_OF_ESTIMATES = ("config", "device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
+_OF_BOTH = ("policy", "temperature", "num_assistant_tokens", "dtype", "json_file")
+
 
 def doctor(
     *,
@@ -74,19 +78,20 @@ def doctor(
     `bench` measures them. With --config, operations and bytes of both models are counted instead, for a machine that
     need not be there.
     """
-    machine = {
-        "--device-memory-bandwidth": device_memory_bandwidth,
-        "--launch-latency": launch_latency,
-        "--device-flops": device_flops,
+    from ..errors import ConfigurationError
+
+    given = {
+        parameter.name: "--prompts" if parameter.name == "more" else parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
-        given = {"--target": target, "--drafter": drafter, "--eagle": eagle, "--prompts": prompts or more}
         results = claim_results(context, json_file)
-        _require_machine(machine, given)
+        _require_estimate(given)
         estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
         _print_estimate(
             config,
-            tuple(machine.values()),
+            (device_memory_bandwidth, launch_latency, device_flops),
             results,
             command_line(context),
             num_assistant_tokens=num_assistant_tokens,
@@ -97,7 +102,9 @@ def doctor(
             **estimate,
         )
         return
-    _require_no_machine({**machine, "--acceptance": acceptance})
+    for name in _OF_ESTIMATES:
+        if name in given:
+            raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
 
     files = [*(prompts or []), *(more or [])]
@@ -106,25 +113,20 @@ def doctor(
     _print_diagnosis(settings, claim_results(context, json_file), command_line(context))
 
 
-def _require_machine(machine: dict[str, float | None], given: dict[str, Any]) -> None:
-    """Refuse --config without a device, and with models to measure."""
+def _require_estimate(given: dict[str, str]) -> None:
+    """Refuse --config without a device, and with what says how to measure.
+
+    Args:
+        given: how the options that were given are written, by their names.
+    """
     from ..errors import ConfigurationError
 
-    measured = [name for name, value in given.items() if value]
+    measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:
         raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
-    for name in ("--device-memory-bandwidth", "--launch-latency"):
-        if machine[name] is None:
-            raise ConfigurationError(f"--config needs {name}: say what device to estimate for")
-
-
-def _require_no_machine(given: dict[str, Any]) -> None:
-    """Refuse a device to estimate for where one is measured."""
-    from ..errors import ConfigurationError
-
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(f"{name} is for estimates: name two configurations with --config")
+    for name in ("device_memory_bandwidth", "launch_latency"):
+        if name not in given:
+            raise ConfigurationError(f"--config needs --{name.replace('_', '-')}: say what device to estimate for")
 
 
 def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: list[str]) -> None:

@@ -68,8 +68,7 @@ def _best(estimate: Estimate) -> tuple[float, str, int, float]:
 def _basis(estimate: Estimate) -> str:
     machine = estimate.settings.machine
     models = ", ".join(
-        f"{role} {one['model_type']} of {one['parameters'] / 1e9:.2f}B parameters ({one['dtype']}, "
-        f"{_size(one['bytes'])})"
+        f"{role} {one['model_type']} of {_count(one['parameters'])} parameters ({one['dtype']}, {_size(one['bytes'])})"
         for role, one in estimate.models.items()
     )
     flops = "" if machine.flops is None else f", {machine.flops:g} TFLOP/s"
@@ -171,6 +170,11 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
             "Of a mixture's experts, as many different ones are taken to be read as there are on average if each "
             "token chooses at random."
         )
+
+
+def _count(number: int) -> str:
+    """Of parameters."""
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def _size(count: float) -> str:
