@@ -74,6 +74,13 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
     assert "three, 3 prompts; " in figure._supxlabel.get_text()
 
 
+@pytest.mark.parametrize(("length", "said"), [(5, "chains of 5 unless"), ("auto", "chains as long as pays unless")])
+def test_the_length_of_chains_is_told(ran, monkeypatch, length, said):
+    data = {**ran[0], "settings": {**ran[0]["settings"], "num_assistant_tokens": length}}
+    figure, _ = drawn_axes(data, monkeypatch)
+    assert said in figure._supxlabel.get_text()
+
+
 def test_a_system_that_ran_once_has_no_spread(ran, monkeypatch):
     data = json.loads(json.dumps(ran[0]))
     for row in data["results"]:
