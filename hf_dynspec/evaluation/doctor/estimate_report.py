@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ...drafting.expected_speed import break_even_acceptance
 from ..operations.counting import Work
+from ..policy_text import policy_in_python
 from ..tables import FittedTable
 from .estimate import Estimate, PolicyEstimate
 from .settings import FULL
@@ -46,8 +47,8 @@ def line_to_paste(estimate: Estimate) -> str:
     _, label, steps, _ = _best(estimate)
     if not steps:
         return "target.generate(**inputs)  # without an assistant"
-    policy = f'"{label}"' if label.isidentifier() else f"hf_dynspec.evaluation.parse_policy({label!r})"
-    return f"DynSpecAssistant(drafter, {policy}, target=target, num_assistant_tokens={steps})"
+    before, policy = policy_in_python(label, estimate.settings.policies)
+    return f"{before}DynSpecAssistant(drafter, {policy}, target=target, num_assistant_tokens={steps})"
 
 
 def _best(estimate: Estimate) -> tuple[float, str, int, float]:
