@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from io import StringIO
@@ -379,6 +380,17 @@ def test_a_terminal_of_80_columns_shows_everything_as_text(pairs):
     assert f"{trace.summary.out_of_vocabulary} of {trace.summary.checked}" in shown
     for event in trace.triggers[:5]:
         assert f"\n{event.position:>6}  " in shown
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(40, ""), (41, "…")])
+def test_dots_stand_for_what_is_left_out_of_the_prompt(pairs, tokens, before):
+    trace = traced(pairs["independent"], retrieval(semantic="token"))
+    trace = replace(trace, prompt={**trace.prompt, "tokens": tokens}, prompt_end="the end")
+    console = Console(width=80, file=StringIO(), force_terminal=False)
+    for part in text_report(trace):
+        console.print(part)
+    assert f"\n{before}the end" in console.file.getvalue()
+    assert f'<span class="prompt">{before}the end</span>' in page_of(trace)
 
 
 def test_spaces_and_breaks_of_a_token_can_be_seen():
