@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, shown_value
 from ..files import replacing
 from .clusters import LARGEST_SEED
 
@@ -66,7 +66,7 @@ class RecordingSettings:
                 )
         # That of the clusters, of which the router is.
         if self.seed > LARGEST_SEED:
-            raise ConfigurationError(f"seed must be at most {LARGEST_SEED:,}, got {self.seed:,}")
+            raise ConfigurationError(f"seed must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
 
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""

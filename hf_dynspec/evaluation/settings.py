@@ -88,7 +88,7 @@ class PairSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
             if value > self._MOST.get(name, value):
-                raise ConfigurationError(f"{name} must be at most {self._MOST[name]:,}, got {value:,}")
+                raise ConfigurationError(f"{name} must be at most {self._MOST[name]:,}, got {shown_value(value)}")
         self._require_device_and_dtype()
 
     def _require_device_and_dtype(self) -> None:
