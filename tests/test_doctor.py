@@ -510,3 +510,13 @@ def test_an_assistant_without_a_target_or_a_tokenizer_is_refused(target, drafter
     with pytest.raises(ConfigurationError, match="tokenizer"):
         assistant.diagnose()
     assistant.unbind()
+
+
+@pytest.mark.parametrize("prompts", ["def read_csv(path):", ["def read_csv(path):", 3]], ids=["a text", "a number"])
+def test_prompts_that_are_no_list_of_texts_are_refused(prompts, target, drafter, monkeypatch):
+    """A text by itself would be measured letter by letter."""
+    monkeypatch.setattr("hf_dynspec.evaluation.doctor.measure.diagnose_pair", lambda *_, **__: pytest.fail("measured"))
+    assistant = DynSpecAssistant(drafter, target=target, tokenizer=TOKENIZER)
+    with pytest.raises(ConfigurationError, match="prompts must be a list of texts"):
+        assistant.diagnose(prompts)
+    assistant.unbind()

@@ -204,7 +204,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
         Raises:
             NotBoundError: the assistant is not bound to a target.
-            ConfigurationError: a setting is out of range, or the tokenizer is not known.
+            ConfigurationError: a setting is out of range, the prompts are no texts, or the tokenizer is not known.
             WorkloadError: a prompt has no tokens or too many.
         """
         from ..evaluation.doctor.measure import diagnose_assistant
