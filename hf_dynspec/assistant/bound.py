@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
 from ..drafting.session import DraftSession, outside_inference_mode
-from ..errors import NotBoundError, UnsupportedError
+from ..errors import NotBoundError, UnsupportedError, shown_value
 from ..generation.binding import TargetHook, attach
 from ..generation.call import Assistant
 from ..generation.conversation import Conversation
@@ -176,8 +176,10 @@ class BoundAssistant(Assistant):
         """
         if self.target is None:
             raise NotBoundError("bind the assistant to a target before drafting.")
-        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
-            raise UnsupportedError(f"draft_round takes one sequence, int64 [1, n >= 2], got {tuple(input_ids.shape)}.")
+        shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else None
+        if shape is None or len(shape) != 2 or shape[0] != 1 or shape[1] < 2:
+            got = shown_value(input_ids) if shape is None else shape
+            raise UnsupportedError(f"draft_round takes one sequence, int64 [1, n >= 2], got {got}.")
         eos = self.scored_eos_token_ids(self.target.generation_config)
         if self._sessions.memory is None:
             session = self.take_session(eos)
