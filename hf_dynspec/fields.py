@@ -13,6 +13,8 @@ from .errors import ConfigurationError, shown_value
 LARGEST_COUNT = 2**22
 # Ids of the target's most probable tokens that a policy may ask for at each position.
 LARGEST_TOP_K = 1024
+# torch takes larger seeds for negative ones, or not at all.
+LARGEST_SEED = 2**63 - 1
 DEEPEST_JSON = 32
 LONGEST_NAME = 1024
 

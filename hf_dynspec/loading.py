@@ -64,7 +64,7 @@ def load_model(
         )
     except Exception as error:  # what transformers raises for models that it cannot load is not written down anywhere
         problem = f"the {role} {name_or_path} cannot be loaded on {device} as {dtype}: {first_line(error)}"
-        raise ConfigurationError(problem) from error
+        raise ConfigurationError(_or_no_folder(problem, name_or_path)) from error
     return model.eval()
 
 
@@ -114,16 +114,22 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    fix = "Pass --tokenizer the folder or the Hub id of the target"
+    fix = "Give the folder or the Hub id of a model that has one, such as the target."
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
-        raise ConfigurationError(
-            f"no tokenizer can be loaded from {name_or_path}: {first_line(error)} {fix}"
-        ) from error
+        problem = f"no tokenizer can be loaded from {name_or_path}: {first_line(error)}"
+        raise ConfigurationError(f"{_or_no_folder(problem, name_or_path)} {fix}") from error
     if not _has_words(tokenizer):
         raise ConfigurationError(f"no tokenizer can be loaded from {name_or_path}: there are no files of one. {fix}")
     return tokenizer
+
+
+def _or_no_folder(problem: str, name_or_path: str | os.PathLike) -> str:
+    """Say besides where a name is that of no folder: the Hub's answer speaks of repositories alone."""
+    if os.path.isdir(name_or_path):
+        return problem
+    return f"{problem.rstrip('.')}. There is no folder {name_or_path} here."
 
 
 def local_tokenizer(model: PreTrainedModel) -> Any:

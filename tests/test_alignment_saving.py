@@ -1,6 +1,7 @@
 """Adapters by name, what is kept of them in memory and in files, and that no text is unless asked."""
 
 import copy
+import json
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -102,6 +103,26 @@ def test_what_is_saved_is_loaded(target, drafter, tmp_path):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ArtifactError, match="is a pickle"):
         other.alignment.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: tells modules apart"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: tells modules apart"),
+        # peft takes 8 for it then.
+        ({"lora_alpha": None}, "lora_alpha: is 8, and this drafter learns with 32.0"),
+    ],
+    ids=["alpha_pattern", "rank_pattern", "lora_alpha"],
+)
+def test_an_adapter_that_would_be_scaled_otherwise_is_refused(changes, problem, target, drafter, tmp_path):
+    aligner = quick_assistant(drafter, target).alignment
+    folder = aligner.save_pretrained(tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
+    with pytest.raises(ArtifactError, match=f"adapter_config.json: {problem}"):
+        aligner.load(folder)
 
 
 @pytest.mark.parametrize("layout", ["eagle2", "eagle3", "speculators"])

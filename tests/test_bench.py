@@ -793,6 +793,9 @@ def test_texts_that_are_no_policy_are_refused(text, problem):
         ({"temperatures": (float("nan"),)}, "temperatures must be"),
         ({"dtype": "float33"}, "dtype must be"),
         ({"device": "nowhere"}, "device 'nowhere'"),
+        ({"threads": 10**8}, "threads must be at most 1,024, got 100000000"),
+        ({"seed": 2**63}, "seed must be at most 9,223,372,036,854,775,807, got 9223"),
+        ({"num_assistant_tokens": 1025}, "num_assistant_tokens must be at most 1,024, got 1025"),
         ({"trees": ("60/5",)}, "tree '60/5': write"),
         ({"trees": (60,)}, "a tree must be"),
         ({"trees": ("default", TreeConfig())}, "the tree 60/5/10 is given twice"),
@@ -902,6 +905,8 @@ def test_long_prompts_are_refused_or_shortened(folder):
     assert tokenizer.decode(chat).startswith("<user>the law")
     with pytest.raises(WorkloadError, match="room for 16"):
         run_benchmark(settings(folder, max_new_tokens=112), prompts=[prompt])
+    with pytest.raises(ConfigurationError, match="max_new_tokens is 128, and the models have room for 128 tokens"):
+        run_benchmark(settings(folder, max_new_tokens=128), prompts=[prompt])
 
 
 # Errors of the command -----------------------------------------------------------------------------------------------

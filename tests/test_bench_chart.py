@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError
+from hf_dynspec.evaluation.bench import chart
 from hf_dynspec.evaluation.bench.benchmark import _Run
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
 
@@ -46,10 +47,8 @@ def row_of(data: dict[str, Any], system: str, temperature: float) -> dict[str, A
 
 
 def drawn_axes(data: dict[str, Any], monkeypatch) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setattr(chart, "save_figure", lambda figure, path: drawn.append(figure))
     write_speed_chart(Path("chart.svg"), data)
     return drawn[0], drawn[0].axes
 
@@ -73,6 +72,13 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
         colors = [bar.get_facecolor() for bar in bars]
         assert len(set(colors[:4])) == len(set(colors[4:])) == 1 and colors[0] != colors[4]
     assert "three, 3 prompts; " in figure._supxlabel.get_text()
+
+
+@pytest.mark.parametrize(("length", "said"), [(5, "chains of 5 unless"), ("auto", "chains as long as pays unless")])
+def test_the_length_of_chains_is_told(ran, monkeypatch, length, said):
+    data = {**ran[0], "settings": {**ran[0]["settings"], "num_assistant_tokens": length}}
+    figure, _ = drawn_axes(data, monkeypatch)
+    assert said in figure._supxlabel.get_text()
 
 
 def test_a_system_that_ran_once_has_no_spread(ran, monkeypatch):

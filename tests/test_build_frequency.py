@@ -720,6 +720,24 @@ def test_commands_do_not_replace_what_they_should_not(byte_level, tmp_path):
     assert read_artifact(out)[0].policy.settings["size"] == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("--size", 10**8, "size: must be a whole number from 1 to 4194304"),
+        ("--seed", 2**63, "seed: must be a whole number from 0 to 9223372036854775807"),
+    ],
+)
+def test_what_no_artifact_may_have_is_refused_before_anything_is_counted(byte_level, tmp_path, option, value, problem):
+    (tmp_path / "a.txt").write_text("speculative decoding")
+    torch.save([5, 6, 7], tmp_path / "list.pt")
+    commands = [["build", "frequency", "--text", tmp_path / "a.txt"]]
+    commands += [["build", "frequency-import", tmp_path / "list.pt"]] if option == "--size" else []
+    for command in commands:
+        with pytest.raises(ConfigurationError, match=problem):
+            raise invoke(*command, "--tokenizer", byte_level, "--out", tmp_path / "out", option, value).exception
+        assert not (tmp_path / "out").exists()
+
+
 def test_a_corpus_without_tokens_is_told(byte_level, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     arguments = ["--tokenizer", byte_level, "--text", tmp_path / "a.jsonl", "--out", tmp_path / "out"]

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import typer
 from click.testing import Result
+from full_disk import largest_file
 from models import VOCABULARY, perturbed, tiny, word_tokenizer
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
@@ -494,19 +494,6 @@ def test_two_measurements_do_not_write_one_file(folder, tmp_path):
     finally:
         first.kill()
         first.communicate()
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The system refuses to make a file larger than so many bytes, as it does where the disk is full."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @needs_signals

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -42,7 +41,7 @@ from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation.coverage import teacher_forcing
+from hf_dynspec.evaluation.coverage import plot, teacher_forcing
 from hf_dynspec.evaluation.coverage.draft_steps import (
     draft_steps,
     expected_acceptance_length,
@@ -1249,10 +1248,8 @@ def test_the_whole_command_with_a_head(heads_folder, drafters):
 
 
 def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypatch):
-    from matplotlib.figure import Figure
-
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setattr(plot, "save_figure", lambda figure, path: drawn.append(figure))
     result = measure(target, drafter, {"a": FullShortlist(), "b": FrequencyShortlist(size=64)})
     write_plot(folder / "drawn.svg", result)
     (figure,) = drawn
@@ -1341,14 +1338,3 @@ def test_drafters_of_other_kinds_are_refused(target, drafters):
         measure(target, "a name", {"full": FullShortlist()})
     with pytest.raises(DynSpecError, match="hidden_size"):
         measure(soft(hidden_size=64, head_dim=16), drafters["eagle3"][1], {"full": FullShortlist()})
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    monkeypatch.chdir(tmp_path)
-    Path("good.jsonl").write_text('{"text": "a"}\n')
-    words = ["--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", "--plot", "out.png"]
-    result = invoke(*words)
-    assert isinstance(result.exception, ConfigurationError)
-    assert "pip install 'hf-dynspec[plots]'" in str(result.exception)

@@ -38,6 +38,7 @@ from hf_dynspec.evaluation.doctor.prediction import (
 from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
 from hf_dynspec.evaluation.doctor.timing import RoundClock, TimedCall, time_forwards
 from hf_dynspec.evaluation.pair import generation_config
+from hf_dynspec.evaluation.policy_text import policy_in_python
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.shortlists import as_policy
@@ -269,6 +270,8 @@ def test_the_answer_is_a_sentence_and_a_line():
     text = str(measured)
     assert measured.sentence in " ".join(text.split()) and measured.line in text
     assert "drafter: drafter, 9.0M parameters, float32 on cpu" in " ".join(text.split())
+    # A policy that loses nothing has no percentage.
+    assert " -0%" not in text and " +0%" not in text
 
 
 @pytest.mark.parametrize(("acceptance", "draft_step"), [(0.05, 0.002), (0.8, 0.02)])
@@ -281,10 +284,27 @@ def test_use_none_where_drafting_loses(acceptance, draft_step):
 
 def test_a_policy_with_settings_can_be_pasted():
     measured = diagnosed(policies=("full", "frequency:size=1024"))
-    assert "hf_dynspec.evaluation.parse_policy('frequency:size=1024')" in measured.line
     shown = str(measured).splitlines()
-    start = next(number for number, line in enumerate(shown) if line.startswith("DynSpecAssistant("))
+    start = next(number for number, line in enumerate(shown) if line.startswith("from "))
     assert ast.dump(ast.parse("\n".join(shown[start:]))) == ast.dump(ast.parse(measured.line))
+    given = {}
+
+    def assistant(drafter, policy, **settings):
+        given.update(settings, policy=policy)
+
+    # Beside what the documentation imports, whoever pastes it has the models.
+    exec(measured.line, {"DynSpecAssistant": assistant, "drafter": "drafter", "target": "target"})
+    policy = given.pop("policy")
+    assert policy.settings() == FrequencyShortlist(size=1024).settings()
+    assert given == {"target": "target", "num_assistant_tokens": measured.best.steps}
+
+
+def test_a_policy_is_written_in_python_as_it_was_named():
+    texts = ["full", "frequency:ranking=/data/made/rank,size=3"]
+    before, argument = policy_in_python("frequency:ranking=made/rank,size=3", texts)
+    assert before and argument == f"parse_policy({texts[1]!r})"
+    assert policy_in_python("screen", texts) == ("", '"screen"')
+    assert policy_in_python(OWN_POLICY, {OWN_POLICY: FullShortlist()}) == ("", OWN_POLICY)
 
 
 def test_one_prompt_has_no_spread_and_makes_nothing_sure():
@@ -489,4 +509,14 @@ def test_an_assistant_without_a_target_or_a_tokenizer_is_refused(target, drafter
     assistant._tokenizer = None
     with pytest.raises(ConfigurationError, match="tokenizer"):
         assistant.diagnose()
+    assistant.unbind()
+
+
+@pytest.mark.parametrize("prompts", ["def read_csv(path):", ["def read_csv(path):", 3]], ids=["a text", "a number"])
+def test_prompts_that_are_no_list_of_texts_are_refused(prompts, target, drafter, monkeypatch):
+    """A text by itself would be measured letter by letter."""
+    monkeypatch.setattr("hf_dynspec.evaluation.doctor.measure.diagnose_pair", lambda *_, **__: pytest.fail("measured"))
+    assistant = DynSpecAssistant(drafter, target=target, tokenizer=TOKENIZER)
+    with pytest.raises(ConfigurationError, match="prompts must be a list of texts"):
+        assistant.diagnose(prompts)
     assistant.unbind()

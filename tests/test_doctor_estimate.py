@@ -413,6 +413,8 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
     assert all(len(line) <= 80 for line in result.output.splitlines())
     titles = [line for line in result.output.splitlines() if line.startswith("Estimate: ")]
     assert len(titles) >= 4 and "ESTIMATE" in result.output and "Tokenizers were not compared" in result.output
+    # A small model has parameters too.
+    assert re.search(r"of\s+0\.\d*[1-9]\d*M\s+parameters", result.output)
     saved = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert saved["is_estimate"] and saved["vocabulary"] == 512
     assert saved["models"]["target"]["dtype"] == "bfloat16" and saved["models"]["drafter"]["dtype"] == "float32"
@@ -427,6 +429,9 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
         (["--device-memory-bandwidth", "100"], "--launch-latency"),
         (["--device-memory-bandwidth", "0", "--launch-latency", "5"], "memory_bandwidth"),
         (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--eagle", "head"], "--eagle"),
+        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--seconds", "9"], "so leave --seconds out"),
+        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--tree", "none"], "so leave --tree out"),
+        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "a.jsonl"], "so leave --prompts out"),
     ],
 )
 def test_a_command_that_is_not_whole_is_refused(words, said, pair):
@@ -434,9 +439,11 @@ def test_a_command_that_is_not_whole_is_refused(words, said, pair):
     assert isinstance(result.exception, ConfigurationError) and said in str(result.exception)
 
 
-def test_a_device_without_configurations_is_refused():
-    result = run("--target", "a", "--drafter", "b", "--device-memory-bandwidth", "100")
-    assert isinstance(result.exception, ConfigurationError) and "--config" in str(result.exception)
+@pytest.mark.parametrize("option", ["--device-memory-bandwidth", "--acceptance", "--cached-tokens"])
+def test_what_is_for_estimates_is_refused_without_configurations(option):
+    result = run("--target", "a", "--drafter", "b", option, "1")
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception).startswith(f"{option} is for estimates: name two configurations with --config")
 
 
 def test_the_docs_say_what_their_command_says(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ from hf_dynspec import (
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.artifacts.exports import shortlist_generate
+from hf_dynspec.artifacts.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
@@ -360,6 +362,23 @@ def test_heads_that_are_not_for_vllm_or_this_target_are_refused(tmp_path, artifa
     with pytest.raises(ArtifactError, match=told):
         export("vllm", head, "--ranking", artifact, "--target", POCKET / "target", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("reads", [{}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}])
+def test_a_target_that_does_not_tell_its_layers_is_refused(tmp_path, artifact, reads):
+    target = shutil.copytree(POCKET / "target", tmp_path / "target")
+    settings = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    for name in ("num_hidden_layers", "layer_types"):
+        del settings[name]
+    (target / "config.json").write_text(json.dumps(settings))
+    head = random_head("eagle3", VOCABULARY_SIZE, **reads, **TARGET_SHAPE).write(tmp_path / "head")
+    with pytest.raises(ArtifactError, match="num_hidden_layers: is None in the target"):
+        export("vllm", head, "--ranking", artifact, "--target", target, "--out", tmp_path / "out")
+
+
+def test_a_list_of_no_token_is_refused(artifact):
+    with pytest.raises(ConfigurationError, match="size must be"):
+        read_static_shortlist(artifact, engine="SGLang", size=0)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -42,8 +42,8 @@ ROOMS = (
 CLIMBS = {
     ("shortlists.registry", "artifacts"),
     ("drafters.eagle.checkpoint", "artifacts"),
-    ("assistant", "artifacts"),
-    ("assistant", "evaluation"),
+    ("assistant.saved", "artifacts"),
+    ("assistant.assistant", "evaluation"),
     ("alignment.aligner", "artifacts"),
 }
 # Of the rooms that hold several implementations, a draft knows the contracts only.
@@ -58,8 +58,8 @@ THIRD_PARTIES = {
     "files": set(),
     "vocabulary": set(),
     "modeling": {"torch"},
-    # The index of one policy is hnswlib's, and lies in the Hub's home folder.
-    "shortlists": {"torch", "hnswlib", "huggingface_hub"},
+    # The index of one policy is hnswlib's, and lies in the Hub's home folder; its cache weighs tokens in arrays.
+    "shortlists": {"torch", "numpy", "hnswlib", "huggingface_hub"},
     "stats": {"torch"},
     # It takes drafters by what they do; adapters are peft's, and commits the Hub's.
     "alignment": {"torch", "peft", "huggingface_hub"},

@@ -41,11 +41,19 @@ def test_a_device_that_is_not_there_is_told_in_one_line(folder, device):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_mistyped_folder_is_told_to_be_none(load, monkeypatch):
+    """It may be the name of a repository too, and that is all that the Hub's client speaks of."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigurationError, match=r"There is no folder models/targt here\."):
+        load("models/targt")
+
+
 def test_a_model_without_a_tokenizer_has_none(folder, tmp_path):
     """transformers makes one up for some models, of a special token alone."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert local_tokenizer(model) is None
-    with pytest.raises(ConfigurationError, match=r"no tokenizer can be loaded from .*Pass --tokenizer"):
+    with pytest.raises(ConfigurationError, match=r"no tokenizer can be loaded from .*Give the folder"):
         load_tokenizer(folder)
     # With one of a single token, nothing but that could be drafted.
     with pytest.warns(UserWarning, match="could not be compared"):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_dynspec
 from hf_dynspec import (
+    ConfigurationError,
     DynSpecAssistant,
     FrequencyShortlist,
     InContextShortlist,
@@ -280,6 +281,12 @@ def test_check_policy_sees_through(says, monkeypatch):
     monkeypatch.setattr("hf_dynspec.testing.policies._PATIENCE", 0.2)
     with pytest.raises(PolicyError, match=says):
         check_policy(SEEN_THROUGH[says]())
+
+
+@pytest.mark.parametrize("sizes", [{"vocabulary_size": 77}, {"hidden_size": 20}, {"hidden_size": 0}])
+def test_sizes_of_which_there_are_no_models_are_not_blamed_on_the_policy(sizes):
+    with pytest.raises(ConfigurationError, match=next(iter(sizes))):
+        check_policy(policy_of(Constant), **sizes)
 
 
 def test_check_policy_reports():

@@ -374,3 +374,13 @@ def test_an_assistant_is_saved_and_pushed_in_shards(hub, measured, tmp_path, mon
         loaded.unbind()
     with pytest.raises(ArtifactError):
         push_artifact(tmp_path / "nothing", REPO, api=api)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"provenance": "some texts"}, {"provenance": [1]}, {"results": "fast"}, {"results": [3]}], ids=str
+)
+def test_what_is_no_provenance_or_result_is_refused(wrong, tmp_path):
+    assistant = DynSpecAssistant(tiny("llama"), target=tiny("llama"), tokenizer=word_tokenizer())
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        assistant.save_pretrained(tmp_path / "saved", **wrong)
+    assert not (tmp_path / "saved").exists()

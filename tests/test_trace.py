@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from io import StringIO
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnionShortlist
+from hf_dynspec import ConfigurationError, DynSpecAssistant, DynSpecError, RetrievalShortlist, UnionShortlist
 from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import CONSTANT_DRAFT_LENGTH
 from hf_dynspec.evaluation.pair import generation_config
@@ -381,6 +382,17 @@ def test_a_terminal_of_80_columns_shows_everything_as_text(pairs):
         assert f"\n{event.position:>6}  " in shown
 
 
+@pytest.mark.parametrize(("tokens", "before"), [(40, ""), (41, "…")])
+def test_dots_stand_for_what_is_left_out_of_the_prompt(pairs, tokens, before):
+    trace = traced(pairs["independent"], retrieval(semantic="token"))
+    trace = replace(trace, prompt={**trace.prompt, "tokens": tokens}, prompt_end="the end")
+    console = Console(width=80, file=StringIO(), force_terminal=False)
+    for part in text_report(trace):
+        console.print(part)
+    assert f"\n{before}the end" in console.file.getvalue()
+    assert f'<span class="prompt">{before}the end</span>' in page_of(trace)
+
+
 def test_spaces_and_breaks_of_a_token_can_be_seen():
     assert [shown_token(text) for text in (" the", "a b", "\n\n", "  ", "", "x" * 99)] == [
         "␣the",
@@ -461,6 +473,7 @@ def test_a_picture_that_nothing_can_be_drawn_in_is_left_out_and_that_is_said(tmp
         ((*WITH_DRAFTER, "--policy", "full"), "'full' holds every token"),
         ((*WITH_DRAFTER, "--policy", "retrieved"), "retrieved"),
         ((*WITH_DRAFTER, "--prompt", "both"), "name one prompt"),
+        (("--drafter", POCKET / "drafter", "--prompt", ""), "--prompt is empty"),
         (("--drafter", POCKET / "drafter"), "name one prompt"),
         ((*WITH_DRAFTER, "--prompt-id", "prompts/none"), "there is no prompt 'prompts/none'; there are prompts/"),
         ((*WITH_DRAFTER, "--eagle", "head"), "not both"),
@@ -476,7 +489,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(words, problem, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_dynspec.evaluation.pair.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     result = invoke(*words)
-    assert result.exit_code == 1 and isinstance(result.exception, (ConfigurationError, Exception))
+    assert result.exit_code == 1 and isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 

@@ -547,6 +547,7 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
         {"top_k": True},
         {"target_top_k": 0},
         {"seed": -1},
+        {"seed": 2**31},
         {"temperature": math.inf},
         {"temperature": True},
     ],

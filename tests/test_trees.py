@@ -523,7 +523,7 @@ def test_what_is_no_text_of_one_sequence_is_refused(target, drafter):
     with pytest.raises(NotBoundError, match="bind"):
         assistant.draft_round(prompt())
     assistant.bind(target)
-    for wrong in (prompt()[0], prompt(1), prompt().expand(2, -1)):
+    for wrong in (prompt()[0], prompt(1), prompt().expand(2, -1), prompt().tolist()):
         with pytest.raises(UnsupportedError, match="one sequence"):
             assistant.draft_round(wrong)
 

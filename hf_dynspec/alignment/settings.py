@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import shown_value
-from ..fields import LARGEST_TOP_K, FieldError, Number, OneOf, SettingRule, Share, Switch, WholeNumber
+from ..fields import LARGEST_SEED, LARGEST_TOP_K, FieldError, Number, OneOf, SettingRule, Share, Switch, WholeNumber
 from .objectives import OBJECTIVES
 
 ALL_LINEAR = "all-linear"
@@ -168,7 +168,7 @@ _RULES: dict[str, SettingRule] = {
     "gate": Switch(),
     "gate_window": WholeNumber(1),
     "gate_least": WholeNumber(1),
-    "seed": WholeNumber(0, 2**63 - 1),
+    "seed": WholeNumber(0, LARGEST_SEED),
 }
 
 

@@ -27,6 +27,8 @@ REPLAY_BUFFER = "replay_buffer.safetensors"
 _REQUEST_TENSOR = re.compile(r"(\d{1,6})\.(\w+)")
 # What has to be the same for the matrices to mean the same.
 _SAME = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
+# What gives single modules a rank or a scale of their own.
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def save_learnt(
@@ -146,7 +148,7 @@ def read_learnt(
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not is_there(folder / name):
             raise missing_file(name, str(folder), os.listdir(folder))
-    _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict())
+    _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict(), type(config)().to_dict())
     return load_tensors([folder / ADAPTER_WEIGHTS])
 
 
@@ -158,12 +160,17 @@ def _require_none_of_a_repository(folder: str | os.PathLike, **options: Any) -> 
             raise ArtifactError(name, problem, "Leave it out, or name a repository that is no folder.")
 
 
-def _require_same_settings(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _require_same_settings(stored: Mapping[str, Any], own: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Compare an adapter's settings, which are peft's usual ones where it says nothing, with those of a learner."""
+    fix = "Load the adapter with the rank, alpha and modules that it was learnt with."
     for name in _SAME:
-        if stored.get(name, own[name]) != own[name]:
-            problem = f"is {shown_value(stored[name])}, and this drafter learns with {shown_value(own[name])}"
-            fix = "Load the adapter with the rank, alpha and modules that it was learnt with."
+        said = stored.get(name, usual[name])
+        if said != own[name]:
+            problem = f"is {shown_value(said)}, and this drafter learns with {shown_value(own[name])}"
             raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", problem, fix)
+    for name in _PATTERNS:
+        if stored.get(name):
+            raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", "tells modules apart, which are learnt alike here", fix)
 
 
 def push_learnt(

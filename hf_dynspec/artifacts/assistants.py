@@ -94,8 +94,8 @@ def _config_of(
         num_assistant_tokens=assistant.generation_config.num_assistant_tokens,
         assistant_confidence_threshold=assistant.generation_config.assistant_confidence_threshold,
         tree=assistant.tree,
-        provenance=dict(provenance),
-        results=[dict(row) for row in results],
+        provenance=provenance,
+        results=results if isinstance(results, str) else list(results),
     )
 
 

@@ -22,7 +22,7 @@ Report = Callable[[str, int, int], None]
 # Rows that are converted, normalised or compared at once: for d = 4096, 134 MB in fp32.
 _CHUNK_ROWS = 8192
 # faiss takes seeds of 31 bits.
-_LARGEST_SEED = 2**31 - 1
+LARGEST_SEED = 2**31 - 1
 # Rows with this cosine to a centroid are the centroid, up to rounding: there is no second cluster to make of them.
 _SAME_DIRECTION = 1 - 1e-5
 _MOST_REFILLS = 10
@@ -161,7 +161,7 @@ def require_cluster_settings(num_clusters: int, seed: int, iterations: int, toke
     """
     for name, value, least, most in (
         ("num_clusters", num_clusters, 1, tokens),
-        ("seed", seed, 0, _LARGEST_SEED),
+        ("seed", seed, 0, LARGEST_SEED),
         ("iterations", iterations, 1, 10_000),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -9,8 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, shown_value
 from ..files import replacing
+from .clusters import LARGEST_SEED
 
 # Tokens.
 SHORTEST_WINDOW = 16
@@ -63,6 +64,9 @@ class RecordingSettings:
                 raise ConfigurationError(
                     f"{name} must be a whole number of at least {least.get(name, 1)}, got {value!r}"
                 )
+        # That of the clusters, of which the router is.
+        if self.seed > LARGEST_SEED:
+            raise ConfigurationError(f"seed must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
 
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""

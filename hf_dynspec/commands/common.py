@@ -30,7 +30,7 @@ def claim_results(context: typer.Context, json_file: Path | None, plot: Path | N
     claim_file(context, json_file, "--json")
     claim_file(context, plot, "--plot")
     if plot is not None:
-        require_plot_file(plot)
+        require_plot_file(plot, "leave --plot out")
     return ResultsFile(json_file)
 
 

@@ -76,9 +76,9 @@ def coverage(
         result = measure_coverage(
             settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
         )
+    _print(result, by_domain, by_depth)
     if plot is not None and result.measured:
         write_plot(plot, result)
-    _print(result, by_domain, by_depth)
     results.require_saved()
     if not result.complete:
         results.end_interrupted(is_empty=not result.measured)

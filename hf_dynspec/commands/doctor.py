@@ -1,18 +1,25 @@
 """`hf-dynspec doctor`: whether drafting pays for your models, and with which settings."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
 from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
 
+if TYPE_CHECKING:
+    from ..evaluation.doctor.settings import DoctorSettings
+
+# What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
+_OF_ESTIMATES = ("config", "device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
+_OF_BOTH = ("policy", "temperature", "num_assistant_tokens", "dtype", "json_file")
+
 
 def doctor(
     *,
     context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id of the model to speed up.")] = None,
+    target: options.TargetIfMeasured = None,
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
@@ -24,12 +31,12 @@ def doctor(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[:SETTING=VALUE,...]",
+            metavar=options.POLICY,
             help="Repeatable, as for bench. Default: full, frequency, in_context, hybrid and screen.",
         ),
     ] = None,
     tree: Annotated[
-        str, typer.Option(metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="The shape of the trees; none leaves them out.")
+        str, typer.Option(metavar=options.TREE_SHAPE, help="The shape of the trees; none leaves them out.")
     ] = "default",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,
@@ -71,19 +78,20 @@ def doctor(
     `bench` measures them. With --config, operations and bytes of both models are counted instead, for a machine that
     need not be there.
     """
-    machine = {
-        "--device-memory-bandwidth": device_memory_bandwidth,
-        "--launch-latency": launch_latency,
-        "--device-flops": device_flops,
+    from ..errors import ConfigurationError
+
+    given = {
+        parameter.name: "--prompts" if parameter.name == "more" else parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
-        given = {"--target": target, "--drafter": drafter, "--eagle": eagle, "--prompts": prompts or more}
         results = claim_results(context, json_file)
-        _require_machine(machine, given)
+        _require_estimate(given)
         estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
         _print_estimate(
             config,
-            tuple(machine.values()),
+            (device_memory_bandwidth, launch_latency, device_flops),
             results,
             command_line(context),
             num_assistant_tokens=num_assistant_tokens,
@@ -94,51 +102,46 @@ def doctor(
             **estimate,
         )
         return
-    _require_no_machine({**machine, "--acceptance": acceptance})
-    from ..assistant import DynSpecAssistant
-    from ..evaluation.doctor.measure import diagnose_pair
+    for name in _OF_ESTIMATES:
+        if name in given:
+            raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
-    from ..evaluation.prompts import read_workload
 
     files = [*(prompts or []), *(more or [])]
-    settings = options.settings_of(
-        context,
-        DoctorSettings,
-        prompts=files,
-        policies=policy or POLICIES,
-        tree=None if tree == "none" else tree,
-    )
-    results = claim_results(context, json_file)
-    workload = read_workload(files, limit) if files else None
-    words = command_line(context)
+    shape = None if tree == "none" else tree
+    settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
+    _print_diagnosis(settings, claim_results(context, json_file), command_line(context))
+
+
+def _require_estimate(given: dict[str, str]) -> None:
+    """Refuse --config without a device, and with what says how to measure.
+
+    Args:
+        given: how the options that were given are written, by their names.
+    """
+    from ..errors import ConfigurationError
+
+    measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
+    if measured:
+        raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
+    for name in ("device_memory_bandwidth", "launch_latency"):
+        if name not in given:
+            raise ConfigurationError(f"--config needs --{name.replace('_', '-')}: say what device to estimate for")
+
+
+def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: list[str]) -> None:
+    from ..assistant import DynSpecAssistant
+    from ..evaluation.doctor.measure import diagnose_pair
+    from ..evaluation.prompts import read_workload
+
+    workload = read_workload(settings.prompts, settings.limit) if settings.prompts else None
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
     results.save(lambda: diagnosis.to_dict(words))
     console = wide_console()
-    console.print(about(diagnosis.models, diagnosis.threads, max_new_tokens, None), highlight=False)
+    console.print(about(diagnosis.models, diagnosis.threads, settings.max_new_tokens, None), highlight=False)
     console.print(diagnosis)
     results.require_saved()
-
-
-def _require_machine(machine: dict[str, float | None], given: dict[str, Any]) -> None:
-    """Refuse --config without a device, and with models to measure."""
-    from ..errors import ConfigurationError
-
-    measured = [name for name, value in given.items() if value]
-    if measured:
-        raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
-    for name in ("--device-memory-bandwidth", "--launch-latency"):
-        if machine[name] is None:
-            raise ConfigurationError(f"--config needs {name}: say what device to estimate for")
-
-
-def _require_no_machine(given: dict[str, Any]) -> None:
-    """Refuse a device to estimate for where one is measured."""
-    from ..errors import ConfigurationError
-
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(f"{name} is for estimates: name two configurations with --config")
 
 
 def _print_estimate(

@@ -40,9 +40,7 @@ def evaluate(
         list[Path],
         typer.Option(metavar="FILE...", help="The suite's files, from where you have them: JSON lines or Parquet."),
     ],
-    more: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files, so that shells can expand *.")
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("files")] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of results; a stopped run goes on in it.")],
     policy: options.Policies = None,
     align: Annotated[
@@ -115,7 +113,7 @@ def evaluate(
         device=launched.own_device(device),
     )
     if figures:
-        require_plot_file(out / "figure.png")
+        require_plot_file(out / "figure.png", "give --no-figures")
     if launched.is_main:
         claim_folder(context, out)
         keeps(context, f"what was measured until then is in {out}; the same command goes on")

@@ -33,10 +33,7 @@ def frequency(
     *,
     context: typer.Context,
     out: options.Out,
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="More files for --text or --prompts, so that shells can expand *."),
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "[PATH]...")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,
@@ -76,6 +73,7 @@ def frequency(
     from ..vocabulary import fingerprint_tokenizer
 
     _require_one_source(text, from_target, prompts, tokenizer)
+    _require_settings(size, seed)
     require_free_folder(context, out, overwrite)
     name = tokenizer or str(from_target)
     loaded = load_tokenizer(name)
@@ -119,7 +117,7 @@ def frequency(
     _write(out, ranking, size, fingerprint_tokenizer(loaded, eos_token_ids), provenance, target=target)
     tally.delete()
     _print_coverage(tally, ranking)
-    typer.echo(f"{out}: a ranking of {len(ranking)} tokens, to be cut at {size} unless told otherwise")
+    typer.echo(f"{out}: a ranking of {len(ranking):,} tokens, to be cut at {size:,} unless told otherwise")
 
 
 def frequency_import(
@@ -139,6 +137,7 @@ def frequency_import(
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
+    _require_settings(size)
     require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
     eos_token_ids = find_eos_token_ids(tokenizer, loaded)
@@ -146,7 +145,7 @@ def frequency_import(
     provenance = {"command": command_text(context), "list": file.name, "tokens_listed": len(leading)}
     ranking = complete_ranking(leading, loaded)
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
-    typer.echo(f"{out}: a ranking of {len(leading)} listed tokens and all others after them")
+    typer.echo(f"{out}: a ranking of {len(leading):,} listed tokens and all others after them")
 
 
 def _require_one_source(
@@ -158,6 +157,18 @@ def _require_one_source(
         raise typer.BadParameter("--from-target and --prompts go together")
     if from_target is None and tokenizer is None:
         raise typer.BadParameter("--text needs --tokenizer, the folder or Hub id of the target's tokenizer")
+
+
+def _require_settings(size: int | None, seed: int = 0) -> None:
+    """Refuse before anything is counted what no shortlist may have and no generator takes.
+
+    Raises:
+        ConfigurationError: one of them is out of range.
+    """
+    from ..fields import LARGEST_COUNT, LARGEST_SEED, WholeNumber
+
+    WholeNumber(1, LARGEST_COUNT, optional=True).require("size", size)
+    WholeNumber(0, LARGEST_SEED).require("seed", seed)
 
 
 def _count_text(

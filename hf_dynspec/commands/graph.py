@@ -36,10 +36,7 @@ def graph(
     tokenizer: options.Tokenizer,
     out: options.Out,
     text: options.Text = None,
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="More files for --text, so that shells can expand *."),
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text", "[PATH]...")] = None,
     text_field: options.TextField = "text",
     held_out: Annotated[
         list[Path] | None,
@@ -104,11 +101,7 @@ def graph(
         counts.delete()
         raise CorpusError(f"no tokens came of {', '.join(map(str, paths))}: all texts are empty")
     made = work.build(counts, pruning)
-    figures = [{"text": "counted", **work.judge(made, counts)}]
-    if judged_by is not None:
-        others = BigramCounts(folder / "held-out", len(judged_by.units), {}, fresh=True)
-        work.count("counting held-out text", judged_by, others)
-        figures.append({"text": "held out", **work.judge(made, others)})
+    figures = work.judge(made, counts, judged_by)
     provenance = {
         "command": command_text(context),
         **describe_inputs(corpus.files),
@@ -170,8 +163,21 @@ class _Work:
                 report=lambda done, total: show("tokens in the graph", done, total),
             )
 
-    def judge(self, graph: "CooccurrenceGraph", counts: "BigramCounts") -> dict[str, Any]:
-        """How much of a text leads along the graph's edges: a row of figures."""
+    def judge(
+        self, graph: "CooccurrenceGraph", counts: "BigramCounts", held_out: "Corpus | None"
+    ) -> list[dict[str, Any]]:
+        """How much of the counted text leads along the graph's edges, and of text that was held out, which is counted
+        for it: a row of figures each."""
+        from ..build.bigram_counts import BigramCounts
+
+        figures = [{"text": "counted", **self._judge_by(graph, counts)}]
+        if held_out is not None:
+            others = BigramCounts(counts.folder / "held-out", len(held_out.units), {}, fresh=True)
+            self.count("counting held-out text", held_out, others)
+            figures.append({"text": "held out", **self._judge_by(graph, others)})
+        return figures
+
+    def _judge_by(self, graph: "CooccurrenceGraph", counts: "BigramCounts") -> dict[str, Any]:
         from ..build.cooccurrence import graph_coverage
 
         self._merge(counts)

@@ -8,7 +8,9 @@ import typer
 
 # Models --------------------------------------------------------------------------------------------------------------
 
-Target = Annotated[str, typer.Option(help="Folder or Hub id of the model to speed up.")]
+_TARGET = typer.Option(help="Folder or Hub id of the model to speed up.")
+Target = Annotated[str, _TARGET]
+TargetIfMeasured = Annotated[str | None, _TARGET]
 DrafterModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")]
 EagleHead = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
@@ -27,12 +29,20 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 
 # What is measured ----------------------------------------------------------------------------------------------------
 
-Prompts = Annotated[
-    list[Path], typer.Option(metavar="FILE...", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
-]
-MorePrompts = Annotated[
-    list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompts, so that shells can expand *.")
-]
+# How the values of options are written, and what a file of prompts holds.
+POLICY = "NAME[:SETTING=VALUE,...]"
+TREE_SHAPE = "TOTAL_TOKENS/DEPTH/TOP_K"
+PROMPT_LINES = "JSON lines: Spec-Bench's `turns`, or `prompt` or `text`."
+
+
+def more(what: str, metavar: str = "[FILE]...") -> Any:
+    """The argument that takes the files that a shell's * stands for, but for the first, which the option before it
+    took."""
+    return typer.Argument(metavar=metavar, help=f"More {what}, so that shells can expand *.")
+
+
+Prompts = Annotated[list[Path], typer.Option(metavar="FILE...", help=PROMPT_LINES)]
+MorePrompts = Annotated[list[Path] | None, more("prompts")]
 Limit = Annotated[int | None, typer.Option(help="Take the first so many prompts of each category of each file.")]
 ChatTemplate = Annotated[
     bool, typer.Option(help="Make each prompt the user's turn of a chat, for models that expect one.")
@@ -41,7 +51,7 @@ MaxPromptTokens = Annotated[int | None, typer.Option(help="Keep the last so many
 Policies = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME[:SETTING=VALUE,...]",
+        metavar=POLICY,
         help="Repeatable. hybrid, frequency:size=32768, frequency:ranking=FOLDER, "
         "frequency:size=1024+in_context:eviction=lru; a class of your own as package.module:Class. "
         "Default: full, frequency, in_context and hybrid.",
@@ -51,7 +61,7 @@ Chain = Annotated[bool, typer.Option(help="Draft chains.")]
 Trees = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="TOTAL_TOKENS/DEPTH/TOP_K",
+        metavar=TREE_SHAPE,
         help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
     ),
 ]

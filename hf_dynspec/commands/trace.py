@@ -20,21 +20,17 @@ def trace(
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines: Spec-Bench's `turns`, or `prompt` or `text`.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=options.PROMPT_LINES)] = None,
     prompt_id: Annotated[
         str | None, typer.Option(metavar="FILE/QUESTION_ID", help="Which of the prompts. Default: the first.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself, in place of a file.")] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="The policy to trace, as for bench.")
+        str, typer.Option(metavar=options.POLICY, help="The policy to trace, as for bench.")
     ] = "retrieval",
     tree: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOTAL_TOKENS/DEPTH/TOP_K", help="Draft trees of this shape; the word default means 60/5/10."
-        ),
+        typer.Option(metavar=options.TREE_SHAPE, help="Draft trees of this shape; the word default means 60/5/10."),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
@@ -67,12 +63,14 @@ def trace(
 
     if (prompts is None) == (prompt is None):
         raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
+    if prompt == "":
+        raise ConfigurationError("--prompt is empty: give it the text that is to go on")
     files = [] if prompts is None else [prompts]
     settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
     if timeline is not None:
-        require_plot_file(timeline)
+        require_plot_file(timeline, "leave --timeline out")
     given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
     words = command_line(context)
     with progress_bar() as report:

@@ -13,7 +13,9 @@ from .running import keeps
 from .training_job import TrainingJob, describe_kept
 
 if TYPE_CHECKING:
+    from ..build.recording import Recording
     from ..build.router_judging import HeldOutFigures
+    from ..evaluation.pair import PairSettings
     from ..shortlists.router import Router
     from ..shortlists.router.clusters import ClusterShortlist
 
@@ -40,9 +42,7 @@ def router(
         list[Path], typer.Option(metavar="PATH...", help="Files and folders, as `build frequency --text` takes them.")
     ],
     out: options.Out,
-    more: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PATH]...", help="More data, so that shells can expand *.")
-    ] = None,
+    more: Annotated[list[Path] | None, options.more("data", "[PATH]...")] = None,
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
@@ -117,16 +117,13 @@ def router(
     with the same result.
     """
     import torch
-    from accelerate import Accelerator
 
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
     from ..build.corpus import plan_corpus
     from ..build.recording import RecordingSettings
     from ..build.router_judging import held_out_figures, settle
-    from ..build.router_pair import RouterPair
     from ..build.router_training import TrainingSettings
-    from ..errors import ConfigurationError
-    from ..evaluation.pair import PairSettings, load_models
+    from ..evaluation.pair import PairSettings
     from ..shortlists.coral import CoralShortlist
     from ..shortlists.router.policy import RouterShortlist
 
@@ -146,16 +143,8 @@ def router(
     if stored is None and not is_coral:
         require_faiss(torch.device("cpu"))
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
-    accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
-    if accelerator.is_main_process:
-        require_free_folder(context, out, overwrite)
-        if overwrite:
-            shutil.rmtree(out / _WORK, ignore_errors=True)
-        keeps(context, lambda: describe_kept(out / _WORK, going_on(out, overwrite)))
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pair = RouterPair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
-    job = TrainingJob(accelerator, pair, out / _WORK, seed)
+    job = _start(context, settings, eagle, allow_pickle, out, overwrite, seed)
+    pair = job.pair
     # What would stop the clusters is told before hours of recording.
     if stored is None:
         require_cluster_settings(num_clusters, seed, 1, pair.vocabulary_size)
@@ -163,16 +152,10 @@ def router(
     for name, other in others.items():
         pair.require_trained_for(name, other)
     windows, recording = job.record(corpus, text_field, recording_settings, rounds)
-    recorded = recording.count(recording.train)
-    if recorded < batch_size:
-        raise ConfigurationError(
-            f"--batch-size {batch_size:,} is more than the {recorded:,} draft steps that were recorded: the texts are "
-            "few, or end early. Give more data, or smaller batches."
-        )
-    if not recording.count(recording.held_out):
-        raise ConfigurationError("no draft step is held out to judge by: the texts end at once. Give more data.")
+    recorded = _require_enough(recording, batch_size)
     parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
     ranking = pair.rank(windows)
+    embed, draftable = pair.drafter.embed, pair.drafter.head.token_ids
     # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
 
@@ -182,22 +165,16 @@ def router(
         return RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
 
     def judge(one: "Router") -> "HeldOutFigures":
-        return held_out_figures(recording, policy_of(one), pair.drafter.embed, pair.drafter.head.token_ids)
+        return held_out_figures(recording, policy_of(one), embed, draftable)
 
     trained = job.train(recording, parts, ranking[: 0 if is_coral else pinned], training_settings, judge)
-    if not accelerator.is_main_process:
+    if not job.is_main:
         return
     size = share * pair.vocabulary_size
     judged = [(shorten_name(name), other) for name, other in others.items()]
-    embed, draftable = pair.drafter.embed, pair.drafter.head.token_ids
     policy, metrics = settle(recording, policy_of(trained), schedule, size, judged, embed, draftable)
-    provenance = {
-        "command": command_text(context),
-        **describe_inputs(corpus.files),
-        "draft_steps": recorded,
-        "metrics": metrics,
-    }
-    pair.save(policy, out, provenance)
+    inputs = {"command": command_text(context), **describe_inputs(corpus.files)}
+    pair.save(policy, out, {**inputs, "draft_steps": recorded, "metrics": metrics})
     if not keep_steps:
         shutil.rmtree(out / _WORK)
     _print_figures(str(out), metrics, pair.vocabulary_size)
@@ -223,6 +200,50 @@ def _require_options(context: typer.Context, method: str, schedule: str, share: 
     for option, value in (("--share", share), ("--mass", mass)):
         if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+
+
+def _start(
+    context: typer.Context,
+    settings: "PairSettings",
+    eagle: str | None,
+    allow_pickle: bool,
+    out: Path,
+    overwrite: bool,
+    seed: int,
+) -> TrainingJob:
+    """Keep the folder from others, and load the pair on this process's device."""
+    import torch
+    from accelerate import Accelerator
+
+    from ..build.router_pair import RouterPair
+    from ..evaluation.pair import load_models
+
+    work = out / _WORK
+    accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
+    if accelerator.is_main_process:
+        require_free_folder(context, out, overwrite)
+        if overwrite:
+            shutil.rmtree(work, ignore_errors=True)
+        keeps(context, lambda: describe_kept(work, going_on(out, overwrite)))
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    pair = RouterPair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
+    return TrainingJob(accelerator, pair, work, seed)
+
+
+def _require_enough(recording: "Recording", batch_size: int) -> int:
+    """How many draft steps there are to train on, which must make a batch; and some must be there to judge by."""
+    from ..errors import ConfigurationError
+
+    recorded = recording.count(recording.train)
+    if recorded < batch_size:
+        raise ConfigurationError(
+            f"--batch-size {batch_size:,} is more than the {recorded:,} draft steps that were recorded: the texts are "
+            "few, or end early. Give more data, or smaller batches."
+        )
+    if not recording.count(recording.held_out):
+        raise ConfigurationError("no draft step is held out to judge by: the texts end at once. Give more data.")
+    return recorded
 
 
 def _trained(name: str) -> "ClusterShortlist":

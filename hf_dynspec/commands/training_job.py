@@ -27,14 +27,27 @@ _WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "trainin
 
 
 class TrainingJob:
-    """The stages of one training, each of which goes on where it was stopped."""
+    """The stages of one training, each of which goes on where it was stopped.
+
+    Args:
+        accelerator: of the processes that train.
+        pair: for which the router is.
+        work: the folder of what is kept.
+        seed: of clusters.
+    """
 
     def __init__(self, accelerator: "Accelerator", pair: "RouterPair", work: Path, seed: int):
-        self._accelerator, self._pair, self._work, self._seed = accelerator, pair, work, seed
+        self.pair = pair
+        self._accelerator, self._work, self._seed = accelerator, work, seed
         self._pace = Pace(self._say)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        return self._accelerator.is_main_process
+
     def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
-        return progress_bar() if self._accelerator.is_main_process else nullcontext(lambda *_: None)
+        return progress_bar() if self.is_main else nullcontext(lambda *_: None)
 
     def record(
         self, corpus: "Corpus", text_field: str, settings: "RecordingSettings", rounds: bool
@@ -44,12 +57,8 @@ class TrainingJob:
         from ..build.recording import STEPS_FORMAT
         from ..build.windows import sample_windows, windows_of
 
-        pair = self._pair
-        size = settings.bytes_on_disk(pair.drafter.head.weight.shape[1])
-        self._say(f"{settings.steps:,} draft steps take about {size / 2**20:,.0f} MiB in {self._work}")
-        if self._accelerator.is_main_process:
-            there = sum(path.stat().st_size for path in self._work.glob("steps-*.safetensors"))
-            require_space(self._work.parent, size - there, f"{settings.steps:,} draft steps")
+        pair = self.pair
+        self._require_space(settings)
         job = {
             "models": pair.described(),
             "inputs": describe_files(corpus.files),
@@ -82,12 +91,20 @@ class TrainingJob:
         self._accelerator.wait_for_everyone()
         return windows, recording
 
+    def _require_space(self, settings: "RecordingSettings") -> None:
+        """Say how much disk the recording takes, and refuse a disk that has less."""
+        size = settings.bytes_on_disk(self.pair.drafter.head.weight.shape[1])
+        self._say(f"{settings.steps:,} draft steps take about {size / 2**20:,.0f} MiB in {self._work}")
+        if self.is_main:
+            there = sum(path.stat().st_size for path in self._work.glob("steps-*.safetensors"))
+            require_space(self._work.parent, size - there, f"{settings.steps:,} draft steps")
+
     def _recorder(self, settings: "RecordingSettings", rounds: bool) -> "StepRecorder":
         from ..build.draft_rounds import RoundRecorder
         from ..build.draft_steps import StepRecorder
         from ..evaluation.pair import generation_config
 
-        pair = self._pair
+        pair = self.pair
         if not rounds:
             return StepRecorder(pair.target, pair.drafter, pair.vocabulary_size, settings, self._work)
         config = generation_config(pair.target, settings.window, settings.temperature)
@@ -104,11 +121,11 @@ class TrainingJob:
 
         from ..build.clusters import kept_clusters
 
-        pair = self._pair
+        pair = self.pair
         head = pair.drafter.head
         weight = head.weight if head.token_ids is None else pair.target.get_output_embeddings().weight
         clusters = torch.zeros(pair.vocabulary_size, dtype=torch.int64)
-        if self._accelerator.is_main_process:
+        if self.is_main:
             with self._progress() as report:
                 file = self._work / _CLUSTERS
                 clusters = kept_clusters(
@@ -133,7 +150,7 @@ class TrainingJob:
         training = RouterTraining(
             recording,
             clusters,
-            self._pair.drafter.embed,
+            self.pair.drafter.embed,
             is_pinned,
             settings,
             self._work / _TRAINING,
@@ -142,7 +159,7 @@ class TrainingJob:
         with self._progress() as report:
 
             def show(state: "TrainingState") -> None:
-                if not self._accelerator.is_main_process:
+                if not self.is_main:
                     return
                 _, loss, held_out_loss = state.history[-1]
                 figures = judge(training.best)
@@ -164,7 +181,7 @@ class TrainingJob:
         self._pace.note(activity, done, total, bound)
 
     def _say(self, text: str) -> None:
-        if self._accelerator.is_main_process:
+        if self.is_main:
             typer.echo(text, err=True)
 
 

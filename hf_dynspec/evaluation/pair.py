@@ -222,11 +222,21 @@ def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Dr
     """Most tokens of a prompt for which both models have positions, or None where none of them tells.
 
     The positions of EAGLE heads go on past what their configuration says.
+
+    Raises:
+        ConfigurationError: the new tokens alone take all positions.
     """
     models = [target, *([drafter.model] if isinstance(drafter, CausalLMDrafter) else [])]
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     known = [limit for limit in limits if limit]
-    return min(known) - settings.max_new_tokens if known else None
+    if not known:
+        return None
+    if settings.max_new_tokens >= min(known):
+        raise ConfigurationError(
+            f"max_new_tokens is {settings.max_new_tokens:,}, and the models have room for {min(known):,} tokens, "
+            "prompt included: generate fewer"
+        )
+    return min(known) - settings.max_new_tokens
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:

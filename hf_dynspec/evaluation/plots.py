@@ -1,12 +1,21 @@
-"""What all plots have in common: that they can be drawn is known before there is anything to draw."""
+"""What all plots have in common: that they can be drawn is known before there is anything to draw, and an image is
+replaced in one step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigurationError
+from ..files import replacing
 
 
-def require_plot_file(path: Path) -> None:
+def require_plot_file(path: Path, otherwise: str | None = None) -> None:
     """Refuse a plot that could not be drawn, before there is anything to draw.
+
+    Args:
+        path: the image.
+        otherwise: what to do who wants no plot, as "leave --plot out".
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the name's suffix is no image format that it writes.
@@ -14,9 +23,37 @@ def require_plot_file(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ConfigurationError(
-            "a plot needs matplotlib; install it with: pip install 'hf-dynspec[plots]', or leave --plot out"
-        ) from error
+        fix = "install it with: pip install 'hf-dynspec[plots]'" + (f", or {otherwise}" if otherwise else "")
+        raise ConfigurationError(f"a plot needs matplotlib; {fix}") from error
     suffix, formats = path.suffix.removeprefix(".").lower(), FigureCanvasAgg.get_supported_filetypes()
     if suffix not in formats:
         raise ConfigurationError(f"{path} has no suffix of an image, such as .png, .pdf or .svg")
+
+
+@contextmanager
+def plot_style(font_size: float = 10) -> Iterator[None]:
+    """What is drawn and saved in this context gives the same bytes each time, and texts of an SVG stay texts.
+
+    Args:
+        font_size: in points.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": font_size}):
+        yield
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib in one step: an image that was there stays until the new one is whole.
+
+    Args:
+        figure: what was drawn.
+        path: the image; its suffix says the format.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    form = path.suffix.removeprefix(".").lower()
+    metadata = {"Date": None} if form in ("svg", "svgz") else {"CreationDate": None} if form == "pdf" else None
+    with replacing(path) as scratch:
+        figure.savefig(scratch, dpi=150, format=form, metadata=metadata)

@@ -170,6 +170,24 @@ def require_no_choice(policies: Iterable[ShortlistPolicy]) -> None:
             )
 
 
+def policy_in_python(label: str, policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> tuple[str, str]:
+    """How to write one of the policies that were named as the argument of an assistant.
+
+    Args:
+        label: what it is shown as.
+        policies: what was named: texts, or policies by what to write in Python.
+
+    Returns:
+        A line that has to stand before, or nothing, and the argument.
+    """
+    if label in POLICIES:
+        return "", f'"{label}"'
+    if isinstance(policies, Mapping):
+        return "", label
+    text = dict(zip(policy_labels(policies), policies, strict=True))[label]
+    return "from hf_dynspec.evaluation import parse_policy\n", f"parse_policy({text!r})"
+
+
 def policy_labels(texts: Sequence[str]) -> list[str]:
     """The names that policies are shown under, which are their texts with paths shortened.
 

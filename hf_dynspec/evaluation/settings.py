@@ -8,11 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..drafting.tree_config import AUTO, TreeConfig
+from ..drafting.tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from ..errors import ConfigurationError, shown_value
+from ..fields import LARGEST_SEED
 from ..shortlists import ShortlistPolicy
 from .policy_text import DEFAULT_POLICIES, shorten_paths
 from .tree_text import parse_trees
+
+# Where the system refuses to make so many, torch ends the process without a word.
+MOST_THREADS = 1024
 
 # The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
 INDEPENDENT = "drafter"
@@ -67,6 +71,12 @@ class PairSettings:
         "threads": 1,
         "seed": 0,
     }
+    # The most that some of them may be.
+    _MOST: ClassVar[Mapping[str, int]] = {
+        "num_assistant_tokens": LONGEST_DRAFT,
+        "threads": MOST_THREADS,
+        "seed": LARGEST_SEED,
+    }
 
     def __post_init__(self):
         for name, least in self._LEAST.items():
@@ -77,6 +87,8 @@ class PairSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            if value > self._MOST.get(name, value):
+                raise ConfigurationError(f"{name} must be at most {self._MOST[name]:,}, got {shown_value(value)}")
         self._require_device_and_dtype()
 
     def _require_device_and_dtype(self) -> None:

@@ -14,6 +14,8 @@ from ..stats import DraftingStatistics
 
 # Rows of the made-up target's head past the vocabulary, whose ids it may name and no shortlist may hold.
 PADDING = 20
+# The ids that are made up are below this, and heads of attention have an even width.
+SMALLEST_VOCABULARY, WIDTH_UNIT = 100, 8
 NEW_TOKENS = 14
 _PROMPT_LENGTH = 12
 

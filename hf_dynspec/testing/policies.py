@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..fields import FieldError, WholeNumber
 from ..shortlists import ShortlistPolicy
-from .case import PolicyCase
+from .case import SMALLEST_VOCABULARY, WIDTH_UNIT, PolicyCase
 from .draft_checks import check_drafting, check_unions, check_weights
 from .state_checks import (
     check_memory,
@@ -78,7 +79,12 @@ def check_policy(
     Raises:
         PolicyError: the contract is broken. The message says where, what is wrong and how to mend it. What the policy
             itself raises goes through as it is.
+        ConfigurationError: there can be no tiny models of these sizes.
     """
+    WholeNumber(SMALLEST_VOCABULARY).require("vocabulary_size", vocabulary_size)
+    WholeNumber(WIDTH_UNIT).require("hidden_size", hidden_size)
+    if hidden_size % WIDTH_UNIT:
+        raise FieldError("hidden_size", f"must be a multiple of {WIDTH_UNIT}, got {hidden_size}", "Give one")
     started, threads = time.perf_counter(), set(threading.enumerate())
     case = PolicyCase(policy, vocabulary_size, hidden_size)
     checks = [one for one in _CHECKS if is_stored or one is not check_settings]

@@ -21,6 +21,7 @@ class TrainableDrafter(Protocol):
 
     module: nn.Module
     reads: tuple[int, ...]
+    num_embeddings: int
 
     @property
     def weights_version(self) -> int:

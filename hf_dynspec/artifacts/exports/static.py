@@ -85,7 +85,7 @@ def read_static_shortlist(
     Raises:
         ArtifactError: as `read_artifact`; the policy is not static, and the message names the nearest thing that is;
             or nothing says whose ids the artifact holds.
-        ConfigurationError: the target has no tokenizer.
+        ConfigurationError: the target has no tokenizer, or the size is no number of tokens.
     """
     fingerprint = None
     if target is not None:
@@ -97,7 +97,8 @@ def read_static_shortlist(
     if known is None:
         problem = "is not named, so that nothing says which ids there are"
         raise ArtifactError("config.json: tokenizer", problem, "Give --target, the folder or Hub id of the target.")
-    return StaticShortlist(FrequencyShortlist(policy.ranking, size or policy.size), known, config)
+    size = policy.size if size is None else size
+    return StaticShortlist(FrequencyShortlist(policy.ranking, size), known, config)
 
 
 def _static_core(artifact: str, policy: ShortlistPolicy, engine: str, take_core: bool) -> FrequencyShortlist:

@@ -169,9 +169,10 @@ def _require_made_for(head: EagleCheckpoint, folder: Path, rows: torch.Tensor) -
     ):
         if own != its:
             raise ArtifactError(f"{CONFIG_FILE}: {name}", f"of the head is {own}, and the target's is {its}", fix)
-    usual = (2, layers // 2, layers - 3) if isinstance(layers, int) else ()
+    is_known = isinstance(layers, int)
+    usual = (2, layers // 2, layers - 3) if is_known else ()
     reads = settings.target_layer_ids or usual
-    if not reads or max(reads) > layers or min(reads) < 0:
+    if not is_known or max(reads) > layers or min(reads) < 0:
         problem = f"is {layers} in the target, and the head reads the hidden states {list(reads)}"
         raise ArtifactError(f"{CONFIG_FILE}: num_hidden_layers", problem, fix)
     return usual

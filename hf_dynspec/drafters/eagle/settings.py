@@ -160,12 +160,7 @@ def read_settings(
     top = _Section(config, f"{CONFIG_FILE}: ")
     layer = top.section("transformer_layer_config") if checkpoint_format == "speculators" else top
     _refuse_unknown_switches(top, layer, checkpoint_format)
-    hidden, heads = layer.count("hidden_size"), layer.count("num_attention_heads")
-    kv_heads = layer.count("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise layer.fail("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} attention heads")
-    if layer.values.get("head_dim") is None and hidden % heads:
-        raise layer.fail("num_attention_heads", f"is {heads}, which does not divide hidden_size {hidden}")
+    hidden, heads, kv_heads = _attention_shape(layer)
     eps = layer.values.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
         raise layer.fail("rms_norm_eps", f"must be a small number, got {shown_value(eps)}")
@@ -201,6 +196,17 @@ def read_settings(
         own_embedding=top.flag("has_own_embed_tokens"),
         rope=_rope_settings(layer),
     )
+
+
+def _attention_shape(layer: _Section) -> tuple[int, int, int]:
+    """Numbers of a hidden state, heads, and heads of keys and values, which fit each other."""
+    hidden, heads = layer.count("hidden_size"), layer.count("num_attention_heads")
+    kv_heads = layer.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise layer.fail("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} attention heads")
+    if layer.values.get("head_dim") is None and hidden % heads:
+        raise layer.fail("num_attention_heads", f"is {heads}, which does not divide hidden_size {hidden}")
+    return hidden, heads, kv_heads
 
 
 def _refuse_unknown_switches(top: _Section, layer: _Section, checkpoint_format: CheckpointFormat) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigurationError
-from ..plots import require_plot_file
+from ..plots import plot_style, require_plot_file, save_figure
 from .published_rows import BASELINES, decoding, generation_of, hardware_of, workload
 from .systems import PLAIN
 
@@ -83,11 +83,9 @@ def _conditions(data: dict[str, Any]) -> str:
 
 
 def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) -> None:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    # Texts of an SVG stay texts, and its identifiers are the same every time.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": 9}):
+    with plot_style(font_size=9):
         heights = [len(bars) for bars in panels.values()]
         figure = Figure(figsize=(_WIDTH, _ROW * sum(heights) + 0.5 * len(heights) + 0.5), layout="constrained")
         figure.set_facecolor(_PAPER)
@@ -96,8 +94,7 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
             _draw_panel(axes, title, bars)
         all_axes[-1].set_xlabel("tokens per second (times plain generate)", color=_INK)
         figure.supxlabel(conditions, fontsize=7, color=_INK)
-        metadata = {"Date": None} if path.suffix.lower() in (".svg", ".svgz") else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        save_figure(figure, path)
 
 
 def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.config import ARTIFACT_SYSTEM
+from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
 from ..provenance import describe_policies
@@ -93,7 +94,9 @@ def hardware_of(data: dict[str, Any]) -> str:
 def generation_of(data: dict[str, Any]) -> str:
     """How many tokens were generated, and drafted in a chain."""
     settings = data["settings"]
-    return f"{settings['max_new_tokens']} new tokens, chains of {settings['num_assistant_tokens']} unless trees"
+    length = settings["num_assistant_tokens"]
+    chains = "chains as long as pays" if length == AUTO else f"chains of {length}"
+    return f"{settings['max_new_tokens']} new tokens, {chains} unless trees"
 
 
 def decoding(temperature: float, top_k: int | None = None) -> str:
@@ -133,8 +136,6 @@ def _system(systems: dict[str, Any], label: str, named: Callable[[str], str]) ->
     parts = [made_of["drafter"]] if len({one["drafter"] for one in systems.values()}) > 1 else []
     parts.append(named(made_of["policy"]))
     if made_of["tree"] is not None:
-        from ...drafting.tree_config import TreeConfig
-
         parts.append(f"tree {format_tree(TreeConfig(**made_of['tree']))}")
     return " · ".join(parts)
 

@@ -151,17 +151,7 @@ class _Measurement:
                 f"{one}{prompt.identifier} was left out: the target ends it before there is anything to draft"
             )
             return
-        text = ForcedText(
-            self._pair.target,
-            self._drafter,
-            token_ids,
-            length,
-            self._vocabulary,
-            self._settings.temperature,
-            max(self._settings.recall_k, self._needs.verify_top_k, self._needs.prompt_top_k),
-            self._settings.num_assistant_tokens,
-            self._needs,
-        )
+        text = self._forced(token_ids, length)
         courses = {
             label: self._courses(text, label, of_domain[prompt.domain], seeds)
             for label, of_domain in self._result.policies.items()
@@ -171,7 +161,27 @@ class _Measurement:
             curve.add(rows)
             for one in courses.values():
                 one.follow(rows)
-        where = prompt.identifier, continuation, prompt.domain
+        self._keep(courses, prompt.identifier, continuation, prompt.domain)
+        self._result.oracle_curves[prompt.identifier, continuation] = curve.points()
+        self._states.end_text()
+
+    def _forced(self, token_ids: torch.Tensor, length: int) -> ForcedText:
+        """A text, int64 `[n]`, along which target and drafter are led, whose prompt has `length` tokens."""
+        settings = self._settings
+        return ForcedText(
+            self._pair.target,
+            self._drafter,
+            token_ids,
+            length,
+            self._vocabulary,
+            settings.temperature,
+            max(settings.recall_k, self._needs.verify_top_k, self._needs.prompt_top_k),
+            settings.num_assistant_tokens,
+            self._needs,
+        )
+
+    def _keep(self, courses: Mapping[str, Courses], *where: Any) -> None:
+        """Add what was found on one text to the result: `where` is its prompt, continuation and domain."""
         measured, drawn = [], []
         for label, one in courses.items():
             draws = self._settings.draws if self._is_drawn else 0
@@ -181,8 +191,6 @@ class _Measurement:
         # All policies at once, as they are compared prompt by prompt: an interrupt leaves out none of them.
         self._result.measured.extend(measured)
         self._result.drawn.extend(drawn)
-        self._result.oracle_curves[prompt.identifier, continuation] = curve.points()
-        self._states.end_text()
 
     def close(self) -> None:
         """Give up what policies remember."""

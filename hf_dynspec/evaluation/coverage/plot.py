@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..plots import require_plot_file
+from ..plots import plot_style, require_plot_file, save_figure
 from .estimates import CoverageSummary, oracle_curve, summarize
 from .report import title
 from .result import CoverageResult
@@ -21,6 +21,11 @@ def write_plot(path: Path, result: CoverageResult) -> None:
         OSError: the file cannot be written.
     """
     require_plot_file(path)
+    with plot_style():
+        save_figure(_drawn(result), path)
+
+
+def _drawn(result: CoverageResult) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -44,7 +49,7 @@ def write_plot(path: Path, result: CoverageResult) -> None:
     axes.grid(alpha=0.25, which="both")
     # Outside of the axes, where it covers no point of a sweep.
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 # Told apart by shape too, in black and white and by readers who do not see all colours.

@@ -1,7 +1,7 @@
 """What a diagnosis says: tables, a sentence, a line to paste, and JSON values."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,8 +9,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ...drafting.tree_config import TreeConfig
-from ...shortlists import POLICIES as REGISTERED
-from ..policy_text import policy_labels, shorten_paths
+from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
 from ..tree_text import format_tree
@@ -131,7 +130,7 @@ def best_table(measured: MeasuredPair) -> FittedTable:
     table.add_row("plain", "", f"{plain.tokens / plain.seconds:.1f}", "1.00", "1.00", "", ends_section=True)
     for policy in measured.policies:
         one = measured.best_of(policy)
-        lost = "" if policy == FULL else f" {-measured.out_of_vocabulary_loss(one):+.0%}"
+        lost = "" if policy == FULL else _change(-measured.out_of_vocabulary_loss(one))
         cells = [f"{one.tokens_per_second:.1f}", _ratio(one), f"{one.tokens_per_round:.2f}{lost}"]
         is_last = policy == list(measured.policies)[-1]
         table.add_row(policy, _chain(one), *cells, _dominant(measured, one), ends_section=is_last)
@@ -139,6 +138,11 @@ def best_table(measured: MeasuredPair) -> FittedTable:
     cells = [f"{one.tokens_per_second:.1f}", f"{one.ratio:.2f}", f"{one.tokens_per_round:.2f}"]
     table.add_row("oracle", _chain(one), *cells, "")
     return table
+
+
+def _change(share: float) -> str:
+    """In whole percent, nothing where that is none."""
+    return f" {share:+.0%}" if round(100 * share) else ""
 
 
 def _chain(one: Expectation) -> str:
@@ -186,17 +190,8 @@ def line_to_paste(measured: MeasuredPair) -> str:
         shape = f"num_assistant_tokens={best.steps}"
     else:
         shape = "tree=True" if best.tree == TreeConfig() else f"tree={best.tree!r}"
-    return f"DynSpecAssistant(drafter, {_policy_argument(measured)}, target=target, {shape})"
-
-
-def _policy_argument(measured: MeasuredPair) -> str:
-    label, policies = measured.best.policy, measured.settings.policies
-    if label in REGISTERED:
-        return f'"{label}"'
-    if isinstance(policies, Mapping):
-        return label
-    text = dict(zip(policy_labels(policies), policies, strict=True))[label]
-    return f"hf_dynspec.evaluation.parse_policy({text!r})"
+    before, policy = policy_in_python(best.policy, measured.settings.policies)
+    return f"{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
 
 
 # The whole ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ...drafting.expected_speed import break_even_acceptance
 from ..operations.counting import Work
+from ..policy_text import policy_in_python
 from ..tables import FittedTable
 from .estimate import Estimate, PolicyEstimate
 from .settings import FULL
@@ -46,8 +47,8 @@ def line_to_paste(estimate: Estimate) -> str:
     _, label, steps, _ = _best(estimate)
     if not steps:
         return "target.generate(**inputs)  # without an assistant"
-    policy = f'"{label}"' if label.isidentifier() else f"hf_dynspec.evaluation.parse_policy({label!r})"
-    return f"DynSpecAssistant(drafter, {policy}, target=target, num_assistant_tokens={steps})"
+    before, policy = policy_in_python(label, estimate.settings.policies)
+    return f"{before}DynSpecAssistant(drafter, {policy}, target=target, num_assistant_tokens={steps})"
 
 
 def _best(estimate: Estimate) -> tuple[float, str, int, float]:
@@ -68,8 +69,7 @@ def _best(estimate: Estimate) -> tuple[float, str, int, float]:
 def _basis(estimate: Estimate) -> str:
     machine = estimate.settings.machine
     models = ", ".join(
-        f"{role} {one['model_type']} of {one['parameters'] / 1e9:.2f}B parameters ({one['dtype']}, "
-        f"{_size(one['bytes'])})"
+        f"{role} {one['model_type']} of {_count(one['parameters'])} parameters ({one['dtype']}, {_size(one['bytes'])})"
         for role, one in estimate.models.items()
     )
     flops = "" if machine.flops is None else f", {machine.flops:g} TFLOP/s"
@@ -171,6 +171,11 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
             "Of a mixture's experts, as many different ones are taken to be read as there are on average if each "
             "token chooses at random."
         )
+
+
+def _count(number: int) -> str:
+    """Of parameters."""
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def _size(count: float) -> str:

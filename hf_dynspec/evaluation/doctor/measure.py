@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...drafters import CausalLMDrafter, Drafter
-from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError
+from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
 from ...kernels import prepare_kernels
 from ...loading import shared_vocabulary_size
 from ...shortlists import ShortlistPolicy, as_policy
@@ -143,6 +143,8 @@ def diagnose_assistant(
     if assistant.tokenizer is None:
         raise ConfigurationError("the tokenizer of the models is not known; make the assistant with tokenizer=…")
     if prompts is not None:
+        if isinstance(prompts, str) or not all(isinstance(text, str) for text in prompts):
+            raise ConfigurationError(f"prompts must be a list of texts, got {shown_value(prompts)}")
         prompts = [WorkloadPrompt(f"prompt {n}", f"prompt {n}", text) for n, text in enumerate(prompts, start=1)]
     own = {"tree": assistant.tree or "default", "policies": _with_own(assistant.policy)}
     return diagnose_pair(

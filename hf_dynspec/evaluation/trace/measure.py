@@ -16,12 +16,9 @@ from ..prompts import WorkloadPrompt, read_workload
 from ..provenance import describe_policies
 from .analysis import Analysis, text_of, text_pieces
 from .recording import RecordedAssistant, Recording, recorded
-from .result import Trace
+from .result import PROMPT_END, Trace
 from .settings import TraceSettings
 from .timeline import median_round
-
-# Tokens at the end of the prompt that are shown.
-_PROMPT_END = 40
 
 
 def trace_prompt(
@@ -123,7 +120,7 @@ def _trace(
         settings=settings,
         policy=label,
         prompt=pair.described_prompts()[0],
-        prompt_end="".join(pieces[max(0, prompt_length - _PROMPT_END) : prompt_length]),
+        prompt_end="".join(pieces[max(0, prompt_length - PROMPT_END) : prompt_length]),
         models=pair.described_models(),
         described_policy=describe_policies({label: policy})[label],
         threads=torch.get_num_threads(),

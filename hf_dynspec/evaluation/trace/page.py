@@ -119,7 +119,7 @@ def _key() -> str:
 def _marked_text(trace: Trace) -> str:
     places = {event.position: place for place, event in enumerate(trace.events) if not event.in_prompt}
     tokens = "".join(_marked(trace, token, places.get(token.position)) for token in trace.tokens)
-    return f'<div class="text"><span class="prompt">…{_text(trace.prompt_end)}</span>{tokens}</div>'
+    return f'<div class="text"><span class="prompt">{_text(trace.shown_prompt)}</span>{tokens}</div>'
 
 
 def _marked(trace: Trace, token: TracedToken, event: int | None) -> str:

@@ -144,7 +144,7 @@ def _mark(mark: tuple[str, str, str], text: str) -> Text:
 
 def _marked_text(trace: Trace) -> Text:
     text = Text()
-    text.append(f"…{shown_lines(trace.prompt_end)}", style="dim")
+    text.append(shown_lines(trace.shown_prompt), style="dim")
     for token in trace.tokens:
         mark = _mark_of(token)
         text.append(_mark(mark, shown_lines(token.text)) if mark else shown_lines(token.text))

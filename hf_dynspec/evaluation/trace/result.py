@@ -164,6 +164,10 @@ class TraceSummary:
     retrieval_milliseconds: float | None
 
 
+# Tokens at the end of the prompt that are shown.
+PROMPT_END = 40
+
+
 @dataclass(frozen=True)
 class Trace:
     """One prompt, traced.
@@ -200,6 +204,11 @@ class Trace:
     texts: dict[int, str]
     summary: TraceSummary
     timeline: Timeline | None
+
+    @property
+    def shown_prompt(self) -> str:
+        """The end of the prompt's text, with dots before it where it is not all of the prompt."""
+        return self.prompt_end if self.prompt["tokens"] <= PROMPT_END else f"…{self.prompt_end}"
 
     @property
     def useful(self) -> list[TraceEntry]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ...stats import SECTIONS
-from ..plots import require_plot_file
+from ..plots import plot_style, require_plot_file, save_figure
 from .recording import RecordedSpan, Recording
 from .result import Timeline, TimelineSpan, Trace
 
@@ -74,13 +74,11 @@ def write_timeline(path: Path, trace: Trace) -> None:
         OSError: the file cannot be written.
     """
     require_plot_file(path)
-    import matplotlib
     from matplotlib.figure import Figure
 
     timeline = trace.timeline
     threads = [name for name in THREADS if any(one.thread == name for one in timeline.spans)]
-    # Texts of an SVG stay texts, and its identifiers are the same every time.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": 9}):
+    with plot_style(font_size=9):
         figure = Figure(figsize=(8.0, 1.6 + 0.5 * len(threads)), layout="constrained")
         figure.set_facecolor(_PAPER)
         axes = figure.add_subplot()
@@ -91,8 +89,7 @@ def write_timeline(path: Path, trace: Trace) -> None:
                 color = COLORS[one.section]
                 axes.barh(place, one.end - one.start, 0.6, left=one.start, color=color, ec=color, lw=edge)
         _finish(axes, figure, trace, threads)
-        metadata = {"Date": None} if path.suffix.lower() in (".svg", ".svgz") else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        save_figure(figure, path)
 
 
 def _finish(axes: Any, figure: Any, trace: Trace, threads: list[str]) -> None:

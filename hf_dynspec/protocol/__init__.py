@@ -1,0 +1,26 @@
+"""What one stage of a round hands the next: shortlists, candidates and verdicts. Shapes are documented here, once.
+
+Letters: `V` rows of the output projection, `C` slots of a shortlist, `k` drafted tokens of a round, `a` accepted ones.
+Positions count the tokens of the text from 0, padding not among them.
+"""
+
+from .candidates import Candidates, Draws, FewWeights
+from .feedback import BackgroundWork, Needs, Prompt, Verdict
+from .shortlists import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
+from .vocabulary import HeadRows, VocabularyInfo
+
+__all__ = [
+    "BackgroundWork",
+    "BlockLayout",
+    "BlockShortlist",
+    "Candidates",
+    "Draws",
+    "FewWeights",
+    "HeadRows",
+    "JoinedShortlist",
+    "Needs",
+    "Prompt",
+    "Shortlist",
+    "Verdict",
+    "VocabularyInfo",
+]
