@@ -31,9 +31,9 @@ _TIMED_BEFORE_REST = 8
 # many, and as many as it takes for the trials to cost no more than this share of the time.
 _FIRST_REST, _LONGEST_REST = 24, 4096
 _SHARE_OF_TRIALS = 0.01
-# Rounds of such a trial, and what all rounds before it, or before a change, count for.
+# Rounds of such a trial, and what all rounds before it, and before a change, count for.
 _ROUNDS_OF_RETRIAL = 4
-_ROUNDS_BEFORE_REST = 2
+_ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
 # Seconds without a round after which drafting that rests is tried again.
@@ -84,13 +84,14 @@ class AutomaticDrafting:
         """
         with self._lock:
             self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
-            if now - self._ended > _FORGETS_AFTER:
+            if self._rest is not None and now - self._ended > _FORGETS_AFTER:
+                self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._wake()
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
         with self._lock:
-            self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
+            self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
             self._wake()
 
     def _wake(self) -> None:
@@ -134,11 +135,15 @@ class AutomaticDrafting:
             return ALONE
         if self._rest is not None:
             return self._best_drafted()
-        return self._trials.first(self._count) or self._best_or_trial((ALONE, *self._shapes))
+        return self._trials.first(self._count, self._seconds) or self._best_or_trial((ALONE, *self._shapes))
 
     def _count(self, shape: DraftShape) -> int:
         """How often it was timed."""
         return self._times.count(self._features[shape])
+
+    def _seconds(self, shape: DraftShape) -> float:
+        """How long a round of it takes."""
+        return self._times.expected(self._features[shape])
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
@@ -211,7 +216,7 @@ class AutomaticDrafting:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
         if shape == self._choice or not self._promised:
             return 0.0
-        usual = self._times.expected(self._features[shape]) if is_usual else seconds
+        usual = self._seconds(shape) if is_usual else seconds
         return usual - self._acceptance.expected_tokens(shape) / self._promised
 
     def _record_rest(self, shape: DraftShape, accepted: int, seconds: float) -> None:
@@ -219,7 +224,7 @@ class AutomaticDrafting:
         if shape == ALONE:
             self._rested += 1
             return
-        alone = self._times.expected(self._features[ALONE])
+        alone = self._seconds(ALONE)
         self._retrials += 1
         self._lost += max(0.0, seconds - (accepted + 1) * alone)
         speeds = self._speeds((ALONE, *self._shapes))
@@ -232,7 +237,7 @@ class AutomaticDrafting:
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
 
     def _warn(self) -> None:
-        alone = self._times.expected(self._features[ALONE])
+        alone = self._seconds(ALONE)
         drafted = 1 / max(self._speeds(self._shapes).values())
         warnings.warn(
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "

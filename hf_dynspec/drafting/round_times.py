@@ -11,6 +11,9 @@ _KEPT, _PACES, _ENOUGH_PACES = 31, 9, 5
 _USUAL_PACE = 0.08
 # How many rounds the straight line through all shapes counts for beside a shape's own.
 _ROUNDS_OF_LINE = 20
+# What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
+# what drafts of one length do not.
+_WEIGHT_OF_ALONE = 0.05
 # Rounds after which the line is drawn anew; at once where a shape was seen no more often than this.
 _ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
@@ -72,8 +75,11 @@ class RoundTimes:
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
         if self._slopes is None:
-            drafted = [(one, self._typical[one], len(kept)) for one, kept in self._seconds.items() if any(one)]
-            self._intercept, self._slopes = _fit(drafted)
+            points = [
+                (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
+                for one, kept in self._seconds.items()
+            ]
+            self._intercept, self._slopes = _fit(points)
             self._least, self._rounds_of_plane = min(self._typical.values()), 0
         line = max(self._intercept + sum(map(mul, self._slopes, shape)), self._least)
         kept = self._seconds.get(shape)

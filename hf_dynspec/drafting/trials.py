@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .draft_shapes import ALONE, DraftShape, are_chains
 
-# Trials begin where those before, and this part of a round, are no more than this share of all time.
+# Trials begin where those before, and the time of so many rounds, are no more than this share of all time.
 _SHARE_OF_TRIALS, _LOST_BY_TRIAL = 0.02, 0.5
-# The target alone is timed at once where drafts promise fewer tokens per round, and else after so many rounds.
-_FEW_TOKENS, _ALONE_AFTER = 2.0, 64
+# The target alone is timed once more where it took longer than such a part of a round with a short draft, as that may
+# have been a stall.
+_SURPRISINGLY_LONG = 0.9
 # Once in so many rounds another shape is tried that promises nearly as much and was tried too seldom.
 _ROUNDS_PER_TRIAL = 10
 _NEARLY_BEST = 0.95
@@ -16,7 +17,9 @@ _TRIED_ENOUGH = 2
 # nothing, and is tried for longer, as only many rounds tell how much its drafts are worth.
 _ROUNDS_OF_POLICY_TRIAL, _ROUNDS_OF_RIVAL = 3, 6
 _NEAR_RIVAL = 0.95
-# Rounds until a policy is tried again, or the target alone: each time twice as many, up to the second number.
+# Rounds until a policy is tried again, or the target alone: each time twice as many, up to the second number. The
+# target alone is a rival where drafts bring fewer tokens per round than this.
+_FEW_TOKENS = 2.0
 _RIVALS_AGAIN_AFTER = (32, 128)
 _OTHERS_AGAIN_AFTER = (1024, 8192)
 
@@ -35,7 +38,7 @@ class Trials:
         self._never = list(range(1, policies))
         self._policies = policies
         self._tried_at = [0] * policies
-        self._alone_at, self._alone_again_after = 0, _ALONE_AFTER
+        self._alone_at = self._alone_again_after = 0
         self._again_after = [0] * policies
         # The one that goes on, and for how many rounds yet.
         self._going_on: DraftShape | None = None
@@ -43,13 +46,24 @@ class Trials:
         self._next_at = 0
         self._rounds, self._seconds, self._lost = 0, 0.0, 0.0
 
-    def first(self, count: Callable[[DraftShape], int]) -> DraftShape | None:
+    def first(self, count: Callable[[DraftShape], int], seconds: Callable[[DraftShape], float]) -> DraftShape | None:
         """What has to be known before anything is chosen; None where all of it is.
 
         Args:
             count: tells how often a shape was timed.
+            seconds: tells how long a round of one takes.
         """
-        return next((shape for shape, enough in self._first if count(shape) < enough), None)
+        for shape, enough in self._first:
+            if count(shape) < enough:
+                return shape
+            if shape == ALONE:
+                alone, short = seconds(ALONE), seconds(self._short)
+                if alone > _SURPRISINGLY_LONG * short and count(ALONE) < 2:
+                    return ALONE
+                if short > (1 + self._short.steps) * alone:
+                    # A draft step takes longer than the target alone: nothing longer can be worth it.
+                    return None
+        return None
 
     def go_on(self) -> DraftShape | None:
         """What is drafted in the next round of a trial that goes on, if any does."""
@@ -73,22 +87,18 @@ class Trials:
             tokens: to expect of a round of it.
             count: tells how often a shape was timed.
         """
-        if ALONE in speeds and tokens < _FEW_TOKENS and not count(ALONE):
+        least, most = _RIVALS_AGAIN_AFTER if tokens < _FEW_TOKENS else _OTHERS_AGAIN_AFTER
+        after = min(max(self._alone_again_after, least), most)
+        if ALONE in speeds and self._rounds - self._alone_at > after:
+            self._alone_again_after = 2 * after
             return ALONE
-        if (
-            not self._rounds
-            or self._lost + _LOST_BY_TRIAL * self._seconds / self._rounds > _SHARE_OF_TRIALS * self._seconds
-        ):
+        if self._lost > self._seconds * (_SHARE_OF_TRIALS - _LOST_BY_TRIAL / max(1, self._rounds)):
             return None
         if (trial := self._of_policy(speeds, best)) is not None:
             return trial
         if self._rounds < self._next_at:
             return None
         self._next_at = self._rounds + _ROUNDS_PER_TRIAL
-        if ALONE in speeds and self._rounds - self._alone_at > self._alone_again_after:
-            least, most = _OTHERS_AGAIN_AFTER
-            self._alone_again_after = min(max(2 * self._alone_again_after, least), most)
-            return ALONE
         return next(self._seldom_tried(speeds, best, count), None)
 
     def _of_policy(self, speeds: Mapping[DraftShape, float], best: DraftShape) -> DraftShape | None:
@@ -145,10 +155,10 @@ def _first_trials(shapes: tuple[DraftShape, ...]) -> tuple[tuple[DraftShape, int
     if are_chains(shapes):
         steps = max(shape.steps for shape in shapes)
         middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
-        return ((middle, 2), (short, 2))
+        return ((short, 2), (ALONE, 1), (middle, 2))
     sizes = sorted({shape.nodes for shape in shapes})
     small = sizes[len(sizes) // 2 - 1] if len(sizes) > 1 else sizes[0]
     deep = max(shape for shape in shapes if shape.nodes == small)
     shallow = DraftShape(min(2, deep.steps), small)
     large = max(shape for shape in shapes if shape.nodes == sizes[-1])
-    return ((deep, 2), (shallow, 2), (large, 2))
+    return ((shallow, 2), (ALONE, 1), (deep, 2), (large, 2))
