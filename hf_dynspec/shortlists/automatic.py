@@ -17,9 +17,9 @@ class AutomaticShortlist(SeveralPolicies):
     """One of several policies in each round: the one that brings the most tokens per second, by the time that rounds
     have taken and by how much of their drafts the target has accepted (DynaSpec, equation 2).
 
-    The others are tried now and then, for two rounds. One that does not draft costs nothing: it is shown the text when
-    its turn comes. Greedy tokens are the same whatever is chosen, and sampled ones have the same distribution, but
-    which are drawn then depends on the clock too, and not on the seed alone.
+    The others are tried now and then, for a few rounds. One that does not draft costs nothing: it is shown the text
+    when its turn comes. Greedy tokens are the same whatever is chosen, and sampled ones have the same distribution,
+    but which are drawn then depends on the clock too, and not on the seed alone.
 
     The choice is the assistant's. Wherever a policy is led along a text without a clock, as by `hf-dynspec coverage`,
     this is the first of them.
