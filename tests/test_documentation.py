@@ -402,7 +402,7 @@ _NAMES = {
     "hybrid": {"hybrid"},
     "screen": {"screen"},
     "retrieval:core=rank/without-none,graph=graph/without-none": {"retrieval, a core of 32,768 and a graph"},
-    "auto": {"auto, of hybrid, screen and full"},
+    "auto": {"auto, of hybrid and screen"},
 }
 
 

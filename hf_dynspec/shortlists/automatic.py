@@ -7,7 +7,6 @@ from ..errors import ConfigurationError, shown_value
 from ..protocol import VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, start_state
 from .forwarding import ForwardingState
-from .full import FullShortlist
 from .hybrid import HybridShortlist
 from .screen import ScreenShortlist
 from .several import SeveralPolicies
@@ -25,8 +24,9 @@ class AutomaticShortlist(SeveralPolicies):
     this is the first of them.
 
     Args:
-        policies: to choose from (None: `HybridShortlist()`, `ScreenShortlist()` and `FullShortlist()`, which need
-            nothing built or trained). Put first the one that is most likely to be the best.
+        policies: to choose from (None: `HybridShortlist()` and `ScreenShortlist()`, which need nothing built or
+            trained). Put first the one that is most likely to be the best. To try one costs a few rounds, so leave out
+            what cannot be.
 
     Raises:
         ConfigurationError: no policies, too many of them, or something that is not a policy.
@@ -39,7 +39,7 @@ class AutomaticShortlist(SeveralPolicies):
 
     def __init__(self, policies: Sequence[ShortlistPolicy] | None = None):
         if policies is None:
-            policies = (HybridShortlist(), ScreenShortlist(), FullShortlist())
+            policies = (HybridShortlist(), ScreenShortlist())
         if isinstance(policies, str | ShortlistPolicy) or not isinstance(policies, Sequence):
             raise ConfigurationError(f"{self.called} is made of a list of policies, got {shown_value(policies)}")
         super().__init__(*policies)
