@@ -685,11 +685,14 @@ from hf_dynspec.commands import main
 
 if __name__ == "__main__":
     from accelerate import PartialState
+    from torch import distributed
     corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=2_000)
     try:
         main()
     finally:
         assert PartialState().num_processes == 2
+        # An interpreter that ends while the processes are connected aborts now and then.
+        assert not distributed.is_initialized()
 """
 
 

@@ -308,10 +308,13 @@ from hf_dynspec.commands import main
 
 if __name__ == "__main__":
     from accelerate import PartialState
+    from torch import distributed
     try:
         main()
     finally:
         assert PartialState().num_processes == 2
+        # An interpreter that ends while the processes are connected aborts now and then.
+        assert not distributed.is_initialized()
 """
 
 

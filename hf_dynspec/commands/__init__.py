@@ -14,6 +14,7 @@ from .evaluate import evaluate
 from .export import export_app
 from .frequency import frequency, frequency_import
 from .graph import graph
+from .launched import part_from_launched
 from .plot import plot
 from .push import push
 from .running import Commands
@@ -77,3 +78,5 @@ def main() -> None:
     except DynSpecError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(1) from None
+    finally:
+        part_from_launched()
