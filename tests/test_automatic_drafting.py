@@ -27,7 +27,7 @@ from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.round_times import RoundTimes
-from hf_dynspec.generation.round import Drafting
+from hf_dynspec.generation.feedback import TargetFeedback
 from hf_dynspec.shortlists import POLICIES
 
 TREE = TreeConfig(24, 3, 4)
@@ -598,8 +598,8 @@ def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
 def test_nobody_is_shown_what_is_said_while_drafting_rests(target, monkeypatch):
     """And the target is asked for no hidden states, where a head would read them."""
     wanted = []
-    states = Drafting._wanted_states
-    monkeypatch.setattr(Drafting, "_wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
+    states = TargetFeedback.wanted_states
+    monkeypatch.setattr(TargetFeedback, "wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
     monkeypatch.setattr(AutomaticDrafting, "is_resting", True)
     monkeypatch.setattr(AutomaticDrafting, "reads_features", False)
     monkeypatch.setattr(AutomaticDrafting, "choose", lambda self, fixed: ALONE)

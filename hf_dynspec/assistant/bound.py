@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
-from ..drafting.session import DraftSession, outside_inference_mode
+from ..drafting.guards import outside_inference_mode
+from ..drafting.session import DraftSession
 from ..errors import NotBoundError, UnsupportedError, shown_value
 from ..generation.binding import TargetHook, attach
 from ..generation.call import Assistant
