@@ -179,7 +179,8 @@ class Drafting:
             self._session.use(shape.policy)
         # What a session was not shown it reads when it drafts again, and nothing before that.
         lags = not shape.steps and self._session.length < self._text.length
-        rests = self._automatic.is_resting or (most > 0 and not shape.steps)
+        # What is drafted is shown, also where another call finds meanwhile that drafting is to rest.
+        rests = not shape.steps and (most > 0 or self._automatic.is_resting)
         self._feedback.begin_round(not (rests or lags), self._automatic.reads_features)
         if self._has_fixed_shape:
             return self.num_assistant_tokens, self._tree
