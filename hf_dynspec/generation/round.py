@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
@@ -17,7 +17,6 @@ from ..drafting.token_choice import TokenChoice
 from ..drafting.tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from ..modeling.parts import output_rows
 from ..protocol import Candidates
-from ..stats import DraftingStatistics
 from .feedback import TargetFeedback
 from .target import RowsBuffer, TargetForward, entries_with
 from .verification import BestTokens, Outcome
@@ -300,43 +299,3 @@ def _up_to_end(chain: Candidates, eos_token_ids: tuple[int, ...]) -> Candidates:
     count = ends[0] + 1
     leading = {name: getattr(chain, name)[:count] for name in ("token_ids", "shortlists", "logits", "drawn_from")}
     return replace(chain, **leading)
-
-
-def draft_once(
-    target: TargetForward,
-    session: DraftSession,
-    reads: tuple[int, ...],
-    drafting_config: GenerationConfig,
-    tree: TreeConfig | None,
-    input_ids: torch.Tensor,
-) -> Candidates:
-    """Draft after a text as the second round of a greedy call does, whose first round ended with its last token.
-
-    Args:
-        target: as for `Drafting`, likewise the next five.
-        input_ids: int64 `[1, n]`, `n >= 2`.
-
-    Returns:
-        The candidates, with parents, depths and scores for chains too.
-    """
-    session.stats = DraftingStatistics()
-    prompt, last = input_ids[:, :-1], input_ids[0, -1:]
-    cache = DynamicCache(config=target.model.config)
-    kwargs = {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones_like(prompt)}
-    longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
-    drafting = Drafting(
-        session, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
-    )
-    outputs = drafting.verify(prompt, None, True, kwargs)
-    drafting.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)
-    candidates = drafting.propose(input_ids)
-    if not candidates.is_chain:
-        return candidates
-    steps = torch.arange(candidates.token_ids.shape[0], device=candidates.token_ids.device)
-    log_probabilities = [
-        torch.where(shortlist.scored_slots == token_id, logits.log_softmax(-1), -torch.inf).amax()
-        for token_id, logits, shortlist in zip(
-            candidates.token_ids, candidates.logits, candidates.shortlists, strict=True
-        )
-    ]
-    return replace(candidates, parents=steps - 1, depths=steps, scores=torch.stack(log_probabilities).cumsum(0))
