@@ -268,6 +268,20 @@ def test_an_index_is_opened_once_for_all_sessions(tmp_path, monkeypatch):
     assert len(read) == 1
 
 
+@needs_hnswlib
+def test_another_head_at_the_same_address_has_an_index_of_its_own(tmp_path, monkeypatch):
+    """As that of a target that was loaded where one lay that is gone."""
+    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
+    shared, memory = policy(semantic="index"), rows_of_head().numpy()
+    first = shared.semantic_of(torch.from_numpy(memory), VOCABULARY)
+    memory[:] = rows_of_head(seed=1).numpy()
+    second = torch.from_numpy(memory)
+    queries = rows_of_head(seed=9)[:20]
+    found = shared.semantic_of(second, VOCABULARY)
+    assert found is not first and shared.semantic_of(second, VOCABULARY) is found
+    assert torch.equal(found.search(queries, 1)[:, 0], (queries @ second.T).argmax(1))
+
+
 def test_neighbours_are_exact_and_computed_once():
     rows = rows_of_head()
     neighbours = TokenNeighbours(rows, 7)
