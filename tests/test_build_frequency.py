@@ -24,19 +24,9 @@ from typer.testing import CliRunner
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
 from hf_dynspec.build import texts as texts_module
 from hf_dynspec.build.corpus import plan_corpus
-from hf_dynspec.build.frequency import (
-    Tally,
-    UnitCounts,
-    byte_ids,
-    complete_ranking,
-    count_generated,
-    count_tokens,
-    coverage,
-    pinned_ids,
-    rank,
-    vocabulary_size,
-)
+from hf_dynspec.build.frequency import Tally, UnitCounts, count_generated, count_tokens
 from hf_dynspec.build.prompts import read_prompts
+from hf_dynspec.build.ranking import byte_ids, complete_ranking, coverage, pinned_ids, rank, vocabulary_size
 from hf_dynspec.build.texts import read_unit
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError

@@ -27,7 +27,7 @@ from hf_dynspec.build.bigram_counts import BigramCounts, count_bigrams, merge_co
 from hf_dynspec.build.bigram_runs import FAN_IN
 from hf_dynspec.build.cooccurrence import Pruning, build_graph, graph_coverage
 from hf_dynspec.build.corpus import plan_corpus
-from hf_dynspec.build.frequency import vocabulary_size
+from hf_dynspec.build.ranking import vocabulary_size
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.shortlists import CooccurrenceGraph

@@ -48,7 +48,8 @@ def clusters(
     trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
     in none.
     """
-    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
+    from ..build.cluster_spread import neighbour_spread
+    from ..build.clusters import cluster_tokens, require_cluster_settings
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 

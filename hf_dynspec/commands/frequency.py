@@ -67,7 +67,8 @@ def frequency(
     run that was stopped continues where it was when the same command is run again.
     """
     from .. import __version__
-    from ..build.frequency import Tally, rank, vocabulary_size
+    from ..build.frequency import Tally
+    from ..build.ranking import rank, vocabulary_size
     from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
@@ -133,7 +134,7 @@ def frequency_import(
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
     from ..artifacts.frequency_list import import_frequency_list
-    from ..build.frequency import complete_ranking, vocabulary_size
+    from ..build.ranking import complete_ranking, vocabulary_size
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -281,7 +282,7 @@ def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:
-    from ..build.frequency import coverage
+    from ..build.ranking import coverage
     from ..evaluation.tables import FittedTable
 
     shares = coverage(tally.counts, ranking, COVERAGE_SIZES.values())

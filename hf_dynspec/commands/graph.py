@@ -67,7 +67,7 @@ def graph(
     from .. import __version__
     from ..build.bigram_counts import BigramCounts
     from ..build.cooccurrence import Pruning
-    from ..build.frequency import vocabulary_size
+    from ..build.ranking import vocabulary_size
     from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_tokenizer
 

@@ -102,12 +102,15 @@ class AutomaticDrafting:
     @property
     def is_resting(self) -> bool:
         """Whether nothing is drafted now."""
-        return self._rest is not None and self._rested < self._rest
+        # Looked up once, as another call may end the rest meanwhile.
+        rest = self._rest
+        return rest is not None and self._rested < rest
 
     @property
     def reads_features(self) -> bool:
         """Whether a head that reads the target's features has to be given those of the tokens that come now."""
-        return self._rest is None or self._rest - self._rested <= FEATURES_BEFORE_RETRIAL
+        rest = self._rest
+        return rest is None or rest - self._rested <= FEATURES_BEFORE_RETRIAL
 
     def choose(self, fixed: DraftShape | None = None) -> DraftShape:
         """What to draft in the next round, and with which policy.
@@ -118,9 +121,10 @@ class AutomaticDrafting:
         with self._lock:
             shape = self._choose() if fixed is None else self._choose_policy(fixed)
             warns = fixed is None and self.is_resting and not self._has_warned
+            warning = self._what_is_lost() if warns else None
             self._has_warned |= warns
-        if warns:
-            self._warn()
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         return shape
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
@@ -236,14 +240,14 @@ class AutomaticDrafting:
             self._rested, self._retrials, self._lost = 0, 0, 0.0
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
 
-    def _warn(self) -> None:
+    def _what_is_lost(self) -> str:
+        """The warning that drafting rests."""
         alone = self._seconds(ALONE)
         drafted = 1 / max(self._speeds(self._shapes).values())
-        warnings.warn(
+        return (
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
             f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "
-            "when weights, policy or drafter change; this is said once.",
-            stacklevel=2,
+            "when weights, policy or drafter change; this is said once."
         )
 
 

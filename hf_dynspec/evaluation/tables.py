@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
@@ -127,7 +127,8 @@ def _fold(text: str, most: int) -> str:
                 line = ""
             line += piece
             while cell_len(line.rstrip()) > most:
-                lines.append(line[:most])
-                line = line[most:]
+                # A letter may take two columns.
+                lines.append(chop_cells(line, most)[0])
+                line = line.removeprefix(lines[-1])
         lines.append(line.rstrip())
     return "\n".join(lines)
