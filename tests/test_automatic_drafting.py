@@ -164,6 +164,29 @@ def test_while_it_loses_next_to_nothing_is_drafted():
     assert 0 < lost < 0.015 * sum(map(machine.seconds, steps))
 
 
+# Where drafting is seldom or never worth it: what a round alone takes, and how much longer one with a draft does.
+LOSING = {"as small as its drafter": (5.0, 1.0, 5.0), "half as small": (5.0, 0.7, 2.5), "usual": (12.9, 1.5, 1.9)}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1])
+@pytest.mark.parametrize("cost", LOSING)
+def test_a_first_call_in_which_drafting_loses_is_hardly_slower_than_without(cost, acceptance):
+    """Nothing is known before it, and it is short. The time is priced without the noise that nobody can help."""
+    shares = []
+    for seed in range(16):
+        machine, known = Machine(*LOSING[cost], seed=seed), text(acceptance, 128, 100 + seed)
+        steps = automatically(machine, [known], AutomaticDrafting(shapes_of(None), 2))
+        shares.append(len(known) * machine.alone / sum(map(machine.seconds, steps)))
+    assert sum(shares) / len(shares) > 0.96
+
+
+def test_where_no_acceptance_would_do_next_to_nothing_is_drafted():
+    """The costs alone tell, so that it does not matter that the drafter is always right."""
+    machine = Machine(*LOSING["as small as its drafter"], noise=0.0, stalls=0.0)
+    steps = automatically(machine, [text(1.0, 128, 1)], AutomaticDrafting(shapes_of(None), 2))
+    assert sum(steps) <= 4
+
+
 def test_it_drafts_again_when_drafts_are_good_again():
     machine, drafting = Machine(), AutomaticDrafting(shapes_of(None))
     automatically(machine, [text(0.0, 300, 1)], drafting)
