@@ -258,7 +258,7 @@ BAD_AT_ONCE = {
         b'\n{"content": "a"}\n',
         r"line 2: no field 'text' or 'turns'; there are \['content'\].*--text-f",
     ),
-    "number.jsonl": (b'{"text": 3}\n', "line 1: field 'text' must hold text or a list of texts, it holds a int"),
+    "number.jsonl": (b'{"text": 3}\n', "line 1: field 'text' must hold text or a list of texts, it holds 3"),
     "deep.jsonl": (b'{"text": ' + b"[" * 200_000 + b"\n", "line 1: not a usable JSON object"),
     "latin.txt": ("ab\nGröße".encode("latin-1"), "line 2: not UTF-8"),
     "latin.jsonl": ('{"text": "Größe"}'.encode("latin-1"), "line 1: not UTF-8 text"),
