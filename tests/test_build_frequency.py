@@ -244,9 +244,13 @@ def test_folders_leave_out_what_is_not_text(tmp_path):
     (tmp_path / "b.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "c.json").write_text('{\n "pretty": 1\n}')
     (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "d.svg").write_text("<svg/>")
+    (tmp_path / "e.svg.gz").write_bytes(gzip.compress(b"<svg/>"))
     corpus = plan_corpus([tmp_path])
     assert [Path(path).name for path, _ in corpus.files] == ["a.py"]
-    assert [Path(path).name for path in corpus.skipped] == ["b.png", "c.json"]
+    assert [Path(path).name for path in corpus.skipped] == ["b.png", "c.json", "d.svg", "e.svg.gz"]
+    # Whoever names a drawing wants it read.
+    assert len(plan_corpus([tmp_path / "d.svg"]).files) == 1
     with pytest.raises(DynSpecError, match=r"b\.png: not UTF-8 text"):
         plan_corpus([tmp_path / "b.png"])
 

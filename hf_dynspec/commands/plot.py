@@ -15,7 +15,7 @@ def plot(
         Path, typer.Argument(metavar="RESULTS", help="What bench --json wrote, or the folder of evaluate --out.")
     ],
     image: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Of a benchmark, the chart: .svg, .png or .pdf.")
+        Path | None, typer.Argument(metavar="FILE", help="Of a benchmark, the chart: .svg, .png or .pdf.")
     ] = None,
 ) -> None:
     """Draw the tokens per second of a benchmark as bars, as bench --plot does; or make the tables and figures of an
