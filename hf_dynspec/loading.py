@@ -59,7 +59,7 @@ def load_model(
     Raises:
         ConfigurationError: it cannot be loaded, or lacks weights, in whose place transformers puts random ones.
     """
-    _require_folder_or_hub_id(name_or_path, f"the {role}")
+    _require_folder_or_hub_id(name_or_path, f"the {role} {name_or_path} cannot be loaded")
     placed = {"": device} if isinstance(device, torch.device) else device
     try:
         with without_warnings_of_transformers():
@@ -123,7 +123,7 @@ def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
     Raises:
         ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
     """
-    _require_folder_or_hub_id(name, f"the {role}'s configuration")
+    _require_folder_or_hub_id(name, f"the {role}'s configuration cannot be read from {name}")
     try:
         return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
@@ -163,7 +163,7 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
         ConfigurationError: there is none.
     """
     fix = "Give the folder or the Hub id of a model that has one, such as the target."
-    _require_folder_or_hub_id(name_or_path, "the tokenizer")
+    _require_folder_or_hub_id(name_or_path, f"no tokenizer can be loaded from {name_or_path}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
@@ -174,12 +174,12 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
     return tokenizer
 
 
-def _require_folder_or_hub_id(name_or_path: str | os.PathLike, described: str) -> None:
+def _require_folder_or_hub_id(name_or_path: str | os.PathLike, problem: str) -> None:
     """Refuse a path to nothing that cannot be meant for a repository on the Hub either.
 
     Args:
         name_or_path: what is to be loaded.
-        described: what errors call it.
+        problem: what the error begins with.
 
     Raises:
         ConfigurationError: it is such a path.
@@ -189,7 +189,7 @@ def _require_folder_or_hub_id(name_or_path: str | os.PathLike, described: str) -
     try:
         validate_repo_id(str(name_or_path))
     except HFValidationError:
-        raise ConfigurationError(f"{described} cannot be loaded: there is no folder {name_or_path}.") from None
+        raise ConfigurationError(f"{problem}: there is no such folder.") from None
 
 
 def _or_no_folder(problem: str, name_or_path: str | os.PathLike) -> str:

@@ -56,7 +56,7 @@ def test_a_mistyped_folder_is_told_to_be_none(load, monkeypatch):
 @pytest.mark.parametrize("name", ["/no/folder", "two/folders/deep", "./here"])
 def test_a_path_that_cannot_be_a_repository_is_told_to_be_no_folder(load, name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigurationError, match=f"there is no folder {name}") as caught:
+    with pytest.raises(ConfigurationError, match=f"{name}.*: there is no such folder") as caught:
         load(name)
     assert "Repo id" not in str(caught.value)
 

@@ -29,6 +29,8 @@ def plot(
         claim_folder(context, results, "FOLDER")
         write_results(results)
         return
+    if not results.exists():
+        raise ConfigurationError(f"there is no file or folder {results}")
     if image is None:
         raise ConfigurationError(f"name the image to draw {results} into, such as speed.svg")
     claim_file(context, image, "FILE")
