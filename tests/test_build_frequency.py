@@ -674,6 +674,7 @@ def test_the_command_makes_an_artifact(byte_level, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "100.00%" in result.output or "1k" not in result.output
+    assert "--policy frequency:ranking=" in result.output
     config, tensors = read_artifact(out, tokenizer_fingerprint=fingerprint_tokenizer(load(byte_level)))
     assert sorted(tensors["ranking"].tolist()) == list(range(len(load(byte_level))))
     policy = rebuild_policy(config, tensors)
