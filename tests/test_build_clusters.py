@@ -303,7 +303,7 @@ def test_the_command_makes_a_policy(target, tmp_path):
     out = tmp_path / "made" / "here"
     result = invoke(target, out, 20, "--seed", 7)
     assert result.exit_code == 0, result.output
-    assert f"{VOCABULARY} tokens in 20 clusters" in result.output
+    assert f"{VOCABULARY} tokens in 20 clusters" in result.output and "--policy router:router=" in result.output
     assert "the 10 nearest" in result.output and "at random)" in result.output
     config, tensors = read_artifact(out)
     require_partition(tensors["clusters"], VOCABULARY)

@@ -589,6 +589,7 @@ def test_the_command_makes_an_artifact(tokenizer, tokenizer_folder, tmp_path):
     assert_same_rows(graph, plain_graph(expected, Pruning()))
     edges = graph.edges
     assert f"{edges:,} edges from {len(rows_of(graph)):,} of {vocabulary_size(tokenizer):,} tokens" in result.output
+    assert "--policy retrieval:core=RANKING,graph=" in result.output
     assert "memory: at most" in result.output
     record = read_artifact(out)[0].provenance
     assert record["pruning"] == {"minimum_count": 5, "threshold": 1e-4, "largest_degree": 64}

@@ -91,6 +91,7 @@ def clusters(
     if count < num_clusters:
         typer.echo(f"{count} clusters instead of {num_clusters}: too few rows differ in direction", err=True)
     typer.echo(f"{out}: {fingerprint.size:,} tokens in {count:,} clusters")
+    typer.echo(f"use them by --policy router:router={out}, or by train router --clusters {out}")
 
 
 def _checked_device(name: str, needs_faiss: bool) -> "torch.device":

@@ -33,7 +33,7 @@ def frequency(
     *,
     context: typer.Context,
     out: options.Out,
-    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "[PATH]...")] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "PATH")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,
@@ -118,7 +118,7 @@ def frequency(
     _write(out, ranking, size, fingerprint_tokenizer(loaded, eos_token_ids), provenance, target=target)
     tally.delete()
     _print_coverage(tally, ranking)
-    typer.echo(f"{out}: a ranking of {len(ranking):,} tokens, to be cut at {size:,} unless told otherwise")
+    _tell_how_to_use(out, len(ranking), size)
 
 
 def frequency_import(
@@ -147,6 +147,16 @@ def frequency_import(
     ranking = complete_ranking(leading, loaded)
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
     typer.echo(f"{out}: a ranking of {len(leading):,} listed tokens and all others after them")
+    _tell_how_to_use(out, len(ranking), size or len(leading))
+
+
+def _tell_how_to_use(out: Path, tokens: int, size: int) -> None:
+    """Say how many tokens of a ranking are taken, and by which policy."""
+    if size < tokens:
+        typer.echo(f"{out}: of {tokens:,} tokens the first {size:,} are taken by --policy frequency:ranking={out}")
+    else:
+        smaller = f"--policy frequency:ranking={out},size={max(1, tokens // 4)}"
+        typer.echo(f"{out}: all of its {tokens:,} tokens would be taken, so choose a size, as in {smaller}")
 
 
 def _require_one_source(
