@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
+from matplotlib.figure import Figure
 from pyarrow import parquet
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -24,6 +25,7 @@ from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import pair
 from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt
+from hf_dynspec.evaluation.suites import charts
 from hf_dynspec.evaluation.suites.data import SUITES, read_suite, streams
 from hf_dynspec.evaluation.suites.dialogue import Dialogue, require_room
 from hf_dynspec.evaluation.suites.figures import Evaluation, by_turn, identity, summarize
@@ -201,6 +203,27 @@ def test_plotting_runs_nothing_and_draws_the_same(evaluated, tmp_path, monkeypat
     assert {path: path.read_bytes() for path in drawn} == before
     # Each is named once, however many formats it has.
     assert all(result.output.count(name) == 1 for name in names - {"coverage"}) and "as .png and .svg" in result.output
+
+
+class WithRival(Evaluation):
+    """An evaluation whose first assistant is somebody else's, which is in figures of speed alone."""
+
+    @property
+    def assistants(self) -> list[str]:
+        return super().assistants[1:]
+
+
+def test_a_system_looks_the_same_in_all_figures(evaluated):
+    looks: dict[str, set] = {}
+    for draw in (charts._speed_by_domain, charts._acceptance_by_domain, charts._acceptance_by_size):
+        figure = Figure()
+        assert draw(figure, WithRival(evaluated)), draw.__name__
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                line = handle.lines[0]
+                looks.setdefault(label, set()).add((line.get_color(), line.get_marker()))
+    assert len(looks) >= 2 and all(len(found) == 1 for found in looks.values())
+    assert len(set.union(*looks.values())) == len(looks)
 
 
 # Going on ------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,12 @@ def _figure(path: Path) -> Iterator[Any]:
                 figure.savefig(scratch, dpi=200, format=form, metadata=metadata)
 
 
+def _style(evaluation: Evaluation, system: str) -> dict[str, str]:
+    """Colour and marker of a system, the same in all figures."""
+    number = [label for label in evaluation.systems if label != PLAIN].index(system)
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
 # By domain -----------------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +115,16 @@ def _by_domain(
                     drawn = True
                     # Side by side within the row, so that none hides another.
                     height = place + 0.7 * ((number + 0.5) / len(systems) - 0.5)
-                    _dot(axes, one, height, system, number)
+                    axes.errorbar(
+                        one.mean,
+                        height,
+                        xerr=one.standard_error,
+                        linestyle="none",
+                        markersize=4,
+                        elinewidth=0.8,
+                        label=system,
+                        **_style(evaluation, system),
+                    )
         if reference is not None:
             axes.axvline(reference, color=_GREY, linewidth=0.8)
         for border in range(1, len(rows)):
@@ -122,19 +137,6 @@ def _by_domain(
         axes.grid(axis="x", alpha=0.25)
     _legend(figure, all_axes[0], systems)
     return drawn
-
-
-def _dot(axes: Any, one: Estimate, height: float, system: str, number: int) -> None:
-    axes.errorbar(
-        one.mean,
-        height,
-        xerr=one.standard_error,
-        fmt=_MARKERS[number % len(_MARKERS)],
-        color=_COLOURS[number % len(_COLOURS)],
-        markersize=4,
-        elinewidth=0.8,
-        label=system,
-    )
 
 
 def _legend(figure: Any, axes: Any, systems: Sequence[str]) -> None:
@@ -168,13 +170,13 @@ def _against_size(figure: Any, evaluation: Evaluation, size: str, name: str, lab
     all_axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     drawn = False
     for axes, temperature in zip(all_axes, temperatures, strict=True):
-        for number, system in enumerate(systems):
+        for system in systems:
             found = summarize(evaluation, temperature, system)
             if size in found and name in found:
                 drawn = True
-                style = {"fmt": _MARKERS[number % len(_MARKERS)], "color": _COLOURS[number % len(_COLOURS)]}
+                style = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(evaluation, system)
                 place = found[size].mean, found[name].mean
-                axes.errorbar(*place, yerr=found[name].standard_error, label=system, markersize=5, capsize=2, **style)
+                axes.errorbar(*place, yerr=found[name].standard_error, label=system, **style)
         _count_axis(axes)
         axes.set_xlabel("mean shortlist size (tokens)")
         axes.set_title(decoding(evaluation, temperature), loc="left")
@@ -241,13 +243,13 @@ def _course(figure: Any, evaluation: Evaluation) -> bool:
     figure.set_figheight(0.6 + 2.0 * len(temperatures) + 0.09 * len(systems))
     all_axes = figure.subplots(len(temperatures), 1, sharex=True, squeeze=False)[:, 0]
     for axes, temperature in zip(all_axes, temperatures, strict=True):
-        for number, system in enumerate(systems):
+        for system in systems:
             measured = (by_request if within == EVERYTHING else by_turn)(evaluation, temperature, system)
             values = _running_means(measured, evaluation) if within == EVERYTHING else measured
             places = [place for place, value in enumerate(values, 1) if value is not None]
-            style = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.2}
-            if within == PROMPT:
-                style |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+            style = {"linewidth": 1.2, "markersize": 4} | _style(evaluation, system)
+            if within == EVERYTHING:
+                del style["marker"]
             axes.plot(places, [values[place - 1] for place in places], label=system, **style)
         if within == EVERYTHING:
             _mark_switches(axes, evaluation)
