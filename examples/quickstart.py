@@ -199,7 +199,7 @@ def main(
     if target and not (drafter or eagle):
         raise typer.BadParameter("a target drafts nothing alone: name a drafter (DRAFTER=…) or EAGLE head (EAGLE=…)")
     if target is None:
-        target, drafter = str(POCKET / "target"), str(POCKET / "drafter")
+        target, drafter, eagle = (str(POCKET / name) for name in ("target", "drafter", "eagle"))
     silence_libraries()
     console = Console()
     try:
