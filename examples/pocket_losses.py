@@ -1,7 +1,7 @@
 """What the pocket models learn from: the next token, and for those that draft, what the target says of it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,11 @@ from hf_dynspec import EagleDrafter
 DATA_SHARE = 0.2
 # Draft steps that an EAGLE head is trained for, reading its own outputs after the first.
 EAGLE_STEPS = 3
+
+# Of token ids and the target's hidden states there, `[windows, length]` and `[windows, length, hidden]`: for each
+# window a drafter's own hidden states, `[rows, hidden]` for each of its steps. A step's rows belong to the last so
+# many tokens.
+Draft = Callable[[Tensor, Tensor], Iterable[list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -98,42 +103,39 @@ def distillation_loss(
     target: Qwen3ForCausalLM,
     sampler: CandidateSampler,
     windows: Tensor,
-    draft: Callable[[Tensor, Tensor], list[Tensor]],
+    draft: Draft,
 ) -> Tensor:
-    """The mean loss of a drafter's steps on windows of the text.
-
-    Args:
-        draft: of a window and the target's hidden states there, the drafter's own: `[rows, hidden]` for each step. The
-            rows of a step predict the last so many tokens of the window.
-    """
+    """The mean loss of a drafter's steps on windows of the text."""
     candidates = sampler.draw(windows[:, 1:])
     # The drafters have the target's embedding, which stays as it is.
     weight = target.lm_head.weight.detach()[candidates.token_ids]
     with torch.no_grad():
-        features = hidden_states(target, windows)
+        features = hidden_states(target, windows[:, :-1])
     losses = []
-    for window, hidden, positions in zip(windows, features, candidates.labels, strict=True):
+    for steps, hidden, positions in zip(draft(windows[:, :-1], features), features, candidates.labels, strict=True):
         with torch.no_grad():
-            wanted = candidate_log_probabilities(hidden[:-1], weight, candidates)
-        for outputs in draft(window, hidden):
+            wanted = candidate_log_probabilities(hidden, weight, candidates)
+        for outputs in steps:
             rows = len(outputs)
             drafted = candidate_log_probabilities(outputs, weight, candidates)
             losses.append(drafting_loss(drafted, wanted[-rows:], positions[-rows:]))
     return torch.stack(losses).mean()
 
 
-def independent_drafts(drafter: Qwen3ForCausalLM) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """What a small model says of every token of a window."""
-    return lambda window, _: [hidden_states(drafter, window[None, :-1])[0]]
+def independent_drafts(drafter: Qwen3ForCausalLM) -> Draft:
+    """What a small model says after every prefix of the windows."""
+    return lambda token_ids, _: ([hidden] for hidden in hidden_states(drafter, token_ids))
 
 
-def eagle_drafts(head: EagleDrafter) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """What an EAGLE head drafts after every prefix of a window, step by step (EAGLE-3's training-time test; Li et al.,
-    2025, section 3.2). It drafts nothing after a single token."""
+def eagle_drafts(head: EagleDrafter) -> Draft:
+    """What an EAGLE head drafts after every prefix of the windows, step by step (EAGLE-3's training-time test; Li et
+    al., 2025, section 3.2). It drafts nothing after a single token."""
 
-    def draft(window: Tensor, hidden: Tensor) -> list[Tensor]:
-        # Its norms do not mix dtypes, and its matrices are too small to gain by bfloat16.
-        with torch.autocast("cpu", enabled=False):
-            return [step.hidden for step in head.unroll(window[:-1], hidden[:-1], EAGLE_STEPS)]
+    def draft(token_ids: Tensor, features: Tensor) -> Iterator[list[Tensor]]:
+        for window, hidden in zip(token_ids, features, strict=True):
+            # Its norms do not mix dtypes, and its matrices are too small to gain by bfloat16.
+            with torch.autocast("cpu", enabled=False):
+                steps = [step.hidden for step in head.unroll(window, hidden, EAGLE_STEPS)]
+            yield steps
 
     return draft

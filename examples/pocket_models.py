@@ -18,9 +18,9 @@ from hf_dynspec import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 HIDDEN_SIZE = 80
-TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 12, 320
+TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 4, 960
 DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE = 1, 384
-HEADS, HEAD_DIM = 5, 16
+HEADS, HEAD_DIM = 4, 32
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -92,7 +92,7 @@ def make_eagle_head(target: Qwen3ForCausalLM, seed: int) -> EagleDrafter:
     """An EAGLE-2 head with random weights, of the official layout, that drafts with the target's embedding and
     projection."""
     torch.manual_seed(seed)
-    width, inner = HIDDEN_SIZE, TARGET_INTERMEDIATE_SIZE
+    width, inner = HIDDEN_SIZE, DRAFTER_INTERMEDIATE_SIZE
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

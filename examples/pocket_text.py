@@ -1,8 +1,9 @@
 """The text that the pocket models are trained on: the standard library's source, its tokenizer, and windows of it."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -11,8 +12,12 @@ from torch import Tensor
 
 VOCABULARY_SIZE = 98_304
 END_OF_TEXT = "<|endoftext|>"
-# In bytes: longer ones would be whole lines that occur in one file alone.
-LONGEST_TOKEN = 20
+# In bytes: a long identifier. Longer ones would occur in one file alone.
+LONGEST_TOKEN = 24
+
+# Packages that hf_dynspec needs anyway. Their source widens the vocabulary and is not trained on, so that most entries
+# are rare or never seen in the training text, as with the large vocabularies of real models.
+VOCABULARY_PACKAGES = ("torch", "transformers", "sympy", "numpy", "networkx")
 
 # Character tables, bundled tools, help topics and deliberately broken files teach a code model nothing.
 SKIPPED_FOLDERS = {
@@ -31,10 +36,9 @@ SKIPPED_FOLDERS = {
 }
 TEST_FOLDERS = {"test", "tests"}
 
-# Up to three words of a line, single digits, line breaks with the indentation after them, and other white space. Most
-# of the vocabulary are therefore phrases, such as "def __init__(self," and "raise ValueError(". Digits stay apart so
-# that numeric tables in the source do not fill the vocabulary.
-PHRASE_PATTERN = r"\p{N}|\s*\n\s*| ?[^\n\p{N}\s]+(?: [^\n\p{N}\s]+){0,2}|\s+"
+# Single digits, line breaks with the indentation after them, names with the sign or space before them, other signs,
+# and other white space. Digits stay apart so that numeric tables in the source do not fill the vocabulary.
+WORD_PATTERN = r"\p{N}|\s*\n\s*|[^\n\p{L}\p{N}_]?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s+"
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,24 @@ def is_table(text: str) -> bool:
     return sum(character.isalpha() or character.isspace() for character in text) < 2 / 3 * len(text)
 
 
-def read_sources(root: Path, seed: int) -> tuple[Sources, Sources]:
-    """The Python files under `root` as (training, held out)."""
-    training, held_out = Sources([], []), Sources([], [])
+def read_texts(root: Path, skipped: set[str]) -> Iterator[tuple[Path, str]]:
+    """The Python files of code under `root` that lie in no skipped folder: relative paths and texts."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts):
+        if skipped & set(relative.parts):
             continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if is_table(text):
-            continue
+        if not is_table(text):
+            yield relative, text
+
+
+def read_sources(root: Path, seed: int) -> tuple[Sources, Sources]:
+    """The standard library's files under `root` as (training, held out)."""
+    training, held_out = Sources([], []), Sources([], [])
+    for relative, text in read_texts(root, SKIPPED_FOLDERS):
         split = held_out if is_held_out(relative.as_posix(), seed) else training
         (split.tests if TEST_FOLDERS & set(relative.parts) else split.library).append(text)
     if not training.library or not held_out.library:
@@ -78,12 +87,22 @@ def read_sources(root: Path, seed: int) -> tuple[Sources, Sources]:
     return training, held_out
 
 
-def train_tokenizer(sources: Sources) -> Tokenizer:
+def read_packages() -> Iterator[str]:
+    """The texts of the packages that only the vocabulary is made of."""
+    for name in VOCABULARY_PACKAGES:
+        package = find_spec(name)
+        if package is None or not package.submodule_search_locations:
+            raise SystemExit(f"The vocabulary is made of the source of {name}, among others. Install {name}.")
+        for _, text in read_texts(Path(package.submodule_search_locations[0]), set()):
+            yield text
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """A byte-level BPE tokenizer; ids ascend with the order of the merges, the end-of-text token comes first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PHRASE_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -95,7 +114,7 @@ def train_tokenizer(sources: Sources) -> Tokenizer:
         max_token_length=LONGEST_TOKEN,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(sources.library + sources.tests, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCABULARY_SIZE:
         raise SystemExit(f"The text suffices for {tokenizer.get_vocab_size()} tokens only, not {VOCABULARY_SIZE}.")
     return tokenizer
