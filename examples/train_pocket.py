@@ -1,10 +1,11 @@
 """Trains the pocket models: a small target and what drafts for it, which complete Python code, on a CPU.
 
 Speculative decoding with a large vocabulary is easier to look at when nothing has to be downloaded. This script makes
-everything that a demonstration needs out of the running Python's own standard library:
+everything that a demonstration needs out of source code that is installed:
 
-1. a byte-level BPE tokenizer with 98,304 entries, most of them phrases,
-2. a target, trained on the library's source text,
+1. a byte-level BPE tokenizer with 98,304 entries, words and indentation, from the running Python's standard library
+   and from packages that `hf_dynspec` needs anyway (torch, transformers, sympy, numpy, networkx),
+2. a target, trained on the standard library's text alone, which uses less than half of these entries,
 3. a drafter of one layer, distilled from the target on the same text,
 4. an EAGLE-2 head, distilled likewise.
 
@@ -13,8 +14,10 @@ they compute, and nothing that they take on the disk. Shortening that projection
 
     python examples/train_pocket.py --out pocket
 
-Step counts, not a clock, decide when training ends, so the same seed, thread count, processor and library versions
-give the same models. A run that was ended goes on with the first model that is not there yet.
+Step counts, not a clock, decide when training ends, so the same seed, thread count, processor and versions give the
+same models. Those in `examples/pocket` were made with Python 3.11.7, torch 2.13.0, transformers 5.23.0, sympy 1.14.0,
+numpy 2.4.6 and networkx 3.6.1. It needs a C++ compiler. A run that was ended goes on with the first model that is not
+there yet.
 """
 
 import argparse
@@ -263,7 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder that receives target/, drafter/ and eagle/")
     parser.add_argument("--target-steps", type=int, default=5400, help="optimizer steps of the target")
     parser.add_argument("--drafter-steps", type=int, default=1200, help="those of the drafter")
-    parser.add_argument("--eagle-steps", type=int, default=700, help="those of the EAGLE head")
+    parser.add_argument("--eagle-steps", type=int, default=500, help="those of the EAGLE head")
     parser.add_argument("--window", type=int, default=257, help="tokens per training window")
     parser.add_argument("--batch", type=int, default=8, help="windows per optimizer step")
     parser.add_argument("--target-learning-rate", type=float, default=3e-3)
