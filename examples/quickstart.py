@@ -33,6 +33,8 @@ PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
 EAGLE_POLICIES = ("full", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
+# Greedy text of a small model soon goes round in circles, which would make drafts too easy. All systems have it.
+GREEDY = {"do_sample": False, "no_repeat_ngram_size": 8}
 # It ends where a token of the pocket pair ends: the line break and the indentation after it are one.
 PROMPT = """class Node:
     def __init__(self, name, value, parent=None):
@@ -129,7 +131,7 @@ def load(
 def generate(target: PreTrainedModel, inputs: dict, assistant: Any, max_new_tokens: int) -> tuple[list[int], float]:
     """Generate greedily. Returns the new tokens and the seconds that it took."""
     start = time.perf_counter()
-    output = target.generate(**inputs, assistant_model=assistant, max_new_tokens=max_new_tokens, do_sample=False)
+    output = target.generate(**inputs, **GREEDY, assistant_model=assistant, max_new_tokens=max_new_tokens)
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
     return tokens, time.perf_counter() - start
 
