@@ -19,6 +19,7 @@ from hf_dynspec import FullShortlist, ScreenShortlist, VocabularyInfo
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import HeadRows
 from hf_dynspec.shortlists import ShortlistState
+from hf_dynspec.shortlists.screen.factor import usual_rank
 
 WARM_UP_CALLS = 3
 
@@ -52,7 +53,7 @@ def main(
     threads: Annotated[int | None, typer.Option(help="The default is torch's.")] = None,
     vocabulary: Annotated[int, typer.Option(help="Rows of the head.")] = 151_936,
     candidates: int = 2048,
-    rank: Annotated[int | None, typer.Option(help="The default is a sixteenth of the columns.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The default is the policy's.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     calls: int = 40,
     seed: int = 0,
@@ -82,7 +83,7 @@ def main(
             }
             medians = median_seconds(steps, calls)
             shown = [f"{1e6 * medians[name]:.0f}" for name in ("full", "choice", "screen")]
-            used = rank or d // 16
+            used = rank or usual_rank(d)
             table.add_row(
                 str(d), str(used), str(m), f"{made:.1f}", *shown, f"{medians['screen'] / medians['full']:.3f}"
             )

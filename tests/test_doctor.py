@@ -400,7 +400,7 @@ def test_of_an_assistant_that_chooses_every_policy_is_diagnosed():
 
 @pytest.mark.parametrize("settings", [DoctorSettings, CoverageSettings, TraceSettings])
 def test_what_is_measured_of_one_policy_is_not_measured_of_a_choice(settings):
-    with pytest.raises(ConfigurationError, match="'auto' chooses by the clock from hybrid, screen, full"):
+    with pytest.raises(ConfigurationError, match="'auto' chooses by the clock from hybrid, screen"):
         made = settings(policies={"chosen": AutomaticShortlist()})
         made.policies_by_domain(["code"])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+import torch
 from pyarrow import parquet
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -27,11 +28,12 @@ from hf_dynspec.evaluation.suites.data import SUITES, read_suite, streams
 from hf_dynspec.evaluation.suites.dialogue import Dialogue, require_room
 from hf_dynspec.evaluation.suites.figures import Evaluation, by_turn, identity, summarize
 from hf_dynspec.evaluation.suites.methods import make_methods
-from hf_dynspec.evaluation.suites.paper_tables import PAPER_TABLES, table_methods, why_left_out
+from hf_dynspec.evaluation.suites.paper_tables import GIVEN, PAPER_TABLES, table_methods, why_left_out
 from hf_dynspec.evaluation.suites.runner import Share
 from hf_dynspec.evaluation.suites.runs import RUNS, SETTINGS, TIMED, RunFolder, key_of
 from hf_dynspec.files import append_json_line, read_whole_lines
 from hf_dynspec.generation.binding import TargetHook
+from hf_dynspec.protocol import VocabularyInfo
 
 ROOT = Path(__file__).parents[1]
 POCKET = ROOT / "examples" / "pocket"
@@ -493,7 +495,7 @@ def test_rows_of_another_kind_are_refused_by_their_line(tmp_path, suite, row, pr
 
 
 def test_every_table_says_what_it_runs():
-    given = {name: f"path/to/{name}" for name in ("ranking", "router", "coral", "graph")}
+    given = {name: f"path/to/{name}" for name in GIVEN}
     for name, table in PAPER_TABLES.items():
         assert table.suite in SUITES and (table.by_domain or table.overall), name
         labels = {row.label for row in table.rows}
@@ -520,6 +522,27 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     evaluation = Evaluation(tmp_path / "out")
     own = [summarize(evaluation, 0.0, "full vocabulary", one)["acceptance_length"].mean for one in ("code", "more")]
     assert full[1:3] == [f"{one:.2f}" for one in own] and full[3].startswith(f"{sum(own) / 2:.2f}")
+
+
+def test_vocabtrim_is_a_row_where_what_the_target_generates_was_counted(data, tmp_path):
+    counted = ("--from-target", POCKET / "target", "--prompts", data / "code.jsonl", "--max-new-tokens", 20)
+    assert invoke("build", "frequency", *counted, "--out", tmp_path / "generated").exit_code == 0
+    words = ("--table", "dynaspec-1", "--data", data / "more.jsonl", "--limit", 1, "--profile-prompts", 0)
+    result = evaluate(*words, "--vocabtrim", tmp_path / "generated", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.exception
+    methods = {one["label"]: one["policy"] for one in Evaluation(tmp_path / "out").settings["methods"]}
+    assert "generated" in methods["VocabTrim, 32k"] and "generated" not in methods["FR-Spec, 32k"]
+    assert "\n| VocabTrim, 32k | " in (tmp_path / "out/tables.md").read_text()
+
+
+def test_position_aware_lists_are_as_large_on_average_as_in_the_paper():
+    fixed, position_aware = table_methods(PAPER_TABLES["dynaspec-2"], {})
+    vocabulary = VocabularyInfo(151_665, (151_643,), torch.device("cpu"))
+    state = parse_policy(position_aware.policy).start(vocabulary)
+    token, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
+    sizes = [len(state.select(depth, token, features).ids()) for depth in range(5)]
+    assert sum(sizes) / 5 == pytest.approx(31_739, rel=0.001)
+    assert parse_policy(fixed.policy).size == 32_768
 
 
 def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):

@@ -50,6 +50,10 @@ def evaluate(
         ),
     ] = None,
     ranking: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: the static lists' ranking.")] = None,
+    vocabtrim: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="For --table: a ranking that `build frequency --from-target` wrote."),
+    ] = None,
     router: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: DynaSpec's router.")] = None,
     coral: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: CORAL's router.")] = None,
     graph: Annotated[str | None, typer.Option(metavar="DIR", help="For --table: the co-occurrence graph.")] = None,
@@ -89,7 +93,8 @@ def evaluate(
     from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
     from ..evaluation.suites.settings import SuiteSettings
 
-    given = {name: folder for name, folder in zip(GIVEN, (ranking, router, coral, graph), strict=True) if folder}
+    folders = zip(GIVEN, (ranking, vocabtrim, router, coral, graph), strict=True)
+    given = {name: folder for name, folder in folders if folder}
     spec = None if table is None else paper_table(table)
     if spec is None and given:
         raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")

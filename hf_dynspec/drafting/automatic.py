@@ -7,44 +7,33 @@ the two lies the one wait that every round has, so that on a GPU too it is the t
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .draft_shapes import ALONE, DraftShape, are_chains
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
+from .trials import Trials
 
 # The most rounds that earlier calls count for in a new one.
 _ROUNDS_OF_EARLIER_CALLS = 8
 
-# What to draft is settled anew after so many rounds, which is soon enough, and takes a tenth of a millisecond.
-_ROUNDS_PER_CHOICE = 4
-# Once in so many rounds another shape is tried that promises nearly as much and was tried too seldom, or long ago in
-# rounds. Once in many more the target alone is timed, and policies that promise less are tried.
-_ROUNDS_PER_TRIAL = 10
-_NEARLY_BEST = 0.95
-_TRIED_ENOUGH = 2
+# How much is drafted is settled anew after so many rounds, and with which policy, if at all, after so many.
+_ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
-# was idle has to catch up, so that the rounds of a trial are a little longer than its others.
+# was idle has to catch up.
 _CLEARLY_BETTER = 1.03
-# Rounds for which a policy is tried, the first of which is not timed. At the beginning policies take turns, so that
-# what slows the computer down for a while meets all of them.
-_ROUNDS_OF_POLICY_TRIAL = 4
-_FIRST_TURNS, _ROUNDS_OF_TURN = 3, 2
-# Rounds until one that is not far behind is tried again; each time twice as many, up to `_OTHERS_AGAIN_AFTER`.
-_RIVALS_AGAIN_AFTER = 32
-_NOT_FAR_BEHIND = 0.85
-_STALE_AFTER = 128
-_OTHERS_AGAIN_AFTER = 256
 
+# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
+_TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
-_TIMED_BEFORE_REST = 3
+_TIMED_BEFORE_REST = 8
 # Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
 # many, and as many as it takes for the trials to cost no more than this share of the time.
 _FIRST_REST, _LONGEST_REST = 24, 4096
 _SHARE_OF_TRIALS = 0.01
-# Rounds of such a trial, and what all rounds before it, or before a change, count for.
+# Rounds of such a trial, and what all rounds before it, and before a change, count for.
 _ROUNDS_OF_RETRIAL = 4
-_ROUNDS_BEFORE_REST = 2
+_ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
 # Seconds without a round after which drafting that rests is tried again.
@@ -67,23 +56,16 @@ class AutomaticDrafting:
         self._lock = threading.Lock()
         self._policies = policies
         self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
+        self._features = {shape: _features(shape, policies) for shape in (ALONE, *self._shapes)}
         self._times = RoundTimes()
         sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
-        self._first_trials = _first_trials(tuple(shapes))
-        self._rounds = 0
-        self._tried_at = dict.fromkeys((ALONE, *self._shapes), 0)
-        self._choice = self._shapes[0]
-        # The policy that drafts but for trials, the turns at the beginning that are still to come, and how long each
-        # of them is left alone.
+        self._trials = Trials(tuple(shapes), policies)
+        # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
+        self._choice, self._promised = self._shapes[0], 0.0
+        self._rounds = self._choose_again_at = self._compare_again_at = 0
+        # The policy that drafts but for trials.
         self._policy = 0
-        turns = [policy for policy in range(policies) for _ in range(_ROUNDS_OF_TURN)]
-        self._turns = turns * _FIRST_TURNS if policies > 1 else []
-        self._again_after = [_RIVALS_AGAIN_AFTER] * policies
-        # A policy that is tried, and for how many rounds yet.
-        self._tried: DraftShape | None = None
-        self._rounds_of_trial = 0
-        self._choose_again_at = self._try_another_at = 0
         self._ended = -float("inf")
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._rest: int | None = None
@@ -102,13 +84,14 @@ class AutomaticDrafting:
         """
         with self._lock:
             self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
-            if now - self._ended > _FORGETS_AFTER:
+            if self._rest is not None and now - self._ended > _FORGETS_AFTER:
+                self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._wake()
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
         with self._lock:
-            self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
+            self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
             self._wake()
 
     def _wake(self) -> None:
@@ -141,11 +124,9 @@ class AutomaticDrafting:
         return shape
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
-        if self._turns:
-            return fixed._replace(policy=self._turns.pop(0))
-        if not self._times.knows_drafts:
-            # Calls of one round each: none could be timed.
-            return fixed._replace(policy=self._policy)
+        own = fixed._replace(policy=self._policy)
+        if self._count(own) < _TIMED_AT_FIRST:
+            return own
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
@@ -154,37 +135,38 @@ class AutomaticDrafting:
             return ALONE
         if self._rest is not None:
             return self._best_drafted()
-        for shape, count in self._first_trials:
-            if self._times.count(self._features(shape)) < count:
-                return shape
-        if self._turns:
-            return self._first_trials[0][0]._replace(policy=self._turns.pop(0))
-        return self._best_or_trial((ALONE, *self._shapes))
+        return self._trials.first(self._count, self._seconds) or self._best_or_trial((ALONE, *self._shapes))
+
+    def _count(self, shape: DraftShape) -> int:
+        """How often it was timed."""
+        return self._times.count(self._features[shape])
+
+    def _seconds(self, shape: DraftShape) -> float:
+        """How long a round of it takes."""
+        return self._times.expected(self._features[shape])
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
-        if self._rounds_of_trial:
-            self._rounds_of_trial -= 1
-            return self._tried
+        if (trial := self._trials.go_on()) is not None:
+            return trial
         if self._rounds < self._choose_again_at:
             return self._choice
-        self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
-        speeds = self._speeds(among)
+        compares = self._rounds >= self._compare_again_at
+        speeds = self._speeds(among if compares else [one for one in among if one.policy == self._policy])
         self._choice = self._best_of(speeds)
-        if self._choice == ALONE and self._times.count(self._features(ALONE)) >= _TIMED_BEFORE_REST:
+        self._promised = speeds[self._choice]
+        if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
             self._rest, self._rested, self._lost = _FIRST_REST, 0, 0.0
             # What comes later counts from its first round on.
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
             return ALONE
-        if self._rounds < self._try_another_at:
-            return self._choice
-        self._try_another_at = self._rounds + _ROUNDS_PER_TRIAL
-        # For this round alone.
-        self._choose_again_at = self._rounds
-        trial = self._trial_beside(speeds)
-        if trial != ALONE and trial.policy != self._policy:
-            self._tried, self._rounds_of_trial = trial, _ROUNDS_OF_POLICY_TRIAL - 1
-        return trial
+        if compares:
+            tokens = self._acceptance.expected_tokens(self._choice)
+            if (trial := self._trials.begin(speeds, self._choice, tokens, self._count)) is not None:
+                return trial
+            self._compare_again_at = self._rounds + _ROUNDS_PER_COMPARISON
+        self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
+        return self._choice
 
     def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
         """What promises the most, with the policy of before unless another one is clearly better."""
@@ -197,53 +179,14 @@ class AutomaticDrafting:
         self._policy = best.policy
         return best
 
-    def _features(self, shape: DraftShape) -> tuple[int, ...]:
-        """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
-        one of the first policy."""
-        steps = (shape.steps if policy == shape.policy else 0 for policy in range(1, self._policies))
-        return (shape.steps, shape.nodes, *steps)
-
     def _speeds(self, among: Sequence[DraftShape]) -> dict[DraftShape, float]:
         """Tokens per second to expect of these shapes."""
-        tokens = self._acceptance.expected_tokens()
-        gains = [self._acceptance.gain(policy) for policy in range(self._policies)]
-        return {
-            shape: tokens[shape._replace(policy=0)]
-            * (gains[shape.policy] if shape.steps else 1.0)
-            / self._times.expected(self._features(shape))
-            for shape in among
-        }
+        tokens, seconds, features = self._acceptance.expected_tokens, self._times.expected, self._features
+        return {shape: tokens(shape) / seconds(features[shape]) for shape in among}
 
     def _best_drafted(self) -> DraftShape:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
-
-    def _trial_beside(self, speeds: dict[DraftShape, float]) -> DraftShape:
-        """A shape to try in place of the chosen one, or that one where there is none to try."""
-        enough = _NEARLY_BEST * speeds[self._choice]
-        age = {shape: self._rounds - self._tried_at.get(shape, 0) for shape in speeds}
-        wanted = [
-            shape
-            for shape, speed in speeds.items()
-            if speed >= enough
-            and (self._times.count(self._features(shape)) < _TRIED_ENOUGH or age[shape] > _STALE_AFTER)
-        ]
-        if not wanted:
-            wanted = list(self._best_of_each(speeds))
-        return max(wanted, key=age.get) if wanted else self._choice
-
-    def _best_of_each(self, speeds: dict[DraftShape, float]) -> Iterator[DraftShape]:
-        """What was not tried for long: the target alone, and of each policy what promises the most."""
-        if ALONE in speeds and self._rounds - self._tried_at[ALONE] > _OTHERS_AGAIN_AFTER:
-            yield ALONE
-        for policy in range(self._policies):
-            tried = [tried_at for shape, tried_at in self._tried_at.items() if shape.steps and shape.policy == policy]
-            best = max((one for one in speeds if one.steps and one.policy == policy), key=speeds.get)
-            is_rival = speeds[best] > _NOT_FAR_BEHIND * speeds[self._choice]
-            after = self._again_after[policy] if is_rival else _OTHERS_AGAIN_AFTER
-            if self._rounds - max(tried) > after:
-                self._again_after[policy] = min(2 * after, _OTHERS_AGAIN_AFTER)
-                yield best
 
     def record(self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool) -> None:
         """A round is over.
@@ -258,22 +201,30 @@ class AutomaticDrafting:
         with self._lock:
             self._ended, seconds = ended, ended - began
             self._rounds += 1
-            if shape not in self._tried_at:
+            if shape not in self._features:
                 return
-            self._tried_at[shape] = self._rounds
             if is_usual:
-                self._times.add(self._features(shape), seconds)
+                self._times.add(self._features[shape], seconds)
             if shape != ALONE:
                 self._acceptance.add(shape, accepted)
             if self._rest is not None:
                 self._record_rest(shape, accepted, seconds)
+            else:
+                self._trials.record(shape, seconds, self._lost_by(shape, seconds, is_usual))
+
+    def _lost_by(self, shape: DraftShape, seconds: float, is_usual: bool) -> float:
+        """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
+        if shape == self._choice or not self._promised:
+            return 0.0
+        usual = self._seconds(shape) if is_usual else seconds
+        return usual - self._acceptance.expected_tokens(shape) / self._promised
 
     def _record_rest(self, shape: DraftShape, accepted: int, seconds: float) -> None:
         """A round is over while drafting rests or is tried again."""
         if shape == ALONE:
             self._rested += 1
             return
-        alone = self._times.expected(self._features(ALONE))
+        alone = self._seconds(ALONE)
         self._retrials += 1
         self._lost += max(0.0, seconds - (accepted + 1) * alone)
         speeds = self._speeds((ALONE, *self._shapes))
@@ -286,7 +237,7 @@ class AutomaticDrafting:
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
 
     def _warn(self) -> None:
-        alone = self._times.expected(self._features(ALONE))
+        alone = self._seconds(ALONE)
         drafted = 1 / max(self._speeds(self._shapes).values())
         warnings.warn(
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
@@ -296,16 +247,7 @@ class AutomaticDrafting:
         )
 
 
-def _first_trials(shapes: Sequence[DraftShape]) -> tuple[tuple[DraftShape, int], ...]:
-    """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
-    node of a tree."""
-    if are_chains(shapes):
-        steps = max(shape.steps for shape in shapes)
-        middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
-        return ((middle, 2), (ALONE, 1), (short, 2))
-    sizes = sorted({shape.nodes for shape in shapes})
-    small = sizes[len(sizes) // 2 - 1] if len(sizes) > 1 else sizes[0]
-    deep = max(shape for shape in shapes if shape.nodes == small)
-    shallow = DraftShape(min(2, deep.steps), small)
-    large = max(shape for shape in shapes if shape.nodes == sizes[-1])
-    return ((deep, 2), (ALONE, 1), (shallow, 2), (large, 2))
+def _features(shape: DraftShape, policies: int) -> tuple[int, ...]:
+    """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than one
+    of the first policy."""
+    return (shape.steps, shape.nodes, *(shape.steps * (policy == shape.policy) for policy in range(1, policies)))

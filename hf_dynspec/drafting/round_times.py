@@ -2,12 +2,20 @@
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from operator import mul
 from statistics import median, median_low
 
 # Times kept of each shape, and ratios of the latest rounds to what was expected of them.
-_KEPT, _PACES, _ENOUGH_PACES = 15, 9, 5
+_KEPT, _PACES, _ENOUGH_PACES = 31, 9, 5
+# A pace that differs from the usual one by no more than this may be chance.
+_USUAL_PACE = 0.08
 # How many rounds the straight line through all shapes counts for beside a shape's own.
-_ROUNDS_OF_LINE = 5
+_ROUNDS_OF_LINE = 20
+# What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
+# what drafts of one length do not.
+_WEIGHT_OF_ALONE = 0.05
+# Rounds after which the line is drawn anew; at once where a shape was seen no more often than this.
+_ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
 # may have been a stall.
 _SHAPES_OF_LINE, _MOST_SURPRISE = 3, 1.3
@@ -28,29 +36,35 @@ class RoundTimes:
         self._seconds: dict[Hashable, deque[float]] = {}
         self._typical: dict[Hashable, float] = {}
         self._paces: deque[float] = deque(maxlen=_PACES)
-        self._line: list[float] | None = None
+        # The plane through all of them and the least of them, None where they have to be found anew, and the rounds
+        # that were added since.
+        self._intercept, self._least, self._rounds_of_plane = 0.0, 0.0, 0
+        self._slopes: list[float] | None = None
 
     def add(self, shape: tuple[int, ...], seconds: float) -> None:
         """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
         if shape in self._typical:
             self._paces.append(seconds / self._typical[shape])
-        pace = median(self._paces) if len(self._paces) >= _ENOUGH_PACES else 1.0
-        seconds /= pace
+        seconds /= self._pace()
         if shape not in self._seconds and len(self._seconds) >= _SHAPES_OF_LINE:
             seconds = min(seconds, _MOST_SURPRISE * self.expected(shape))
         kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
         kept.append(seconds)
         self._typical[shape] = median_low(kept)
-        self._line = None
+        self._rounds_of_plane += 1
+        if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
+            self._slopes = None
+
+    def _pace(self) -> float:
+        """How many times as long as usual rounds take now."""
+        if len(self._paces) < _ENOUGH_PACES:
+            return 1.0
+        longer = median(self._paces) - 1.0
+        return 1.0 + max(0.0, longer - _USUAL_PACE) + min(0.0, longer + _USUAL_PACE)
 
     def count(self, shape: tuple[int, ...]) -> int:
         """How many rounds of a shape are remembered."""
         return len(self._seconds.get(shape, ()))
-
-    @property
-    def knows_drafts(self) -> bool:
-        """Whether a round that drafted was timed."""
-        return any(map(any, self._seconds))
 
     def expected(self, shape: tuple[int, ...]) -> float:
         """Seconds to expect of a round. Some round must have been timed.
@@ -60,17 +74,21 @@ class RoundTimes:
         """
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
-        if self._line is None:
-            self._line = _fit(
-                [(one, self._typical[one], len(kept)) for one, kept in self._seconds.items() if any(one)]
-            )
-        line = self._line[0] + sum(slope * feature for slope, feature in zip(self._line[1:], shape, strict=True))
-        line = max(line, min(self._typical.values()))
-        count = self.count(shape)
-        return (count * self._typical.get(shape, 0.0) + _ROUNDS_OF_LINE * line) / (count + _ROUNDS_OF_LINE)
+        if self._slopes is None:
+            points = [
+                (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
+                for one, kept in self._seconds.items()
+            ]
+            self._intercept, self._slopes = _fit(points)
+            self._least, self._rounds_of_plane = min(self._typical.values()), 0
+        line = max(self._intercept + sum(map(mul, self._slopes, shape)), self._least)
+        kept = self._seconds.get(shape)
+        if kept is None:
+            return line
+        return (len(kept) * self._typical[shape] + _ROUNDS_OF_LINE * line) / (len(kept) + _ROUNDS_OF_LINE)
 
 
-def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> list[float]:
+def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> tuple[float, list[float]]:
     """The intercept and slopes of the plane closest to points, each of features, a height and a weight.
 
     A little is held against slopes, so that they are told also where the points do not tell: where features always
@@ -80,11 +98,15 @@ def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> list[float]:
     width = len(points[0][0])
     centre = [sum(one[2] * one[0][i] for one in points) / weight for i in range(width)]
     height = sum(one[2] * one[1] for one in points) / weight
-    rows = [
-        [sum(w * (f[i] - centre[i]) * (f[j] - centre[j]) for f, _, w in points) for j in range(width)]
-        + [sum(w * (f[i] - centre[i]) * (seconds - height) for f, seconds, w in points)]
-        for i in range(width)
-    ]
+    # The normal equations of what lies around the middle, the right side last.
+    rows = [[0.0] * (width + 1) for _ in range(width)]
+    for features, seconds, w in points:
+        around = [feature - middle for feature, middle in zip(features, centre, strict=True)]
+        around.append(seconds - height)
+        for row, one in zip(rows, around, strict=False):
+            if one:
+                weighted = w * one
+                row[:] = [value + weighted * other for value, other in zip(row, around, strict=True)]
     for i in range(width):
         rows[i][i] += 1e-3 * weight
     for i in range(width):
@@ -93,4 +115,4 @@ def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> list[float]:
                 factor = rows[j][i] / rows[i][i]
                 rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
     slopes = [rows[i][-1] / rows[i][i] for i in range(width)]
-    return [height - sum(s * c for s, c in zip(slopes, centre, strict=True)), *slopes]
+    return height - sum(map(mul, slopes, centre)), slopes

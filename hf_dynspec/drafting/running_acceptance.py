@@ -1,15 +1,17 @@
 """How often drafted tokens were accepted of late, and how many tokens rounds can be expected to bring by that."""
 
-from .draft_shapes import ALONE, LONGEST, DraftShape
+from .draft_shapes import LONGEST, DraftShape
 
 # Rounds with a draft in which an acceptance is forgotten by half.
-_HALF_LIFE = 48
-# How many rounds a guess at an acceptance counts for: that of the step before it, and this for the first step.
-_ROUNDS_OF_GUESS = 1
-_FIRST_GUESS = 0.7
+_HALF_LIFE = 96
+# How likely the first token is accepted before anything is known, and how many rounds this guess counts for.
+_FIRST_GUESS, _ROUNDS_OF_FIRST_GUESS = 0.7, 1
+# How many rounds the guess counts for that a token is accepted as likely as one of the step before it. Drafts are long
+# where they are good, so that later steps alone would promise more than they bring.
+_ROUNDS_OF_GUESS = 10
 # How many tokens the guess counts for that a policy's drafts are accepted like all others, and after how many rounds
-# what is known of that is forgotten by half.
-_TOKENS_OF_LIKENESS = 150.0
+# what is known of that is forgotten by half. The luck of a few hundred rounds is greater than most policies differ by.
+_TOKENS_OF_LIKENESS = 2000.0
 _HALF_LIFE_OF_GAIN = 1024
 
 
@@ -24,6 +26,8 @@ class RunningAcceptance:
     def __init__(self, tree_sizes: set[int], policies: int = 1):
         # By the nodes of a tree, 0 for chains: accepted and asked, for each draft step.
         self._counts = {size: ([0.0] * LONGEST, [0.0] * LONGEST) for size in tree_sizes or {0}}
+        # By the nodes of a tree: the tokens to expect, as long as nothing is added.
+        self._tokens: dict[int, list[float]] = {}
         self._decay = 0.5 ** (1 / _HALF_LIFE)
         # Of each policy the tokens that it brought, and those that were to be expected.
         self._brought, self._expected = [0.0] * policies, [0.0] * policies
@@ -40,16 +44,48 @@ class RunningAcceptance:
 
     def _compare(self, shape: DraftShape, accepted: int) -> None:
         """Remember what a round brought beside what was to be expected of it, whatever its policy."""
+        expected = self._tokens_of_shape(shape)
         decay = 0.5 ** (1 / _HALF_LIFE_OF_GAIN)
         self._brought = [decay * tokens for tokens in self._brought]
         self._expected = [decay * tokens for tokens in self._expected]
         self._brought[shape.policy] += accepted + 1
-        self._expected[shape.policy] += self.expected_tokens()[shape._replace(policy=0)]
+        self._expected[shape.policy] += expected
 
-    def gain(self, policy: int) -> float:
+    def _gain(self, policy: int) -> float:
         """How many times as many tokens a policy brings as all of them do."""
         brought, expected = self._brought[policy], self._expected[policy]
         return (brought + _TOKENS_OF_LIKENESS) / (expected + _TOKENS_OF_LIKENESS)
+
+    def expected_tokens(self, shape: DraftShape) -> float:
+        """`Ω`: the tokens that a round of a shape can be expected to bring, with the target's own."""
+        if not shape.steps:
+            return 1.0
+        return self._tokens_of_shape(shape) * self._gain(shape.policy)
+
+    def _tokens_of_shape(self, shape: DraftShape) -> float:
+        """The same, whatever the policy."""
+        size = shape.nodes if shape.nodes in self._counts else 0
+        tokens = self._tokens.get(size)
+        if tokens is None:
+            tokens = self._tokens[size] = self._tokens_by_steps(size)
+        return tokens[shape.steps]
+
+    def _tokens_by_steps(self, size: int) -> list[float]:
+        hits, asked = self._counts[size]
+        reached, guess, rounds, tokens = 1.0, _FIRST_GUESS, _ROUNDS_OF_FIRST_GUESS, [1.0]
+        for step in range(LONGEST):
+            if size:
+                guess, rounds = self._of_all_sizes(step, guess, rounds), _ROUNDS_OF_GUESS
+            guess = (hits[step] + rounds * guess) / (asked[step] + rounds)
+            rounds = _ROUNDS_OF_GUESS
+            reached *= guess
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+    def _of_all_sizes(self, step: int, guess: float, rounds: float) -> float:
+        hits = sum(counts[0][step] for counts in self._counts.values())
+        asked = sum(counts[1][step] for counts in self._counts.values())
+        return (hits + rounds * guess) / (asked + rounds)
 
     def fade_to(self, rounds: float) -> None:
         """Let all that was counted count for no more than so many rounds."""
@@ -58,26 +94,7 @@ class RunningAcceptance:
             self._scale(rounds / most)
 
     def _scale(self, factor: float) -> None:
+        self._tokens.clear()
         for counts in self._counts.values():
             for numbers in counts:
                 numbers[:] = [factor * number for number in numbers]
-
-    def expected_tokens(self) -> dict[DraftShape, float]:
-        """`Ω` of every shape: the tokens that a round of it can be expected to bring, with the target's own."""
-        expected = {ALONE: 1.0}
-        for size, (hits, asked) in self._counts.items():
-            tokens = reached = 1.0
-            guess = _FIRST_GUESS
-            for step in range(LONGEST):
-                if size and not asked[step]:
-                    guess = self._of_other_sizes(step, guess)
-                guess = (hits[step] + _ROUNDS_OF_GUESS * guess) / (asked[step] + _ROUNDS_OF_GUESS)
-                reached *= guess
-                tokens += reached
-                expected[DraftShape(step + 1, size or step + 1)] = tokens
-        return expected
-
-    def _of_other_sizes(self, step: int, guess: float) -> float:
-        hits = sum(counts[0][step] for counts in self._counts.values())
-        asked = sum(counts[1][step] for counts in self._counts.values())
-        return (hits + _ROUNDS_OF_GUESS * guess) / (asked + _ROUNDS_OF_GUESS)

@@ -29,6 +29,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CALL = struct.Struct("2P5q")
 # Fewer are chosen from as fast by torch, and columns are packed into 32 bits.
 FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 2**32 - 1
+# Of fewer numbers in all, torch finds the largest of each row sooner.
+_FEWEST_NUMBERS_OF_ARGMAX = 2**16
 
 
 def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -43,7 +45,7 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     """`reference.argmax_rows`, compiled likewise."""
-    ids = _compiled_top_k(scores, 1)
+    ids = _compiled_top_k(scores, 1) if scores.numel() >= _FEWEST_NUMBERS_OF_ARGMAX else None
     return reference.argmax_rows(scores) if ids is None else ids.squeeze(1)
 
 

@@ -7,7 +7,6 @@ from ..errors import ConfigurationError, shown_value
 from ..protocol import VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, start_state
 from .forwarding import ForwardingState
-from .full import FullShortlist
 from .hybrid import HybridShortlist
 from .screen import ScreenShortlist
 from .several import SeveralPolicies
@@ -17,16 +16,17 @@ class AutomaticShortlist(SeveralPolicies):
     """One of several policies in each round: the one that brings the most tokens per second, by the time that rounds
     have taken and by how much of their drafts the target has accepted (DynaSpec, equation 2).
 
-    The others are tried now and then, for two rounds. One that does not draft costs nothing: it is shown the text when
-    its turn comes. Greedy tokens are the same whatever is chosen, and sampled ones have the same distribution, but
-    which are drawn then depends on the clock too, and not on the seed alone.
+    The others are tried now and then, for a few rounds. One that does not draft costs nothing: it is shown the text
+    when its turn comes. Greedy tokens are the same whatever is chosen, and sampled ones have the same distribution,
+    but which are drawn then depends on the clock too, and not on the seed alone.
 
     The choice is the assistant's. Wherever a policy is led along a text without a clock, as by `hf-dynspec coverage`,
     this is the first of them.
 
     Args:
-        policies: to choose from (None: `HybridShortlist()`, `ScreenShortlist()` and `FullShortlist()`, which need
-            nothing built or trained). Put first the one that is most likely to be the best.
+        policies: to choose from (None: `HybridShortlist()` and `ScreenShortlist()`, which need nothing built or
+            trained). Put first the one that is most likely to be the best. To try one costs a few rounds, so leave out
+            what cannot be.
 
     Raises:
         ConfigurationError: no policies, too many of them, or something that is not a policy.
@@ -39,7 +39,7 @@ class AutomaticShortlist(SeveralPolicies):
 
     def __init__(self, policies: Sequence[ShortlistPolicy] | None = None):
         if policies is None:
-            policies = (HybridShortlist(), ScreenShortlist(), FullShortlist())
+            policies = (HybridShortlist(), ScreenShortlist())
         if isinstance(policies, str | ShortlistPolicy) or not isinstance(policies, Sequence):
             raise ConfigurationError(f"{self.called} is made of a list of policies, got {shown_value(policies)}")
         super().__init__(*policies)
