@@ -18,7 +18,7 @@ from hf_dynspec import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 HIDDEN_SIZE = 80
-TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 4, 960
+TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 12, 480
 DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE = 1, 384
 HEADS, HEAD_DIM = 4, 32
 MAX_POSITIONS = 1024
