@@ -89,6 +89,8 @@ def main(
     if state.is_main_process:
         put_together(out, state.num_processes)
         typer.echo(f"{out}: {len(rows)} prompts, {state.num_processes} processes")
+    # An interpreter that ends while the processes are connected aborts now and then.
+    state.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ Nothing that is loaded here brings code of its own, and weights are read from sa
 import copy
 import os
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from .drafters import CausalLMDrafter, Drafter
 from .errors import ConfigurationError, UnsupportedError
@@ -26,6 +31,8 @@ from .vocabulary import as_token_ids
 # Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
 # its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
 _LARGEST_PADDING = 1024
+# Of all layouts; models have `layers` within them.
+_NAMES_IN_EAGLE_HEADS = ("fc.", "midlayer.", "d2t", "t2d")
 _ALTERNATIVE = (
     "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
     "itself as assistant_model, with tokenizer and assistant_tokenizer."
@@ -50,22 +57,60 @@ def load_model(
         local_files_only: ask nothing of the Hub.
 
     Raises:
-        ConfigurationError: it cannot be loaded.
+        ConfigurationError: it cannot be loaded, or lacks weights, in whose place transformers puts random ones.
     """
+    _require_folder_or_hub_id(name_or_path, f"the {role} {name_or_path} cannot be loaded")
     placed = {"": device} if isinstance(device, torch.device) else device
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(name_or_path),
-            dtype=dtype,
-            device_map=placed,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=local_files_only,
-        )
+        with without_warnings_of_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(name_or_path),
+                dtype=dtype,
+                device_map=placed,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=local_files_only,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # what transformers raises for models that it cannot load is not written down anywhere
         problem = f"the {role} {name_or_path} cannot be loaded on {device} as {dtype}: {first_line(error)}"
         raise ConfigurationError(_or_no_folder(problem, name_or_path)) from error
+    _require_all_weights(f"the {role} {name_or_path}", found)
     return model.eval()
+
+
+def _require_all_weights(described: str, found: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse a model of which some weights are random.
+
+    Args:
+        described: what errors call it.
+        found: what transformers tells of loading it.
+    """
+    # Of those of another shape it tells both shapes.
+    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    if not wrong:
+        return
+    if any(name.startswith(_NAMES_IN_EAGLE_HEADS) for name in found["unexpected_keys"]):
+        raise ConfigurationError(
+            f"{described} is an EAGLE head, and no model by itself. Name it with --eagle, or load it by "
+            "EagleDrafter.from_pretrained."
+        )
+    raise ConfigurationError(
+        f"{described} has {len(wrong)} weights that are not in its files, or have other shapes there, such as "
+        f"{min(wrong)}. Load a model whose files fit its config.json."
+    )
+
+
+@contextmanager
+def without_warnings_of_transformers() -> Iterator[None]:
+    """In this block transformers warns of nothing."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
@@ -78,12 +123,15 @@ def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
     Raises:
         ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
     """
+    _require_folder_or_hub_id(name, f"the {role}'s configuration cannot be read from {name}")
     try:
         return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
+        problem = f"the {role}'s configuration cannot be read from {name}: {first_line(error)}"
+        problem = problem if os.path.isfile(name) else _or_no_folder(problem, name)
         raise ConfigurationError(
-            f"the {role}'s configuration cannot be read from {name}: {first_line(error)} Give a config.json, or the "
-            "folder or Hub id of a model whose kind this transformers knows; code that comes with a model is not run."
+            f"{problem} Give a config.json, or the folder or Hub id of a model whose kind this transformers knows; "
+            "code that comes with a model is not run."
         ) from error
 
 
@@ -115,6 +163,7 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
         ConfigurationError: there is none.
     """
     fix = "Give the folder or the Hub id of a model that has one, such as the target."
+    _require_folder_or_hub_id(name_or_path, f"no tokenizer can be loaded from {name_or_path}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
@@ -123,6 +172,24 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
     if not _has_words(tokenizer):
         raise ConfigurationError(f"no tokenizer can be loaded from {name_or_path}: there are no files of one. {fix}")
     return tokenizer
+
+
+def _require_folder_or_hub_id(name_or_path: str | os.PathLike, problem: str) -> None:
+    """Refuse a path to nothing that cannot be meant for a repository on the Hub either.
+
+    Args:
+        name_or_path: what is to be loaded.
+        problem: what the error begins with.
+
+    Raises:
+        ConfigurationError: it is such a path.
+    """
+    if os.path.exists(name_or_path):
+        return
+    try:
+        validate_repo_id(str(name_or_path))
+    except HFValidationError:
+        raise ConfigurationError(f"{problem}: there is no such folder.") from None
 
 
 def _or_no_folder(problem: str, name_or_path: str | os.PathLike) -> str:

@@ -30,6 +30,8 @@ class Stopwatch:
         self.enabled = enabled
         self.seconds = dict.fromkeys(SECTIONS, 0.0) if enabled else {}
         self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        # Tens of sections are entered in a round, and none within itself.
+        self._sections = {name: _Section(self, name) for name in self.seconds}
 
     def now(self) -> float:
         """The time in seconds after all work given to the devices is done."""
@@ -38,8 +40,8 @@ class Stopwatch:
         return time.perf_counter()
 
     def section(self, name: str) -> AbstractContextManager:
-        """Charge the enclosed work to a section."""
-        return _Section(self, name) if self.enabled else _NOT_TIMED
+        """Charge the enclosed work to a section, which is not in one of the same name."""
+        return self._sections[name] if self.enabled else _NOT_TIMED
 
 
 # Tens of sections are entered in a round, each for less time than a generator would take to say so.

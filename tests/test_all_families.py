@@ -336,6 +336,15 @@ def test_a_rope_that_changes_at_a_length(family, tree):
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+def test_no_round_is_drafted_over_the_length_at_which_a_rope_changes(tree):
+    model = without_end(model_of("phi3", **_LONG_ROPE))
+    assistant = DynSpecAssistant(copy.deepcopy(model), target=model, tree=tree)
+    assert assistant.draft_round(prompt(6)).token_ids.numel()
+    with pytest.raises(UnsupportedError, match=f"a text of {_SWITCH} tokens"):
+        assistant.draft_round(prompt(_SWITCH))
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 def test_a_rope_that_changes_with_every_length(tree):
     """The model remembers the longest text that it has read, so that plain generation has a copy of its own."""
     model = without_end(model_of("llama", **_DYNAMIC_ROPE))

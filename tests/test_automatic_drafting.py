@@ -2,6 +2,7 @@
 
 import copy
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.round_times import RoundTimes
-from hf_dynspec.generation.round import Drafting
+from hf_dynspec.generation.feedback import TargetFeedback
 from hf_dynspec.shortlists import POLICIES
 
 TREE = TreeConfig(24, 3, 4)
@@ -161,6 +162,29 @@ def test_while_it_loses_next_to_nothing_is_drafted():
     steps = automatically(machine, [text(0.1, 2000, 2), text(0.1, 2000, 3)], drafting)
     lost = sum(machine.seconds(one) - machine.alone for one in steps if one)
     assert 0 < lost < 0.015 * sum(map(machine.seconds, steps))
+
+
+# Where drafting is seldom or never worth it: what a round alone takes, and how much longer one with a draft does.
+LOSING = {"as small as its drafter": (5.0, 1.0, 5.0), "half as small": (5.0, 0.7, 2.5), "usual": (12.9, 1.5, 1.9)}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1])
+@pytest.mark.parametrize("cost", LOSING)
+def test_a_first_call_in_which_drafting_loses_is_hardly_slower_than_without(cost, acceptance):
+    """Nothing is known before it, and it is short. The time is priced without the noise that nobody can help."""
+    shares = []
+    for seed in range(16):
+        machine, known = Machine(*LOSING[cost], seed=seed), text(acceptance, 128, 100 + seed)
+        steps = automatically(machine, [known], AutomaticDrafting(shapes_of(None), 2))
+        shares.append(len(known) * machine.alone / sum(map(machine.seconds, steps)))
+    assert sum(shares) / len(shares) > 0.96
+
+
+def test_where_no_acceptance_would_do_next_to_nothing_is_drafted():
+    """The costs alone tell, so that it does not matter that the drafter is always right."""
+    machine = Machine(*LOSING["as small as its drafter"], noise=0.0, stalls=0.0)
+    steps = automatically(machine, [text(1.0, 128, 1)], AutomaticDrafting(shapes_of(None), 2))
+    assert sum(steps) <= 4
 
 
 def test_it_drafts_again_when_drafts_are_good_again():
@@ -356,6 +380,51 @@ def test_a_policy_that_became_faster_is_found():
     assert chosen[1] > chosen[0]
 
 
+# In several threads --------------------------------------------------------------------------------------------------
+
+
+def interrupted(reads: Callable[[], object], interrupt: Callable[[], None], moment: int) -> bool:
+    """Read, and before the operation of the interpreter of that number let another thread's work come in between.
+    Returns whether there was such an operation."""
+    left = [moment]
+
+    def before_operation(frame, event, argument):
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                interrupt()
+        return before_operation
+
+    sys.settrace(before_operation)
+    try:
+        reads()
+    finally:
+        sys.settrace(None)
+    return left[0] <= 0
+
+
+@pytest.mark.parametrize("name", ["is_resting", "reads_features"])
+def test_a_rest_may_end_while_another_call_asks_about_it(name):
+    drafting, moment = AutomaticDrafting(shapes_of(None)), 1
+    drafting._rest = 24
+    while interrupted(lambda: getattr(drafting, name), drafting.renew, moment):
+        drafting._rest, moment = 24, moment + 1
+    assert moment > 5
+
+
+def test_what_was_learnt_is_read_by_one_call_at_a_time(monkeypatch):
+    """Also for the warning, while other calls go on to learn."""
+    machine, drafting, expected = Machine(fixed=2.0, step=4.0), AutomaticDrafting(shapes_of(None)), RoundTimes.expected
+    read_alone = []
+    monkeypatch.setattr(
+        RoundTimes, "expected", lambda self, shape: read_alone.append(drafting._lock.locked()) or expected(self, shape)
+    )
+    with pytest.warns(UserWarning, match="rests"):
+        automatically(machine, [[False] * 20] * 10, drafting)
+    assert read_alone and all(read_alone)
+
+
 # In generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +457,25 @@ class Whim(AutomaticDrafting):
         return self._random.choice(self._shapes)
 
 
+class Overtaken(Whim):
+    """Right after each choice to draft, another call finds that drafting is to rest."""
+
+    _has_drafted = False
+
+    @property
+    def is_resting(self) -> bool:
+        return self._has_drafted or super().is_resting
+
+    @property
+    def reads_features(self) -> bool:
+        return not self._has_drafted
+
+    def choose(self, fixed: DraftShape | None = None) -> DraftShape:
+        shape = super().choose(fixed)
+        self._has_drafted = shape.steps > 0
+        return shape
+
+
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return soft()
@@ -418,6 +506,19 @@ def test_tokens_are_the_same_whatever_is_drafted(policy, drafter, tree, target, 
     if drafter == "the target itself" and policy == "full" and not tree:
         # Whatever it had not read meanwhile, it has read by then.
         assert stats.accepted == stats.drafted
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["another model", "EAGLE-3"])
+def test_what_was_drafted_is_shown_though_another_call_rests_meanwhile(drafter, tree, target, monkeypatch):
+    monkeypatch.setattr(automatic_call, "AutomaticDrafting", Overtaken)
+    drafts = drafters(target)[drafter]()
+    assistant = DynSpecAssistant(drafts, target=target, tree=tree, num_assistant_tokens="auto")
+    for seed in range(3):
+        arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 299}
+        expected = target.generate(prompt(seed=seed), **arguments)
+        assert torch.equal(target.generate(prompt(seed=seed), assistant_model=assistant, **arguments), expected)
+    assert assistant.stats_total.drafted
 
 
 @pytest.mark.parametrize("length", [5, "auto"])
@@ -598,8 +699,8 @@ def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
 def test_nobody_is_shown_what_is_said_while_drafting_rests(target, monkeypatch):
     """And the target is asked for no hidden states, where a head would read them."""
     wanted = []
-    states = Drafting._wanted_states
-    monkeypatch.setattr(Drafting, "_wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
+    states = TargetFeedback.wanted_states
+    monkeypatch.setattr(TargetFeedback, "wanted_states", lambda *given: wanted.append(states(*given)) or wanted[-1])
     monkeypatch.setattr(AutomaticDrafting, "is_resting", True)
     monkeypatch.setattr(AutomaticDrafting, "reads_features", False)
     monkeypatch.setattr(AutomaticDrafting, "choose", lambda self, fixed: ALONE)

@@ -871,7 +871,7 @@ MALFORMED = [
     (b"[1]\n", "line 1: a JSON object is expected, this is a list"),
     (b'{"body": "a"}\n', "line 1: no field 'turns' or 'prompt' or 'text'; there are ['body']: a row needs turns"),
     (b'{"turns": []}\n', "line 1: turns must hold a text that is not empty"),
-    (b'{"turns": [3]}\n', "line 1: field 'turns' must hold text or a list of texts, it holds a int"),
+    (b'{"turns": [3]}\n', "line 1: field 'turns' must hold text or a list of texts, it holds 3"),
     (b'{"text": ""}\n', "line 1: text must hold a text that is not empty"),
     (b'{"text": "\\ud800"}\n', "line 1: text holds half of a surrogate pair"),
     (b'{"text": "a", "category": 3}\n', "line 1: category must be text"),

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact, rebuild_policy, write_artifact
-from hf_dynspec.build.clusters import cluster_tokens, kept_clusters, neighbour_spread
+from hf_dynspec.build.cluster_spread import neighbour_spread
+from hf_dynspec.build.clusters import cluster_tokens, kept_clusters
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.protocol import VocabularyInfo
@@ -302,7 +303,7 @@ def test_the_command_makes_a_policy(target, tmp_path):
     out = tmp_path / "made" / "here"
     result = invoke(target, out, 20, "--seed", 7)
     assert result.exit_code == 0, result.output
-    assert f"{VOCABULARY} tokens in 20 clusters" in result.output
+    assert f"{VOCABULARY} tokens in 20 clusters" in result.output and "--policy router:router=" in result.output
     assert "the 10 nearest" in result.output and "at random)" in result.output
     config, tensors = read_artifact(out)
     require_partition(tensors["clusters"], VOCABULARY)

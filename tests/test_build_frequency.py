@@ -24,19 +24,9 @@ from typer.testing import CliRunner
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
 from hf_dynspec.build import texts as texts_module
 from hf_dynspec.build.corpus import plan_corpus
-from hf_dynspec.build.frequency import (
-    Tally,
-    UnitCounts,
-    byte_ids,
-    complete_ranking,
-    count_generated,
-    count_tokens,
-    coverage,
-    pinned_ids,
-    rank,
-    vocabulary_size,
-)
+from hf_dynspec.build.frequency import Tally, UnitCounts, count_generated, count_tokens
 from hf_dynspec.build.prompts import read_prompts
+from hf_dynspec.build.ranking import byte_ids, complete_ranking, coverage, pinned_ids, rank, vocabulary_size
 from hf_dynspec.build.texts import read_unit
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
@@ -254,9 +244,13 @@ def test_folders_leave_out_what_is_not_text(tmp_path):
     (tmp_path / "b.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "c.json").write_text('{\n "pretty": 1\n}')
     (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "d.svg").write_text("<svg/>")
+    (tmp_path / "e.svg.gz").write_bytes(gzip.compress(b"<svg/>"))
     corpus = plan_corpus([tmp_path])
     assert [Path(path).name for path, _ in corpus.files] == ["a.py"]
-    assert [Path(path).name for path in corpus.skipped] == ["b.png", "c.json"]
+    assert [Path(path).name for path in corpus.skipped] == ["b.png", "c.json", "d.svg", "e.svg.gz"]
+    # Whoever names a drawing wants it read.
+    assert len(plan_corpus([tmp_path / "d.svg"]).files) == 1
     with pytest.raises(DynSpecError, match=r"b\.png: not UTF-8 text"):
         plan_corpus([tmp_path / "b.png"])
 
@@ -268,7 +262,7 @@ BAD_AT_ONCE = {
         b'\n{"content": "a"}\n',
         r"line 2: no field 'text' or 'turns'; there are \['content'\].*--text-f",
     ),
-    "number.jsonl": (b'{"text": 3}\n', "line 1: field 'text' must hold text or a list of texts, it holds a int"),
+    "number.jsonl": (b'{"text": 3}\n', "line 1: field 'text' must hold text or a list of texts, it holds 3"),
     "deep.jsonl": (b'{"text": ' + b"[" * 200_000 + b"\n", "line 1: not a usable JSON object"),
     "latin.txt": ("ab\nGröße".encode("latin-1"), "line 2: not UTF-8"),
     "latin.jsonl": ('{"text": "Größe"}'.encode("latin-1"), "line 1: not UTF-8 text"),
@@ -680,6 +674,7 @@ def test_the_command_makes_an_artifact(byte_level, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "100.00%" in result.output or "1k" not in result.output
+    assert "--policy frequency:ranking=" in result.output
     config, tensors = read_artifact(out, tokenizer_fingerprint=fingerprint_tokenizer(load(byte_level)))
     assert sorted(tensors["ranking"].tolist()) == list(range(len(load(byte_level))))
     policy = rebuild_policy(config, tensors)

@@ -27,7 +27,7 @@ from hf_dynspec.build.bigram_counts import BigramCounts, count_bigrams, merge_co
 from hf_dynspec.build.bigram_runs import FAN_IN
 from hf_dynspec.build.cooccurrence import Pruning, build_graph, graph_coverage
 from hf_dynspec.build.corpus import plan_corpus
-from hf_dynspec.build.frequency import vocabulary_size
+from hf_dynspec.build.ranking import vocabulary_size
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.shortlists import CooccurrenceGraph
@@ -589,6 +589,7 @@ def test_the_command_makes_an_artifact(tokenizer, tokenizer_folder, tmp_path):
     assert_same_rows(graph, plain_graph(expected, Pruning()))
     edges = graph.edges
     assert f"{edges:,} edges from {len(rows_of(graph)):,} of {vocabulary_size(tokenizer):,} tokens" in result.output
+    assert "--policy retrieval:core=RANKING,graph=" in result.output
     assert "memory: at most" in result.output
     record = read_artifact(out)[0].provenance
     assert record["pruning"] == {"minimum_count": 5, "threshold": 1e-4, "largest_degree": 64}
@@ -685,11 +686,14 @@ from hf_dynspec.commands import main
 
 if __name__ == "__main__":
     from accelerate import PartialState
+    from torch import distributed
     corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=2_000)
     try:
         main()
     finally:
         assert PartialState().num_processes == 2
+        # An interpreter that ends while the processes are connected aborts now and then.
+        assert not distributed.is_initialized()
 """
 
 

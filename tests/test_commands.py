@@ -16,6 +16,7 @@ import typer
 from click.testing import Result
 from full_disk import largest_file
 from models import VOCABULARY, perturbed, tiny, word_tokenizer
+from rich.cells import cell_len
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -153,6 +154,16 @@ def test_every_figure_stands_whole_under_its_heading_beside_its_label(width):
     assert max(line.count("│") for line in lines) >= 3 and not any(re.match(r"│ \S │", line) for line in lines)
 
 
+@pytest.mark.parametrize("width", [80, 40])
+def test_letters_that_take_two_columns_hide_no_figure(width):
+    table, label = FittedTable("Title", ["système · 系统", "tokens/s"]), "漢字" * 20
+    table.add_row(label, "12.5")
+    lines = shown(table, width)
+    assert all(cell_len(line) <= width for line in lines)
+    ((found, heading), figure) = parsed(lines, 1).popitem()
+    assert (found.replace(" ", ""), heading.replace(" ", ""), figure) == (label, "tokens/s", "12.5")
+
+
 def test_a_table_that_fits_is_one_block_and_folds_nothing():
     table = FittedTable("Title", ["policy", "acceptance length"])
     table.add_row("hybrid:core_size=1024,window=2048", "2.50")
@@ -223,6 +234,8 @@ def test_help_has_every_option_whole_in_80_columns(monkeypatch, words):
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80 and "…" not in result.output
+    # What click has no room for it cuts off.
+    assert not re.search(r"[a-z']\.\.\.$", result.output, re.MULTILINE) and "[[" not in result.output
     command = typer.main.get_command(app)
     for word in words:
         command = command.commands[word]

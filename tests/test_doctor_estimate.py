@@ -4,11 +4,13 @@ are made of."""
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from typer.testing import CliRunner
 
@@ -18,7 +20,7 @@ from hf_dynspec.drafting.expected_speed import RoundCosts, break_even_acceptance
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
 from hf_dynspec.evaluation.doctor.counted_round import head_work, layers_work, record_overhead, verification_work
 from hf_dynspec.evaluation.doctor.estimate import Estimate, EstimateSettings, Machine, estimate_speed
-from hf_dynspec.evaluation.doctor.estimate_report import line_to_paste, sentence
+from hf_dynspec.evaluation.doctor.estimate_report import estimate_report, line_to_paste, sentence
 from hf_dynspec.evaluation.operations.counting import Work, counting
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
 from hf_dynspec.evaluation.operations.rounds import operations, recording
@@ -302,6 +304,16 @@ def test_a_device_is_waited_for_by_its_slowest_part():
     assert Machine(1000, 0).seconds(work) == pytest.approx(3e-3)
     assert Machine(1000, 5).seconds(work) == pytest.approx(3e-3 + 50e-6)
     assert Machine(1000, 5, 500).seconds(work) == pytest.approx(8e-3 + 50e-6)
+
+
+def test_parts_of_every_size_have_figures(qwen):
+    """The launches of a small model are microseconds, and its bytes nanoseconds."""
+    fast = replace(qwen, settings=replace(qwen.settings, machine=Machine(1e7, 0)))
+    console = Console(width=80)
+    with console.capture() as capture:
+        for part in estimate_report(fast):
+            console.print(part)
+    assert not re.search(r"│ +0\.000 ", capture.get())
 
 
 def test_where_drafting_pays_nowhere_there_is_no_break_even():

@@ -25,7 +25,7 @@ from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.artifacts.config import ModelReference
 from hf_dynspec.drafting.session import DraftSession
-from hf_dynspec.generation.round import Drafting
+from hf_dynspec.generation.feedback import TargetFeedback
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 SHAPE = TreeConfig(total_tokens=24, depth=3, top_k=4)
@@ -446,7 +446,7 @@ def test_a_head_and_a_model_draft_for_one_target(target, drafter):
 
 def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
     """The drafts of a call whose features are those of the tokens before are not those of its texts."""
-    features = Drafting._features
+    features = TargetFeedback._features
 
     def late(self, outputs, outcome):
         outputs.hidden_states = [None if state is None else state.roll(1, -2) for state in outputs.hidden_states]
@@ -454,7 +454,7 @@ def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
 
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
     with monkeypatch.context() as patch:
-        patch.setattr(Drafting, "_features", late)
+        patch.setattr(TargetFeedback, "_features", late)
         assert_same(target, assistant)
     differ = 0
     for prefix, most, drafted in list(rounds):

@@ -199,6 +199,8 @@ def test_plotting_runs_nothing_and_draws_the_same(evaluated, tmp_path, monkeypat
     result = invoke("plot", tmp_path / "out")
     assert result.exit_code == 0, result.exception
     assert {path: path.read_bytes() for path in drawn} == before
+    # Each is named once, however many formats it has.
+    assert all(result.output.count(name) == 1 for name in names - {"coverage"}) and "as .png and .svg" in result.output
 
 
 # Going on ------------------------------------------------------------------------------------------------------------
@@ -308,10 +310,13 @@ from hf_dynspec.commands import main
 
 if __name__ == "__main__":
     from accelerate import PartialState
+    from torch import distributed
     try:
         main()
     finally:
         assert PartialState().num_processes == 2
+        # An interpreter that ends while the processes are connected aborts now and then.
+        assert not distributed.is_initialized()
 """
 
 

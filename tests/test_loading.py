@@ -1,12 +1,15 @@
 """The one place that loads models and tokenizers and finds the ids that end a text."""
 
+import json
+
 import pytest
 import torch
+from eagle_heads import random_head
 from models import EOS, perturbed, prompt, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant
-from hf_dynspec.loading import find_eos_token_ids, load_model, load_tokenizer, local_tokenizer
+from hf_dynspec.loading import find_eos_token_ids, load_config, load_model, load_tokenizer, local_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,36 @@ def test_a_mistyped_folder_is_told_to_be_none(load, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigurationError, match=r"There is no folder models/targt here\."):
         load("models/targt")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, lambda name: load_config(name, "target")])
+@pytest.mark.parametrize("name", ["/no/folder", "two/folders/deep", "./here"])
+def test_a_path_that_cannot_be_a_repository_is_told_to_be_no_folder(load, name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigurationError, match=f"{name}.*: there is no such folder") as caught:
+        load(name)
+    assert "Repo id" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["eagle2", "eagle3"])
+def test_an_eagle_head_is_no_model(layout, tmp_path, caplog):
+    """transformers would make up the weights that it lacks, and draft with them."""
+    random_head(
+        layout, draft_vocabulary=110 if layout == "eagle3" else None, architectures=["LlamaForCausalLM"]
+    ).write(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"the drafter .* is an EAGLE head.*--eagle"):
+        load_model(tmp_path, device="cpu", role="drafter")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"intermediate_size": 48}])
+def test_a_model_that_lacks_weights_is_refused(folder, changes, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes, "layer_types": None}))
+    with pytest.raises(ConfigurationError, match=r"the target .* has \d+ weights that .* such as model\.layers\."):
+        load_model(tmp_path, device="cpu", role="target")
 
 
 def test_a_model_without_a_tokenizer_has_none(folder, tmp_path):

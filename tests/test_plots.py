@@ -63,6 +63,12 @@ def test_images_are_written_in_one_step_wherever_they_are():
     assert found == {"evaluation/plots.py", "evaluation/suites/charts.py"}
 
 
+def test_results_that_are_not_there_are_told_to_be_missing():
+    result = CliRunner().invoke(app, ["plot", "/no/results"])
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception) == "there is no file or folder /no/results"
+
+
 @pytest.mark.parametrize(
     ("words", "otherwise"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -99,6 +100,22 @@ def test_neighbours_of_the_token_itself():
     state.observe(verdict([90, 91], missed=[91]))
     nearest = (rows[91] @ rows.T).index_fill(0, torch.tensor([91]), -torch.inf).topk(4).indices.tolist()
     assert held(state) == {91, *nearest} - core_of()
+
+
+def test_what_was_not_said_to_be_likely_is_worth_what_the_least_likely_is():
+    state = policy(semantic="token", neighbours=4, likely=3, dynamic=2).start(vocabulary(rows_of_head()))
+    shown = verdict([90], top_ids=[[100, 101, 102]])
+    state.observe(replace(shown, top_logits=torch.tensor([[3.0, 2.0, 1.0]])))
+    assert held(state) == {100, 101}
+
+
+def test_to_read_a_prompt_is_no_decoding_step():
+    """What came in a step ago stays, however many tokens are read in between."""
+    state = policy(cache="lru", likely=1, dynamic=2).start(vocabulary())
+    state.observe(verdict([90], top_ids=[[100]]))
+    state.observe_prompt(Prompt(torch.tensor(20 * [min(core_of())]), start=6))
+    state.observe(verdict([110], top_ids=[[111]]))
+    assert held(state) == {90, 100}
 
 
 def test_a_prompt_fills_the_cache_unless_none_of_it_is_wanted():
@@ -266,6 +283,20 @@ def test_an_index_is_opened_once_for_all_sessions(tmp_path, monkeypatch):
         first.start(vocabulary(rows)).close()
         second.start(vocabulary(rows)).close()
     assert len(read) == 1
+
+
+@needs_hnswlib
+def test_another_head_at_the_same_address_has_an_index_of_its_own(tmp_path, monkeypatch):
+    """As that of a target that was loaded where one lay that is gone."""
+    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
+    shared, memory = policy(semantic="index"), rows_of_head().numpy()
+    first = shared.semantic_of(torch.from_numpy(memory), VOCABULARY)
+    memory[:] = rows_of_head(seed=1).numpy()
+    second = torch.from_numpy(memory)
+    queries = rows_of_head(seed=9)[:20]
+    found = shared.semantic_of(second, VOCABULARY)
+    assert found is not first and shared.semantic_of(second, VOCABULARY) is found
+    assert torch.equal(found.search(queries, 1)[:, 0], (queries @ second.T).argmax(1))
 
 
 def test_neighbours_are_exact_and_computed_once():

@@ -73,7 +73,7 @@ def test_idle_sessions_hold_no_text(policy, target, drafter):
         text = prompt(length)
         target.generate(text, assistant_model=assistant, max_new_tokens=8, do_sample=False)
         (session,) = assistant._sessions._idle
-        assert session._prefix.numel() == 0 and session._backbone.length == 0 and session._features is None
+        assert session._prefix.numel() == 0 and session._backbone.length == 0 and session._features.rows is None
         held.append(tensors_in([session._backbone, session._features, session._prefix, session._candidates], set()))
     assert held[0] == held[1]
 

@@ -1,12 +1,14 @@
 """The statistics say what happened: counted here a second time from what the target and the session did."""
 
 import json
+from collections import Counter
+from itertools import permutations
 
 import pytest
 import torch
 from models import POLICY_CASES, RandomShortlist, perturbed, prompt, tiny
 
-from hf_dynspec import DynSpecAssistant, FrequencyShortlist, UnionShortlist
+from hf_dynspec import DynSpecAssistant, FrequencyShortlist, UnionShortlist, devices
 from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.protocol import BackgroundWork, Candidates, Shortlist
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
@@ -126,6 +128,7 @@ def test_the_total_is_the_sum_of_the_calls(target, drafter):
     assert total.calls == 3
     for name in ("rounds", "tokens", "drafted", "accepted"):
         assert getattr(total, name) == sum(getattr(one, name) for one in calls)
+    assert total.rounds_of == sum((one.rounds_of for one in calls), Counter()) and total.rounds_of["hybrid"] > 1
     assert total.active_vocabulary_max == max(one.active_vocabulary_max for one in calls)
     assert total.coverage == pytest.approx(
         sum(float(one._coverage_sum) for one in calls) / sum(one._covered_positions for one in calls)
@@ -155,7 +158,11 @@ def test_a_stopwatch_charges_time_to_its_section_only():
     watch = Stopwatch(enabled=True)
     with watch.section("head"):
         torch.randn(200, 200) @ torch.randn(200, 200)
-    assert watch.seconds["head"] > 0
+    once = watch.seconds["head"]
+    assert once > 0
+    with watch.section("head"):
+        pass
+    assert watch.seconds["head"] > once
     assert all(value == 0 for name, value in watch.seconds.items() if name != "head")
     with pytest.raises(ZeroDivisionError), watch.section("policy"):
         1 / 0  # noqa: B018
@@ -197,6 +204,21 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     stats.record_verification(1)
     stats.record_verified_tokens(1, candidates.has_missed(torch.tensor([4, 9])))
     assert stats.oov_rate == 1 / 4
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_sizes_are_counted_where_looking_at_them_would_make_wait(order, monkeypatch):
+    """Of shortlists some slots of which do not count, and of others, whichever comes first."""
+    monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    slots = torch.arange(4)
+    of_size = [
+        Shortlist(slots, 0, occupied=torch.tensor([True, True, True, False])),
+        Shortlist(slots, 0, size=2),
+        Shortlist(slots, 0, occupied=torch.tensor([False, False, False, True])),
+    ]
+    stats = DraftingStatistics()
+    stats.record_draft(Candidates(slots[:3], tuple(of_size[place] for place in order), 3 * (torch.zeros(1),)), "full")
+    assert (stats.active_vocabulary, stats.active_vocabulary_max) == (2.0, 3)
 
 
 class DiligentShortlist(FrequencyShortlist):

@@ -127,6 +127,21 @@ def test_lrfu_gives_up_the_last_of_the_first_tokens_first():
     assert cache.take_changes() == dict(zip(range(33, 40), range(7), strict=True))
 
 
+def test_lrfu_weighs_as_many_positions_as_a_long_prompt_has():
+    """All of them before the changes are taken: what the last ones were worth is beyond what floats hold otherwise."""
+    cache = RecencyFrequencyCache(4)
+    for position in range(20_000):
+        cache.add([position % 50], [0.5])
+    for token_id in (100, 101, 102, 103):
+        cache.add([token_id], [0.9])
+    cache.take_changes()
+    assert set(cache.slots().values()) == {100, 101, 102, 103}
+    for token_id in (200, 201, 202, 203):
+        cache.add([token_id], [0.9])
+    cache.take_changes()
+    assert set(cache.slots().values()) == {200, 201, 202, 203}
+
+
 def test_what_lrfu_is_told_first_of_a_token_counts():
     cache = RecencyFrequencyCache(1)
     cache.add([7, 8, 7], [0.2, 0.5, 0.9])

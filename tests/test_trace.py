@@ -1,6 +1,7 @@
 """Traces of real runs: the tokens stay the target's, what is told is what happened, and pages hold hostile text."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -449,6 +450,14 @@ def test_the_command_writes_page_file_and_picture(suffix, tmp_path):
         drawn.startswith(b"\x89PNG") if suffix == "png" else b"generating thread" in drawn and b"verification" in drawn
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_long_title_of_the_timeline_goes_on_in_the_next_line(tmp_path):
+    policy = "retrieval:size=64,dynamic=128,semantic=logits,trigger=every,cache=lrfu,displaceable=32,synchronous=True"
+    result = invoke(*WITH_DRAFTER, "--policy", policy, "--timeline", tmp_path / "round.svg")
+    assert result.exit_code == 0, result.exception
+    texts = re.findall(r">([^<>]+)</text>", (tmp_path / "round.svg").read_text(encoding="utf-8"))
+    assert max(map(len, texts)) <= 90 and "synchronous=True: round" in "".join(texts)
 
 
 def test_the_command_takes_a_text_and_sampling():

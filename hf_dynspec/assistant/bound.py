@@ -12,14 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
-from ..drafting.session import DraftSession, outside_inference_mode
+from ..drafting.guards import outside_inference_mode
+from ..drafting.session import DraftSession
 from ..errors import NotBoundError, UnsupportedError, shown_value
 from ..generation.binding import TargetHook, attach
 from ..generation.call import Assistant
 from ..generation.conversation import Conversation
+from ..generation.draft_once import draft_once
 from ..generation.generate_call import GenerateCall
 from ..generation.refusals import check_target
-from ..generation.round import draft_once
 from ..generation.sessions import SessionPool
 from ..generation.target import TargetForward
 from ..loading import draftable_eos_token_ids, shared_tokenizer, shared_vocabulary_size
@@ -172,7 +173,8 @@ class BoundAssistant(Assistant):
 
         Raises:
             NotBoundError: the assistant is not bound to a target.
-            UnsupportedError: not one sequence of at least two tokens.
+            UnsupportedError: not one sequence of at least two tokens; or one so near to the length at which the
+                target's rotary embedding changes that no round would draft there.
         """
         if self.target is None:
             raise NotBoundError("bind the assistant to a target before drafting.")

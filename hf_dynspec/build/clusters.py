@@ -4,7 +4,7 @@ Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": sphe
 LM-head weights, balance not enforced.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,49 +192,6 @@ def require_faiss(device: torch.device) -> Any:
     return faiss
 
 
-def neighbour_spread(
-    weight: torch.Tensor,
-    clusters: torch.Tensor,
-    *,
-    neighbours: Sequence[int] = (10, 50),
-    samples: int = 1000,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    report: Report = lambda activity, done, total: None,
-) -> dict[int, tuple[float, float]]:
-    """In how many clusters the nearest neighbours of tokens lie: what a router has to find besides the true token's.
-
-    Neighbours are those of highest cosine over the head's rows, by exact search, the token itself left out.
-
-    Args:
-        weight: `[V, d]`, as in `cluster_tokens`.
-        clusters: int32 or int64 `[n]`, `n <= V`.
-        neighbours: how many neighbours of a token are looked at; counts that the vocabulary has not are left out.
-        samples: tokens that are looked at, drawn without repeats from those whose row is not zero.
-        seed: for the sample and for the random partition.
-        device: where rows are compared.
-        report: as in `cluster_tokens`.
-
-    Returns:
-        For each number of neighbours the mean number of clusters that they lie in, and the same mean for a random
-        partition with clusters of the same sizes.
-    """
-    tokens = clusters.shape[0]
-    generator = torch.Generator().manual_seed(seed)
-    has_direction = torch.cat([rows.any(dim=1).cpu() for _, rows in _unit_chunks(weight[:tokens], device)])
-    candidates = has_direction.nonzero().squeeze(1)
-    sample = candidates[torch.randperm(candidates.shape[0], generator=generator)[:samples]].sort().values
-    kept = sorted(count for count in set(neighbours) if 1 <= count < tokens)
-    if not kept or not sample.numel():
-        return {}
-    nearest = _nearest(weight[:tokens], sample, kept[-1], device, report)
-    shuffled = clusters[torch.randperm(tokens, generator=generator)]
-    return {
-        count: (_mean_distinct(clusters[nearest[:, :count]]), _mean_distinct(shuffled[nearest[:, :count]]))
-        for count in kept
-    }
-
-
 def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
     """How many leading rows are tokens."""
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
@@ -250,7 +207,7 @@ def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
     return vocabulary_size
 
 
-def _unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
+def unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
     """Pieces of the rows, fp32 `[m, d]`, each row divided by its length (zero rows stay zero), and where they begin.
 
     Raises:
@@ -268,9 +225,9 @@ def _unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> It
 
 
 def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 `[n, d]` on the CPU, from `_unit_chunks`."""
+    """fp32 `[n, d]` on the CPU, from `unit_chunks`."""
     rows = torch.empty(weight.shape, dtype=torch.float32)
-    for start, chunk in _unit_chunks(weight):
+    for start, chunk in unit_chunks(weight):
         rows[start : start + chunk.shape[0]] = chunk
     return rows
 
@@ -356,31 +313,3 @@ def _means(weight: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
         chunk = weight[start : start + _CHUNK_ROWS].detach().to(device="cpu", dtype=torch.float64)
         sums.index_add_(0, clusters[start : start + chunk.shape[0]], chunk)
     return (sums / sizes.unsqueeze(1)).float()
-
-
-def _nearest(
-    weight: torch.Tensor, sample: torch.Tensor, count: int, device: str | torch.device, report: Report
-) -> torch.Tensor:
-    """int64 `[s, count]`: the tokens of highest cosine to those of the sample, int64 `[s]`, highest first."""
-    picked = weight[sample.to(weight.device)]
-    queries = torch.cat([rows for _, rows in _unit_chunks(picked, device)])
-    sample = sample.to(device)
-    cosines = torch.empty(sample.shape[0], 0, device=device)
-    nearest = torch.empty(sample.shape[0], 0, dtype=torch.int64, device=device)
-    for start, rows in _unit_chunks(weight, device):
-        report("neighbours", start, weight.shape[0])
-        found = queries @ rows.T
-        ids = torch.arange(start, start + rows.shape[0], device=device)
-        found.masked_fill_(ids == sample.unsqueeze(1), float("-inf"))
-        cosines = torch.cat([cosines, found], dim=1)
-        nearest = torch.cat([nearest, ids.expand(sample.shape[0], -1)], dim=1)
-        cosines, places = cosines.topk(min(count, cosines.shape[1]), dim=1)
-        nearest = nearest.gather(1, places)
-    report("neighbours", weight.shape[0], weight.shape[0])
-    return nearest.cpu()
-
-
-def _mean_distinct(values: torch.Tensor) -> float:
-    """The mean number of different values in the rows of `[s, k]`."""
-    ordered = values.sort(dim=1).values
-    return float((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).float().mean()) + 1

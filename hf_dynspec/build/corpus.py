@@ -18,6 +18,13 @@ FORMATS = {".jsonl": "json lines", ".ndjson": "json lines", ".parquet": "parquet
 # JSON in one piece cannot be streamed, but many `.json` files hold one object a line and can.
 UNPROMISED_FORMATS = {".json": "json lines"}
 
+# Pictures, shapes and fonts that are written as text. Of a directory they are left out, as nobody reads them.
+DRAWINGS = {
+    *(".svg", ".eps", ".ps", ".pbm", ".pgm", ".ppm", ".xbm", ".xpm"),
+    *(".dae", ".gltf", ".obj", ".ply", ".stl"),
+    *(".afm", ".bdf", ".ttx"),
+}
+
 UNIT_BYTES = 8 << 20
 # About how far text is compressed, to judge how much of it small files hold.
 TEXT_BYTES_PER_PACKED_BYTE = 5
@@ -30,7 +37,7 @@ class Corpus:
     Args:
         files: path and size in bytes of each file, sorted by path.
         units: the work units; each is a tuple of file parts.
-        skipped: files of a directory that are not text.
+        skipped: files of a directory that are not text, or drawings.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -61,6 +68,9 @@ def plan_corpus(paths: Iterable[str | Path], text_field: str = "text", unit_byte
     """
     files, skipped = {}, []
     for path, is_named in find_files(paths):
+        if not is_named and split_suffix(path)[0] in DRAWINGS:
+            skipped.append(path)
+            continue
         try:
             files[path] = _first_look(path, text_field)
         except CorpusError:

@@ -11,8 +11,8 @@ from ..errors import ConfigurationError
 from ..loading import shared_vocabulary_size
 from ..shortlists.router.clusters import ClusterShortlist
 from ..vocabulary import fingerprint_tokenizer, require_same_tokenizer
-from .frequency import rank
 from .inputs import describe_model
+from .ranking import rank
 from .windows import Windows
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from ..errors import DynSpecError
+from ..errors import DynSpecError, shown_value
 
 # A text is handed on in pieces, so that a tokenizer never holds more than this many characters of it at once.
 PIECE_CHARACTERS = 1 << 16
@@ -257,7 +257,7 @@ def read_json_lines(part: FilePart, take: Callable[[dict[str, Any]], T]) -> Iter
                 text = (line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line).decode("utf-8")
                 row = json.loads(text)
                 if not isinstance(row, dict):
-                    raise CorpusError(f"a JSON object is expected, this is a {type(row).__name__}")
+                    raise CorpusError(f"a JSON object is expected, this is {shown_value(row)}")
                 yield number, take(row)
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 text ({error.reason})"
@@ -303,7 +303,7 @@ def as_turns(value: Any, name: str) -> tuple[str, ...]:
     turns = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for turn in turns:
         if not isinstance(turn, str):
-            raise CorpusError(f"field {name!r} must hold text or a list of texts, it holds a {type(turn).__name__}")
+            raise CorpusError(f"field {name!r} must hold text or a list of texts, it holds {shown_value(turn)}")
     return turns
 
 

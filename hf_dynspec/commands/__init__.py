@@ -14,6 +14,7 @@ from .evaluate import evaluate
 from .export import export_app
 from .frequency import frequency, frequency_import
 from .graph import graph
+from .launched import part_from_launched
 from .plot import plot
 from .push import push
 from .running import Commands
@@ -23,10 +24,11 @@ from .train import train_app
 build_app = typer.Typer(
     help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
 )
-build_app.command()(frequency)
-build_app.command("frequency-import")(frequency_import)
-build_app.command()(clusters)
-build_app.command()(graph)
+# Whole sentences that fit into a line of the list of commands: click cuts longer ones off.
+build_app.command(short_help="Rank tokens by how often they occur in text.")(frequency)
+build_app.command("frequency-import", short_help="Make a ranking of a .pt frequency list.")(frequency_import)
+build_app.command(short_help="Part the vocabulary into clusters of tokens.")(clusters)
+build_app.command(short_help="Count which token follows on which in text.")(graph)
 
 app = typer.Typer(
     name="hf-dynspec",
@@ -41,13 +43,13 @@ app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.add_typer(export_app, name="export")
 app.add_typer(train_app, name="train")
-app.command()(bench)
-app.command()(coverage)
-app.command()(doctor)
-app.command()(evaluate)
-app.command()(plot)
-app.command()(push)
-app.command()(trace)
+app.command(short_help="Measure the speed of policies on prompts of yours.")(bench)
+app.command(short_help="Measure how much of the target's mass shortlists hold.")(coverage)
+app.command(short_help="Say beforehand whether drafting pays, and how.")(doctor)
+app.command(short_help="Run whole suites, or measure a paper's table.")(evaluate)
+app.command(short_help="Draw what bench or evaluate wrote, and run nothing.")(plot)
+app.command(short_help="Publish what was made on the Hugging Face Hub.")(push)
+app.command(short_help="Show what a policy did for one prompt.")(trace)
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -77,3 +79,5 @@ def main() -> None:
     except DynSpecError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(1) from None
+    finally:
+        part_from_launched()

@@ -88,8 +88,9 @@ def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corp
 
     corpus = plan_corpus(paths, text_field)
     if corpus.skipped:
-        names = ", ".join(Path(path).name for path in corpus.skipped[:5])
-        typer.echo(f"left out {len(corpus.skipped)} files that are not text: {names} …", err=True)
+        shown, more = corpus.skipped[:5], corpus.skipped[5:]
+        names = ", ".join([Path(path).name for path in shown] + [f"and {len(more)} more"] * bool(more))
+        typer.echo(f"left out, as not text: {names}", err=True)
     job = {
         "inputs": describe_files(corpus.files),
         "units": len(corpus.units),

@@ -48,7 +48,8 @@ def clusters(
     trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
     in none.
     """
-    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
+    from ..build.cluster_spread import neighbour_spread
+    from ..build.clusters import cluster_tokens, require_cluster_settings
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -90,6 +91,7 @@ def clusters(
     if count < num_clusters:
         typer.echo(f"{count} clusters instead of {num_clusters}: too few rows differ in direction", err=True)
     typer.echo(f"{out}: {fingerprint.size:,} tokens in {count:,} clusters")
+    typer.echo(f"use them by --policy router:router={out}, or by train router --clusters {out}")
 
 
 def _checked_device(name: str, needs_faiss: bool) -> "torch.device":

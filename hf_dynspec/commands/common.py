@@ -209,11 +209,11 @@ def wide_console() -> "Console":
 
 def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | str | None) -> str:
     """One line that says on what and how it was measured; `chain_length` is None where no chains were drafted."""
-    from ..evaluation.provenance import hardware
+    from ..evaluation.provenance import cpu_threads, hardware
 
     target, where = models["target"], hardware()
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
-    parts = [processor, f"{threads} CPU threads", target["dtype"]]
+    parts = [processor, cpu_threads(threads), target["dtype"]]
     parts.append(f"{max_new_tokens} new tokens")
     if chain_length is not None:
         parts.append("chains as long as pays" if chain_length == "auto" else f"chains of {chain_length}")

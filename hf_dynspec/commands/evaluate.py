@@ -154,8 +154,11 @@ def write_results(folder: Path, figures: bool = True) -> None:
     from ..evaluation.suites.report import shown_tables, write_tables
 
     evaluation = Evaluation(folder)
-    written = [write_tables(evaluation), *(write_charts(evaluation) if figures else [])]
+    tables = write_tables(evaluation)
+    drawn = write_charts(evaluation) if figures else []
     console = wide_console()
     for shown in shown_tables(evaluation):
         console.print(shown)
-    typer.echo(f"{folder}: {', '.join(path.name for path in written)}")
+    names, kinds = (dict.fromkeys(getattr(path, part) for path in drawn) for part in ("stem", "suffix"))
+    pictures = f", and {', '.join(names)} as {' and '.join(kinds)}" if drawn else ""
+    console.print(f"{folder}: {tables.name}{pictures}", markup=False, highlight=False)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 export_app = typer.Typer(
     help="Write a static shortlist as other engines read it. What they cannot express is refused.",
+    short_help="Write a static shortlist as other engines read it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -32,7 +33,7 @@ Target = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
-@export_app.command()
+@export_app.command(short_help="Write a token map, for SGLang and FR-Spec.")
 def sglang(
     *,
     context: typer.Context,
@@ -56,7 +57,7 @@ def sglang(
     typer.echo(f"{out}: {count:,} token ids, most frequent first, read back as SGLang does")
 
 
-@export_app.command()
+@export_app.command(short_help="Trim an EAGLE-3 head to a ranking, for vLLM.")
 def vllm(
     *,
     context: typer.Context,
@@ -99,7 +100,7 @@ def vllm(
         _check_drafts(checkpoint, out, shortlist, target, texts)
 
 
-@export_app.command("custom-generate")
+@export_app.command("custom-generate", short_help="Write a folder for transformers alone.")
 def custom_generate(
     *,
     context: typer.Context,

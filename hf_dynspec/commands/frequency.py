@@ -33,7 +33,7 @@ def frequency(
     *,
     context: typer.Context,
     out: options.Out,
-    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "[PATH]...")] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text or --prompts", "PATH")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the tokenizer; with --from-target, the target's own.")
     ] = None,
@@ -67,7 +67,8 @@ def frequency(
     run that was stopped continues where it was when the same command is run again.
     """
     from .. import __version__
-    from ..build.frequency import Tally, rank, vocabulary_size
+    from ..build.frequency import Tally
+    from ..build.ranking import rank, vocabulary_size
     from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
@@ -117,7 +118,7 @@ def frequency(
     _write(out, ranking, size, fingerprint_tokenizer(loaded, eos_token_ids), provenance, target=target)
     tally.delete()
     _print_coverage(tally, ranking)
-    typer.echo(f"{out}: a ranking of {len(ranking):,} tokens, to be cut at {size:,} unless told otherwise")
+    _tell_how_to_use(out, len(ranking), size)
 
 
 def frequency_import(
@@ -133,7 +134,7 @@ def frequency_import(
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
     from ..artifacts.frequency_list import import_frequency_list
-    from ..build.frequency import complete_ranking, vocabulary_size
+    from ..build.ranking import complete_ranking, vocabulary_size
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -146,6 +147,16 @@ def frequency_import(
     ranking = complete_ranking(leading, loaded)
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
     typer.echo(f"{out}: a ranking of {len(leading):,} listed tokens and all others after them")
+    _tell_how_to_use(out, len(ranking), size or len(leading))
+
+
+def _tell_how_to_use(out: Path, tokens: int, size: int) -> None:
+    """Say how many tokens of a ranking are taken, and by which policy."""
+    if size < tokens:
+        typer.echo(f"{out}: of {tokens:,} tokens the first {size:,} are taken by --policy frequency:ranking={out}")
+    else:
+        smaller = f"--policy frequency:ranking={out},size={max(1, tokens // 4)}"
+        typer.echo(f"{out}: all of its {tokens:,} tokens would be taken, so choose a size, as in {smaller}")
 
 
 def _require_one_source(
@@ -281,7 +292,7 @@ def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:
-    from ..build.frequency import coverage
+    from ..build.ranking import coverage
     from ..evaluation.tables import FittedTable
 
     shares = coverage(tally.counts, ranking, COVERAGE_SIZES.values())

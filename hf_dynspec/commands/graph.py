@@ -36,7 +36,7 @@ def graph(
     tokenizer: options.Tokenizer,
     out: options.Out,
     text: options.Text = None,
-    more: Annotated[list[Path] | None, options.more("files for --text", "[PATH]...")] = None,
+    more: Annotated[list[Path] | None, options.more("files for --text", "PATH")] = None,
     text_field: options.TextField = "text",
     held_out: Annotated[
         list[Path] | None,
@@ -67,7 +67,7 @@ def graph(
     from .. import __version__
     from ..build.bigram_counts import BigramCounts
     from ..build.cooccurrence import Pruning
-    from ..build.frequency import vocabulary_size
+    from ..build.ranking import vocabulary_size
     from ..build.texts import CorpusError
     from ..loading import find_eos_token_ids, load_tokenizer
 
@@ -115,6 +115,7 @@ def graph(
     _print_report(figures)
     work.tell_memory()
     typer.echo(f"{out}: {made.edges:,} edges from {made.sources:,} of {size:,} tokens")
+    typer.echo(f"use it by --policy retrieval:core=RANKING,graph={out}")
 
 
 class _Work:

@@ -1,6 +1,7 @@
 """The processes that a launcher such as `accelerate launch` started."""
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,3 +58,11 @@ class Launched:
     def local_count(self) -> int:
         """How many of them share this machine."""
         return 1 if self._state is None else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def part_from_launched() -> None:
+    """End what connects this process with others that a launcher started. An interpreter that ends with it aborts now
+    and then, as its threads are still running, and the launcher then ends the other processes too."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

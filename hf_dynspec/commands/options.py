@@ -35,7 +35,7 @@ TREE_SHAPE = "TOTAL_TOKENS/DEPTH/TOP_K"
 PROMPT_LINES = "JSON lines: Spec-Bench's `turns`, or `prompt` or `text`."
 
 
-def more(what: str, metavar: str = "[FILE]...") -> Any:
+def more(what: str, metavar: str = "FILE") -> Any:
     """The argument that takes the files that a shell's * stands for, but for the first, which the option before it
     took."""
     return typer.Argument(metavar=metavar, help=f"More {what}, so that shells can expand *.")

@@ -15,7 +15,7 @@ def plot(
         Path, typer.Argument(metavar="RESULTS", help="What bench --json wrote, or the folder of evaluate --out.")
     ],
     image: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Of a benchmark, the chart: .svg, .png or .pdf.")
+        Path | None, typer.Argument(metavar="FILE", help="Of a benchmark, the chart: .svg, .png or .pdf.")
     ] = None,
 ) -> None:
     """Draw the tokens per second of a benchmark as bars, as bench --plot does; or make the tables and figures of an
@@ -29,6 +29,8 @@ def plot(
         claim_folder(context, results, "FOLDER")
         write_results(results)
         return
+    if not results.exists():
+        raise ConfigurationError(f"there is no file or folder {results}")
     if image is None:
         raise ConfigurationError(f"name the image to draw {results} into, such as speed.svg")
     claim_file(context, image, "FILE")

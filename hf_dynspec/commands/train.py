@@ -33,7 +33,7 @@ def train() -> None:
     """Train what policies need."""
 
 
-@train_app.command()
+@train_app.command(short_help="Train a router for a pair (DynaSpec, CORAL).")
 def router(
     *,
     context: typer.Context,
@@ -42,7 +42,7 @@ def router(
         list[Path], typer.Option(metavar="PATH...", help="Files and folders, as `build frequency --text` takes them.")
     ],
     out: options.Out,
-    more: Annotated[list[Path] | None, options.more("data", "[PATH]...")] = None,
+    more: Annotated[list[Path] | None, options.more("data", "PATH")] = None,
     drafter: options.DrafterModel = None,
     eagle: options.EagleHead = None,
     allow_pickle: options.AllowPickle = False,
@@ -180,6 +180,7 @@ def router(
     _print_figures(str(out), metrics, pair.vocabulary_size)
     what = "groups" if is_coral else "clusters"
     typer.echo(f"{out}: a router over {trained.num_clusters:,} {what}, {policy.budget(0):,} chosen at most")
+    typer.echo(f"use it by --policy {policy.name}:router={out}")
 
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:

@@ -3,17 +3,17 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
-from ..modeling.masks import attention_mask, attention_windows, require_known_kinds
+from ..modeling.masks import attention_windows, require_known_kinds
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
-from .base import Drafter, DrafterState, ObserveDraftInputs, UnrolledStep
-from .traced_step import TracedStep, cache_of, can_be_traced, layers_of, trace_step
+from .base import Drafter, UnrolledStep
+from .causal_lm_state import CausalLMState
+from .traced_step import can_be_traced, trace_step
 from .weights_watch import WeightsWatch
 
 
@@ -233,158 +233,17 @@ class CausalLMDrafter(Drafter):
 
         return replace_and_accept
 
-    def start(self) -> "CausalLMState":
+    def start(self) -> CausalLMState:
         if self.step is None:
             self._trace_again()
-        return CausalLMState(self)
+        cache = None
+        if self.has_own_layers:
+            cache = DynamicCache(config=self.model.config.get_text_config())
+            cache.activate_past_recording()
+        return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, self.step, cache)
 
 
 def _has_own_layers(model: PreTrainedModel) -> bool:
     """Whether the model's cache has more than keys and values, such as an indexer's or a convolution's states."""
     layers = DynamicCache(config=model.config.get_text_config()).layers
     return any(hasattr(one, state) for one in layers for state in ("indexer_keys", "conv_states"))
-
-
-class CausalLMState(DrafterState):
-    """A growing key-value cache that is rolled back to the verified prefix after each round.
-
-    Every layer keeps all positions, those with a sliding window too (their masks still hide what lies outside it): a
-    window that forgets could not be rolled back past what a rejected draft pushed out of it. Only models whose layers
-    keep more than keys and values have a cache of transformers' own making.
-    """
-
-    def __init__(self, drafter: CausalLMDrafter):
-        self._drafter = drafter
-        self._decoder = drafter.decoder
-        self._step: TracedStep | None = drafter.step
-        self._weights: list[torch.Tensor] = []
-        self._windows = drafter.windows
-        self._head_weight = drafter.head.weight
-        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
-        self._largest_id = drafter.head.weight.shape[0] - 1
-        self._layers: list[torch.Tensor] = []
-        self._cache: DynamicCache | None = None
-        if drafter.has_own_layers:
-            self._cache = DynamicCache(config=drafter.model.config.get_text_config())
-            self._cache.activate_past_recording()
-        self._length = 0
-        self._tree: _Tree | None = None
-        # The hidden states of the last tokens in the cache, `[r, d]`, from the newest that was verified on; and those
-        # of the last level of a tree.
-        self._hidden = drafter.head.weight.new_zeros(0, drafter.head.weight.shape[1])
-        self._level = self._hidden
-
-    @property
-    def length(self) -> int:
-        return self._length if self._tree is None else self._length + self._tree.levels
-
-    def advance(
-        self,
-        prefix: torch.Tensor,
-        features: torch.Tensor | None = None,
-        observe_draft_inputs: ObserveDraftInputs | None = None,
-    ) -> torch.Tensor:
-        self.truncate(self._length)
-        if self._step is not None:
-            self._weights = self._step.weights()
-        unread = prefix[self._length :].clamp_max(self._largest_id)
-        before = self._hidden[-1:]
-        if observe_draft_inputs is not None and unread.shape[0] == 1:
-            self._pass_draft_inputs(observe_draft_inputs, unread, before)
-        hidden = self._extend(unread)
-        if observe_draft_inputs is not None and unread.shape[0] > 1:
-            self._pass_draft_inputs(observe_draft_inputs, unread[-1:], hidden[-2:-1])
-        self._hidden = hidden[-1:]
-        return hidden
-
-    def draft(
-        self,
-        token_ids: torch.Tensor,
-        parents: torch.Tensor | None = None,
-        observe_draft_inputs: ObserveDraftInputs | None = None,
-    ) -> torch.Tensor:
-        if parents is None:
-            if observe_draft_inputs is not None:
-                self._pass_draft_inputs(observe_draft_inputs, token_ids, self._hidden[-1:])
-            hidden = self._extend(token_ids)
-            self._hidden = torch.cat([self._hidden, hidden])
-            return hidden
-        is_first = self._tree is None
-        if observe_draft_inputs is not None:
-            rows = self._hidden[-1:].expand(token_ids.shape[0], -1) if is_first else self._level[parents]
-            self._pass_draft_inputs(observe_draft_inputs, token_ids, rows)
-        if is_first:
-            self._tree = _Tree(token_ids.device)
-        self._tree.add_level(parents)
-        self._level = self._run(token_ids, **self._tree_inputs(token_ids.shape[0]))
-        return self._level
-
-    def _pass_draft_inputs(self, observe: ObserveDraftInputs, token_ids: torch.Tensor, before: torch.Tensor) -> None:
-        embedded = self._drafter.embed(token_ids)
-        # Before the first token of a text there is nothing.
-        observe(embedded, before if before.shape[0] else before.new_zeros(1, before.shape[1]))
-
-    def truncate(self, length: int) -> None:
-        # The nodes of a tree lie one after another in the cache, so none of them can stay.
-        length = min(length, self._length)
-        if self._cache is not None and self._length:
-            nodes = 0 if self._tree is None else self._tree.level_of.shape[0]
-            self._cache.crop(length - self._length - nodes)
-        elif length < self._length or self._tree is not None:
-            self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
-        kept = self._hidden.shape[0] - (self._length - length)
-        self._hidden = self._hidden[: max(0, kept)]
-        self._length = length
-        self._tree = None
-
-    def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Append tokens one after another and return their hidden states, `[m, d]`."""
-        if self._step is not None and self._layers and token_ids.shape[0] == 1:
-            hidden, self._layers = self._step.run(self._weights, token_ids, self._length, self._layers)
-            hidden = hidden.to(self._head_weight)
-        else:
-            hidden = self._run(token_ids)
-        self._length += token_ids.shape[0]
-        return hidden
-
-    def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Run the decoder on tokens, `[m]`, and keep their keys and values."""
-        cache = cache_of(self._layers) if self._cache is None else self._cache
-        hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True, **inputs)[0]
-        if self._cache is None:
-            self._layers = layers_of(cache)
-        return hidden[0].to(self._head_weight)
-
-    def _tree_inputs(self, width: int) -> dict[str, Any]:
-        """Mask and positions of the last `width` nodes."""
-        tree = self._tree
-        device = tree.paths.device
-        level = torch.full((width,), tree.levels - 1, dtype=torch.int64, device=device)
-        prefix = torch.ones(self._length, dtype=torch.bool, device=device)
-        masks = {
-            kind: attention_mask(prefix, tree.paths, level, tree.level_of, self._head_weight.dtype, window)
-            for kind, window in self._windows.items()
-        }
-        # A decoder with one kind of layer takes its mask as it is.
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        return {"attention_mask": mask, "position_ids": (level + self._length).unsqueeze(0)}
-
-
-class _Tree:
-    """Which of the drafted nodes lie on the path to each node of the last level."""
-
-    def __init__(self, device: torch.device):
-        self.levels = 0
-        # bool [w, t]: for each of the w nodes of the last level, which of all t nodes are on its path.
-        self.paths = torch.zeros(1, 0, dtype=torch.bool, device=device)
-        # int64 [t]
-        self.level_of = torch.zeros(0, dtype=torch.int64, device=device)
-
-    def add_level(self, parents: torch.Tensor) -> None:
-        """Take in a level of nodes, given the row of each one's parent in the level before, `[w]`."""
-        w = parents.shape[0]
-        rows = torch.zeros_like(parents) if self.levels == 0 else parents
-        itself = torch.eye(w, dtype=torch.bool, device=parents.device)
-        self.paths = torch.cat([self.paths[rows], itself], dim=1)
-        self.level_of = torch.cat([self.level_of, torch.full_like(parents, self.levels)])
-        self.levels += 1

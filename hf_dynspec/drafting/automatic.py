@@ -28,9 +28,11 @@ _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
 # Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
-# many, and as many as it takes for the trials to cost no more than this share of the time.
+# many.
 _FIRST_REST, _LONGEST_REST = 24, 4096
-_SHARE_OF_TRIALS = 0.01
+# They are also as many as it takes for the trials to cost no more than this share of the time: a larger one for the
+# first trial, as drafting may have lost by bad luck.
+_SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 # Rounds of such a trial, and what all rounds before it, and before a change, count for.
 _ROUNDS_OF_RETRIAL = 4
 _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
@@ -102,12 +104,15 @@ class AutomaticDrafting:
     @property
     def is_resting(self) -> bool:
         """Whether nothing is drafted now."""
-        return self._rest is not None and self._rested < self._rest
+        # Looked up once, as another call may end the rest meanwhile.
+        rest = self._rest
+        return rest is not None and self._rested < rest
 
     @property
     def reads_features(self) -> bool:
         """Whether a head that reads the target's features has to be given those of the tokens that come now."""
-        return self._rest is None or self._rest - self._rested <= FEATURES_BEFORE_RETRIAL
+        rest = self._rest
+        return rest is None or rest - self._rested <= FEATURES_BEFORE_RETRIAL
 
     def choose(self, fixed: DraftShape | None = None) -> DraftShape:
         """What to draft in the next round, and with which policy.
@@ -118,9 +123,10 @@ class AutomaticDrafting:
         with self._lock:
             shape = self._choose() if fixed is None else self._choose_policy(fixed)
             warns = fixed is None and self.is_resting and not self._has_warned
+            warning = self._what_is_lost() if warns else None
             self._has_warned |= warns
-        if warns:
-            self._warn()
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         return shape
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
@@ -135,7 +141,8 @@ class AutomaticDrafting:
             return ALONE
         if self._rest is not None:
             return self._best_drafted()
-        return self._trials.first(self._count, self._seconds) or self._best_or_trial((ALONE, *self._shapes))
+        first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens)
+        return first or self._best_or_trial((ALONE, *self._shapes))
 
     def _count(self, shape: DraftShape) -> int:
         """How often it was timed."""
@@ -156,7 +163,7 @@ class AutomaticDrafting:
         self._choice = self._best_of(speeds)
         self._promised = speeds[self._choice]
         if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
-            self._rest, self._rested, self._lost = _FIRST_REST, 0, 0.0
+            self._rest, self._rested, self._lost = self._first_rest(), 0, 0.0
             # What comes later counts from its first round on.
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
             return ALONE
@@ -167,6 +174,12 @@ class AutomaticDrafting:
             self._compare_again_at = self._rounds + _ROUNDS_PER_COMPARISON
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
         return self._choice
+
+    def _first_rest(self) -> int:
+        """Tokens from now until drafting is tried again: as many as pay for it, should it bring nothing."""
+        alone = self._seconds(ALONE)
+        lost = _ROUNDS_OF_RETRIAL * (self._seconds(self._best_drafted()) - alone)
+        return max(_FIRST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL)))
 
     def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
         """What promises the most, with the policy of before unless another one is clearly better."""
@@ -236,14 +249,14 @@ class AutomaticDrafting:
             self._rested, self._retrials, self._lost = 0, 0, 0.0
             self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
 
-    def _warn(self) -> None:
+    def _what_is_lost(self) -> str:
+        """The warning that drafting rests."""
         alone = self._seconds(ALONE)
         drafted = 1 / max(self._speeds(self._shapes).values())
-        warnings.warn(
+        return (
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
             f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "
-            "when weights, policy or drafter change; this is said once.",
-            stacklevel=2,
+            "when weights, policy or drafter change; this is said once."
         )
 
 

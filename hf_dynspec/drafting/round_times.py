@@ -18,7 +18,7 @@ _WEIGHT_OF_ALONE = 0.05
 _ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
 # may have been a stall.
-_SHAPES_OF_LINE, _MOST_SURPRISE = 3, 1.3
+_SHAPES_OF_LINE, _MOST_SURPRISE = 2, 1.3
 
 
 class RoundTimes:

@@ -1,11 +1,10 @@
 """Everything that changes during one `generate` call: draft, then observe what the target said, round after round."""
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,9 +13,11 @@ from ..kernels import top_k_ids
 from ..protocol import Candidates, FewWeights, HeadRows, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
+from .guards import closes_on_error, while_weights_stand
 from .selector import Selector, rows_of, start_selectors
 from .tree_config import TreeConfig
 from .trees import DrawnTreeGrowth, TreeGrowth
+from .unread_features import UnreadFeatures
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
 # before it. Also returns the logits that the token was drawn by, and what is left of them (`Candidates.drawn_from`).
@@ -28,50 +29,6 @@ ChooseToken = Callable[
 # to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
 # probabilities (see `protocol.Draws`), and their columns in it, int64 [w, c], in the order in which they were drawn.
 DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def outside_inference_mode(method: _Method) -> _Method:
-    """Run a method without gradients and outside of `torch.inference_mode`, whatever its caller does.
-
-    What a session keeps from call to call is updated in place, which torch forbids for tensors that were made in
-    inference mode as soon as somebody calls outside of it.
-    """
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Leaving inference mode turns gradients on.
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return run
-
-
-def _closes_on_error(method: _Method) -> _Method:
-    """A session that an error interrupted is given up, as nobody knows what was done and what was not."""
-
-    @functools.wraps(method)
-    def run(self: "DraftSession", *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            self.close()
-            raise
-
-    return run
-
-
-def _while_weights_stand(method: _Method) -> _Method:
-    """Whoever writes weights of the drafter in place does so between drafts."""
-
-    @functools.wraps(method)
-    def run(self: "DraftSession", *args: Any, **kwargs: Any) -> Any:
-        with self._drafting_lock:
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,13 +88,11 @@ class DraftSession:
         self._weights_version = drafter.weights_version
         self._head = drafter.head
         self._backbone = drafter.start()
-        # Hidden states of the target that the drafter has not read yet, and one past the last token that they are of.
-        self._features: torch.Tensor | None = None
-        self._features_end = 0
+        self._features = UnreadFeatures()
         self.stats = DraftingStatistics()
         self.stopwatch = Stopwatch(enabled=False)
 
-    @_closes_on_error
+    @closes_on_error
     def prepare(self) -> None:
         """Copy and compile what the head needs to score the shortlists."""
         for selector in self._selectors:
@@ -166,24 +121,24 @@ class DraftSession:
         """Give the session up. Does nothing where that was done before."""
         self._closing()
 
-    @_closes_on_error
+    @closes_on_error
     def end_call(self) -> None:
         """Let policies put what they learnt where other calls of the assistant find it."""
         for selector in self._selectors:
             if selector.seen:
                 selector.state.end_call()
 
-    @_closes_on_error
+    @closes_on_error
     def rest(self) -> None:
         """Forget the text, so that nothing of it is held while the session waits for another one."""
         for selector in self._selectors:
             selector.restart()
         self._backbone = self._drafter.start()
-        self._features, self._features_end = None, 0
+        self._features.forget()
         self._prefix = self._prefix[:0].clone()
         self._candidates = None
 
-    @_closes_on_error
+    @closes_on_error
     def begin(self, prompt: torch.Tensor, continues: bool) -> int:
         """Start on a text.
 
@@ -203,7 +158,7 @@ class DraftSession:
             kept = n if not bool(differs.any()) else int(differs.to(torch.int8).argmax())
             # The last token is processed again, for its hidden state.
             self._backbone.truncate(min(kept, self._backbone.length, prompt.shape[0] - 1))
-            self._forget_features_past(kept)
+            self._features.forget_past(kept)
             with self.stopwatch.section("policy"):
                 for selector in self._selectors:
                     selector.resume(prompt[:kept])
@@ -211,13 +166,13 @@ class DraftSession:
             for selector in self._selectors:
                 selector.restart()
             self._backbone = self._drafter.start()
-            self._features = None
+            self._features.forget()
         self._prefix = prompt
         with self.stopwatch.section("policy"):
             self._selector.read(prompt)
         return kept
 
-    @_closes_on_error
+    @closes_on_error
     def follow_target(self, rows: HeadRows) -> None:
         """Tell policies that asked for the target's rows which they are, where they are others than before."""
         if rows is not self.vocabulary.target_rows:
@@ -229,13 +184,8 @@ class DraftSession:
         for selector in self._selectors:
             selector.follow_rows(**rows)
 
-    def _forget_features_past(self, length: int) -> None:
-        if self._features is not None and self._features_end > length:
-            kept = length - (self._features_end - self._features.shape[0])
-            self._features, self._features_end = (self._features[:kept], length) if kept > 0 else (None, 0)
-
-    @_closes_on_error
-    @_while_weights_stand
+    @closes_on_error
+    @while_weights_stand
     def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
         """Draft a chain.
 
@@ -264,8 +214,8 @@ class DraftSession:
         chosen = torch.cat(token_ids), tuple(shortlists), tuple(used_logits)
         return self._keep(Candidates(*chosen, drawn_from=tuple(drawn_from)))
 
-    @_closes_on_error
-    @_while_weights_stand
+    @closes_on_error
+    @while_weights_stand
     def draft_tree(
         self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
     ) -> Candidates:
@@ -315,8 +265,8 @@ class DraftSession:
                 self._selector.read(prefix)
             self._selector.state.begin_round()
         with self.stopwatch.section("backbone"):
-            hidden = self._backbone.advance(prefix, self._features, self._selector.observe_draft_inputs)[-1:]
-        self._features = None
+            hidden = self._backbone.advance(prefix, self._features.rows, self._selector.observe_draft_inputs)[-1:]
+        self._features.forget()
         return hidden
 
     def _follow_weights(self) -> None:
@@ -368,7 +318,7 @@ class DraftSession:
         for selector in self._selectors:
             self.stats.background_work += selector.state.take_background_work()
 
-    @_closes_on_error
+    @closes_on_error
     def learn(self, feedback: "Feedback") -> None:
         """Take in what the target said in a round, and roll the drafter back to the verified prefix."""
         if feedback.prompt is not None:
@@ -390,14 +340,11 @@ class DraftSession:
     def has_features_of(self, length: int) -> bool:
         """Whether there are hidden states of the target, not read by the drafter yet, up to those that a draft after
         `length` verified tokens starts from."""
-        return self._features is not None and self._features_end == length - 1
+        return self._features.reach(length - 1)
 
     def take_features(self, features: torch.Tensor, end: int) -> None:
-        """Keep hidden states of the target for the next draft: see `Feedback`. Earlier ones are forgotten where these
-        do not follow upon them."""
-        if self._features is not None and end - features.shape[0] == self._features_end:
-            features = torch.cat([self._features, features])
-        self._features, self._features_end = features, end
+        """Keep hidden states of the target for the next draft: see `UnreadFeatures.add`."""
+        self._features.add(features, end)
 
 
 def _close_all(selectors: tuple[Selector, ...]) -> None:

@@ -13,6 +13,9 @@ _SURPRISINGLY_LONG = 0.9
 _ROUNDS_PER_TRIAL = 10
 _NEARLY_BEST = 0.95
 _TRIED_ENOUGH = 2
+# Draft steps with which a policy is tried first: fewer tell too little of what one costs, and more cost too much where
+# it is dear.
+_STEPS_OF_POLICY_TRIAL = 3
 # Rounds for which a policy is tried, the first of which is not timed. One that promises nearly as much costs next to
 # nothing, and is tried for longer, as only many rounds tell how much its drafts are worth.
 _ROUNDS_OF_POLICY_TRIAL, _ROUNDS_OF_RIVAL = 3, 6
@@ -46,23 +49,33 @@ class Trials:
         self._next_at = 0
         self._rounds, self._seconds, self._lost = 0, 0.0, 0.0
 
-    def first(self, count: Callable[[DraftShape], int], seconds: Callable[[DraftShape], float]) -> DraftShape | None:
+    def first(
+        self,
+        count: Callable[[DraftShape], int],
+        seconds: Callable[[DraftShape], float],
+        tokens: Callable[[DraftShape], float],
+    ) -> DraftShape | None:
         """What has to be known before anything is chosen; None where all of it is.
 
         Args:
             count: tells how often a shape was timed.
             seconds: tells how long a round of one takes.
+            tokens: tells how many are to be expected of a round of one.
         """
         for shape, enough in self._first:
-            if count(shape) < enough:
+            if not count(shape):
+                return shape
+            if count(shape) < enough and tokens(shape) * seconds(ALONE) > seconds(self._short):
+                # It would pay if it took no longer than a short draft.
                 return shape
             if shape == ALONE:
                 alone, short = seconds(ALONE), seconds(self._short)
                 if alone > _SURPRISINGLY_LONG * short and count(ALONE) < 2:
                     return ALONE
                 if short > (1 + self._short.steps) * alone:
-                    # A draft step takes longer than the target alone: nothing longer can be worth it.
-                    return None
+                    # A draft step takes longer than the target alone: nothing longer can be worth it. Unless it was a
+                    # stall.
+                    return self._short if count(self._short) < 2 else None
         return None
 
     def go_on(self) -> DraftShape | None:
@@ -102,10 +115,11 @@ class Trials:
         return next(self._seldom_tried(speeds, best, count), None)
 
     def _of_policy(self, speeds: Mapping[DraftShape, float], best: DraftShape) -> DraftShape | None:
-        """One of a policy that was never tried, which is short as nobody knows what it costs; or not for long."""
+        """One of a policy that was never tried, or not for long."""
         if self._never:
-            short = self._short._replace(policy=self._never.pop(0))
-            trial = short if short in speeds else best._replace(policy=short.policy)
+            policy = self._never.pop(0)
+            own = [one for one in speeds if one.steps and one.policy == policy]
+            trial = min(own, key=lambda one: (abs(one.steps - _STEPS_OF_POLICY_TRIAL), one.nodes))
             self._try(trial, _ROUNDS_OF_POLICY_TRIAL)
             return trial
         for policy in range(self._policies):
@@ -151,14 +165,13 @@ class Trials:
 
 def _first_trials(shapes: tuple[DraftShape, ...]) -> tuple[tuple[DraftShape, int], ...]:
     """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
-    node of a tree."""
+    node of a tree. The first is short, so that little is lost where a target is as small as its drafter."""
     if are_chains(shapes):
-        steps = max(shape.steps for shape in shapes)
-        middle, short = DraftShape(min(5, steps), min(5, steps)), DraftShape(min(2, steps), min(2, steps))
-        return ((short, 2), (ALONE, 1), (middle, 2))
+        steps = min(4, max(shape.steps for shape in shapes))
+        return ((DraftShape(1, 1), 1), (ALONE, 1), (DraftShape(steps, steps), 2))
     sizes = sorted({shape.nodes for shape in shapes})
     small = sizes[len(sizes) // 2 - 1] if len(sizes) > 1 else sizes[0]
     deep = max(shape for shape in shapes if shape.nodes == small)
     shallow = DraftShape(min(2, deep.steps), small)
     large = max(shape for shape in shapes if shape.nodes == sizes[-1])
-    return ((shallow, 2), (ALONE, 1), (deep, 2), (large, 2))
+    return ((shallow, 1), (ALONE, 1), (deep, 2), (large, 2))

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
-from ..loading import load_model, load_tokenizer
+from ..loading import load_model, load_tokenizer, without_warnings_of_transformers
 from .policy_text import shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
 from .settings import INDEPENDENT, PairSettings, head_labels
@@ -115,7 +114,7 @@ def open_pair(
             truncate_to=settings.max_prompt_tokens,
             use_chat_template=settings.chat_template,
         )
-        stack.enter_context(_fewer_messages())
+        stack.enter_context(without_warnings_of_transformers())
         stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
         yield Pair(target, drafters, tokenizer, prompts, encoded)
 
@@ -276,14 +275,3 @@ def _cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _fewer_messages() -> Iterator[None]:
-    """Keep transformers from printing warnings, some of which would fall into timed calls."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)

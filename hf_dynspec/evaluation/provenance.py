@@ -38,6 +38,11 @@ def provenance(command: Sequence[str] | None, started: str, finished: str | None
     }
 
 
+def cpu_threads(count: int) -> str:
+    """How many threads computed, in words."""
+    return f"{count} CPU thread{'' if count == 1 else 's'}"
+
+
 def describe_policies(policies: Mapping[str, ShortlistPolicy]) -> dict[str, dict[str, Any]]:
     """Each policy by its label: its name, its settings and the SHA-256 of each of its tensors, which tell whether a
     published artifact is what was measured."""

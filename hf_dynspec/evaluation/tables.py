@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
@@ -69,7 +69,7 @@ class FittedTable:
         columns = [[heading, *(row[index] for row in self.rows)] for index, heading in enumerate(self.headings)]
         figures = list(range(self._labels, len(columns)))
         most = max(_LEAST, 2 * width // 5 // self._labels)
-        narrow_labels = [[_fold(cell, most) for cell in column] for column in columns[: self._labels]]
+        narrow_labels = [[fold_label(cell, most) for cell in column] for column in columns[: self._labels]]
         # A column of figures must fit beside the labels.
         room = max(_LEAST, width - _total(narrow_labels) - _FRAME)
         narrow = [_with_folded_heading(column, room) for column in columns[self._labels :]]
@@ -113,10 +113,10 @@ def _with_folded_heading(column: list[str], most: int) -> list[str]:
     heading, *cells = column
     widths = [_width(cells)] if cells else []
     widths += [cell_len(piece.strip()) for piece in _PIECE.findall(heading)]
-    return [_fold(heading, min(most, max(widths))), *cells]
+    return [fold_label(heading, min(most, max(widths))), *cells]
 
 
-def _fold(text: str, most: int) -> str:
+def fold_label(text: str, most: int) -> str:
     """The text in lines of at most `most` columns, broken between words and settings where that can be."""
     lines = []
     for given in text.split("\n"):
@@ -127,7 +127,8 @@ def _fold(text: str, most: int) -> str:
                 line = ""
             line += piece
             while cell_len(line.rstrip()) > most:
-                lines.append(line[:most])
-                line = line[most:]
+                # A letter may take two columns.
+                lines.append(chop_cells(line, most)[0])
+                line = line.removeprefix(lines[-1])
         lines.append(line.rstrip())
     return "\n".join(lines)

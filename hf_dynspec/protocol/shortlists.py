@@ -88,7 +88,7 @@ class Shortlist:
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `columns`: the ids of these of the scored slots."""
-        return self.slots[columns]
+        return self.slots.take(columns)
 
     def ids(self) -> torch.Tensor:
         """int64 `[n]`: the unique token ids of `V_t`. Has a data-dependent shape, so it waits for the device."""

@@ -9,7 +9,7 @@ from ...artifacts.config import ARTIFACT_SYSTEM
 from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
-from ..provenance import describe_policies
+from ..provenance import cpu_threads, describe_policies
 from ..tree_text import format_tree
 from .systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORMERS_DEFAULTS
 
@@ -88,7 +88,7 @@ def hardware_of(data: dict[str, Any]) -> str:
     """The processor of a measurement, its threads and the target's dtype."""
     hardware, target = data["provenance"]["hardware"], data["models"]["target"]
     processor = hardware["gpus"][0] if target["device"].startswith("cuda") else hardware["cpu"]
-    return f"{processor}, {hardware['threads']} CPU threads, {target['dtype']}"
+    return f"{processor}, {cpu_threads(hardware['threads'])}, {target['dtype']}"
 
 
 def generation_of(data: dict[str, Any]) -> str:

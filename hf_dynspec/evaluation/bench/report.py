@@ -52,7 +52,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per assistant: what a round drafts and from how many tokens, and where its time goes."""
     headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
     table = FittedTable(
-        f"One round, {_temperature_name(result, temperature)}",
+        f"{_temperature_name(result, temperature)}, one round",
         [*headings, "verification\nms", "of the\noracle"],
         caption="times are of profiled calls; the oracle's rounds take no time but that of both models' layers",
     )

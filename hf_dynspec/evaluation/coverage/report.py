@@ -98,30 +98,26 @@ _DEPTH_LABELS = dict(zip(DEPTH_FIGURES, ("shortlist size", "mass", "acceptance p
 
 
 def depth_table(result: CoverageResult) -> FittedTable:
-    """How shortlists fare at each draft depth, for budgets that differ by depth: a row per policy and figure, over all
-    prompts.
+    """How shortlists fare at each draft depth, for budgets that differ by depth: a row per policy and depth at which a
+    draft of it was verified, over all prompts.
 
     A depth has fewer positions than the one before it, as only accepted drafts lead there. Sizes are over all rounds
     that draft there.
     """
     rows = [row for row in summarize(result) if row.domain is None]
-    depths = max((len(row.by_depth) for row in rows), default=0)
     table = FittedTable(
         f"By draft depth, {_temperature_name(result)}",
-        ["policy", "figure", *(f"depth {depth}" for depth in range(depths))],
+        ["policy", "depth", "positions", *_DEPTH_LABELS.values()],
         caption="depth: drafts of the round before it; positions: expected number of drafts verified there; means "
         "over the prompts on which it was verified",
         labels=2,
     )
     for row in rows:
-        lines = [("positions", [f"{one.positions:,.1f}" for one in row.by_depth])]
-        for name, label in _DEPTH_LABELS.items():
-            lines.append((label, [f"{one.figures[name].mean:{_FORMS[name]}}" for one in row.by_depth]))
-        # A policy that was verified at fewer depths has no figures at the others.
-        missing = [""] * (depths - len(row.by_depth))
-        for number, (label, figures) in enumerate(lines):
-            ends_section = number == len(lines) - 1
-            table.add_row("" if number else row.policy, label, *figures, *missing, ends_section=ends_section)
+        for depth, one in enumerate(row.by_depth):
+            figures = [f"{one.figures[name].mean:{_FORMS[name]}}" for name in _DEPTH_LABELS]
+            is_last = depth == len(row.by_depth) - 1
+            label = "" if depth else row.policy
+            table.add_row(label, str(depth), f"{one.positions:,.1f}", *figures, ends_section=is_last)
     return table
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...drafting.tree_config import TreeConfig
 from ..policy_text import policy_in_python, shorten_paths
-from ..provenance import describe_policies, provenance
+from ..provenance import cpu_threads, describe_policies, provenance
 from ..tables import FittedTable
 from ..tree_text import format_tree
 from .expectations import Expectation, MeasuredPair
@@ -20,6 +20,8 @@ SCHEMA_VERSION = 1
 # What the policy of an assistant is shown as, if it is another one than those that are diagnosed anyway. It is what to
 # write in Python, too.
 OWN_POLICY = "assistant.policy"
+# Less than this would be shown as 1.00.
+_LEAST_SHOWN_GAIN = 1.005
 # What the parts of a round are called here.
 _PARTS = {
     "backbone": "draft layers",
@@ -40,7 +42,7 @@ def findings(measured: MeasuredPair) -> list[str]:
     tokens, rows = vocabulary["tokens"], (vocabulary["target_rows"], vocabulary["drafter_rows"])
     padded = " and ".join(f"{count:,}" for count in dict.fromkeys(rows))
     sentences = [
-        f"{_described(measured)}, {measured.threads} CPU threads.",
+        f"{_described(measured)}, {cpu_threads(measured.threads)}.",
         f"One tokenizer of {tokens:,} tokens; the heads score {padded} rows.",
     ]
     profile, best = measured.profiles[FULL], measured.oracle
@@ -52,10 +54,12 @@ def findings(measured: MeasuredPair) -> list[str]:
         prompts = range(measured.measured_prompts)
         plain = measured.plain_course(prompts)
         gain = plain.seconds / measured.plain_course(prompts, measured.head_product).seconds
-        sentences.append(
-            f"This package's head product, with which drafts are verified, would make plain generate {gain:.2f} times "
-            "as fast: so much of what is gained is no merit of drafting."
+        merit = (
+            f"would make plain generate {gain:.2f} times as fast: so much of what is gained is no merit of drafting."
+            if gain >= _LEAST_SHOWN_GAIN
+            else "would not make plain generate faster."
         )
+        sentences.append(f"This package's head product, with which drafts are verified, {merit}")
     return [*sentences, *(f"Note: {note}" for note in measured.notes)]
 
 
@@ -122,8 +126,9 @@ def best_table(measured: MeasuredPair) -> FittedTable:
         f"The best of each policy, for {measured.settings.max_new_tokens} new tokens",
         ["policy", "chain", "tokens/s", "vs plain", "tokens\n/round", "most of a round"],
         caption=(
-            "tokens/round: beside it what a policy loses of the full vocabulary's; ±: the standard error from prompt "
-            f"to prompt, of {measured.measured_prompts}; oracle: the full vocabulary, if scoring it took no time"
+            "tokens/round: beside it how many more or fewer they are than with the full vocabulary; ±: the standard "
+            f"error from prompt to prompt, of {measured.measured_prompts}; oracle: the full vocabulary, if scoring it "
+            "took no time"
         ),
     )
     plain = measured.plain_course(range(measured.measured_prompts))

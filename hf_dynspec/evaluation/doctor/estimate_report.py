@@ -114,7 +114,7 @@ def _add_work(table: FittedTable, estimate: Estimate, label: str, work: Work, en
     cells = [f"{work.operations:,.0f}", _size(work.weight_bytes), _size(work.other_bytes)]
     cells += [] if machine.flops is None else [f"{work.flops / 1e9:.2f}"]
     share = f"{launches / seconds:.0%}" if seconds else ""
-    table.add_row(label, *cells, f"{1e3 * seconds:.3f}", share, ends_section=ends_section)
+    table.add_row(label, *cells, _milliseconds(seconds), share, ends_section=ends_section)
 
 
 def _policy_table(estimate: Estimate) -> FittedTable:
@@ -130,7 +130,7 @@ def _policy_table(estimate: Estimate) -> FittedTable:
     )
     for label, one in estimate.policies.items():
         least = "never" if one.break_even is None else f"{one.break_even:.2f}"
-        cells = [f"{one.rows:,}", _size(one.head.bytes), f"{1e3 * one.costs.draft_step:.3f}", f"{one.head_share:.0%}"]
+        cells = [f"{one.rows:,}", _size(one.head.bytes), _milliseconds(one.costs.draft_step), f"{one.head_share:.0%}"]
         table.add_row(label, *cells, least, _as_good_as_full(estimate, one) if label != FULL else "")
     return table
 
@@ -150,7 +150,8 @@ def _speed_table(estimate: Estimate) -> FittedTable:
         "Estimate: tokens per second, and of how many tokens the best chain is, by acceptance rate",
         ["policy", *(f"{rate:.2f}" for rate in rates)],
         caption=(
-            "the rate is the same at all draft steps, and a policy's own: a shortlist is accepted less often than full"
+            "the rate is the same at all draft steps, and a policy's own: a shortlist is accepted less often than "
+            "full; (0): no chain is faster than plain generate"
         ),
     )
     table.add_row("plain", *(_figure(estimate.plain_speed) for _ in rates), ends_section=True)
@@ -185,5 +186,11 @@ def _size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def _milliseconds(seconds: float) -> str:
+    """With three figures, as parts of a round are nanoseconds here and milliseconds there."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.3g}" if milliseconds >= 1e-4 or not milliseconds else "< 0.0001"
+
+
 def _figure(speed: float) -> str:
-    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"

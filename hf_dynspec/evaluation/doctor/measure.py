@@ -37,6 +37,8 @@ _FEWEST_PROMPTS = 2
 _WARM_UP_TOKENS = 12
 # Of two profiled calls, whose difference is what rounds take that read no prompt.
 _PROFILED_TOKENS = (12, 48)
+# On a CPU, the share of the time in which this thread did not run that tells of other work on the computer.
+_MUCH_WAITING = 0.15
 # Of the whole time.
 _SHARE_OF_FORWARDS, _SHARE_OF_PROFILES = 0.05, 0.1
 
@@ -266,6 +268,17 @@ class _Measurement:
 
     def everything(self) -> None:
         """Forwards, then calls after a warm-up, then where the time goes."""
+        began, worked = time.monotonic(), time.thread_time()
+        self._measure()
+        waiting = 1 - (time.thread_time() - worked) / (time.monotonic() - began)
+        if self._target.device.type == "cpu" and waiting > _MUCH_WAITING:
+            self._diagnosis.notes.append(
+                f"{waiting:.0%} of the time went to something else that runs on this computer, so all of this is "
+                "rough. Ask again when nothing else runs."
+            )
+        self._tell("done")
+
+    def _measure(self) -> None:
         self._tell("forwards of the target")
         self._diagnosis.verification = time_forwards(
             self._target,
@@ -288,7 +301,6 @@ class _Measurement:
             if way.kind == "long":
                 self._tell(f"profiling, {way.label}")
                 self._diagnosis.profiles[way.label] = self._profile(way)
-        self._tell("done")
 
     def _fit_to_time(self) -> float:
         """Shorten the texts where not even two prompts fit into the time. Returns the seconds that one takes."""

@@ -213,7 +213,7 @@ class ChainCosts:
 
 
 def chain_costs(short: Pace, long: Pace, lengths: tuple[int, int], verification: RoundCosts) -> ChainCosts:
-    """The costs that chains of two lengths had.
+    """The costs that chains of two lengths had. No part takes less than no time, whatever disturbed the clock.
 
     Args:
         short: pace of the shorter chains.
@@ -222,13 +222,24 @@ def chain_costs(short: Pace, long: Pace, lengths: tuple[int, int], verification:
         verification: has what forwards of the target cost.
     """
     shorter, longer = lengths
-    rest = [
-        pace.round_seconds - verification.of_verification(1 + steps)
-        for pace, steps in zip((short, long), lengths, strict=True)
-    ]
-    step = max(0.0, (rest[1] - rest[0]) / (longer - shorter))
-    # Forwards that nothing is drafted between find more in the processor's caches than those of a round do, so that
-    # this may be more than what is left of a round.
-    other = fmean([rest[0] - shorter * step, rest[1] - longer * step])
-    costs = replace(verification, draft_step=step, other=other)
+
+    def step_and_other(scale: float) -> tuple[float, float]:
+        """Seconds of a draft step and of what is left of a round, if forwards take that share of what they took."""
+        rest = [
+            pace.round_seconds - scale * verification.of_verification(1 + steps)
+            for pace, steps in zip((short, long), lengths, strict=True)
+        ]
+        step = max(0.0, (rest[1] - rest[0]) / (longer - shorter))
+        return step, fmean([rest[0] - shorter * step, rest[1] - longer * step])
+
+    scale, (step, other) = 1.0, step_and_other(1.0)
+    if other < 0:
+        # Forwards took longer when they were timed than they do in a round.
+        _, without_forwards = step_and_other(0.0)
+        scale = max(0.0, without_forwards) / (without_forwards - other) if without_forwards > other else 0.0
+        step, other = step_and_other(scale)
+        if other < 0:
+            step, other = (long.round_seconds - scale * verification.of_verification(1 + longer)) / longer, 0.0
+    scaled = tuple(scale * seconds for seconds in verification.verification)
+    costs = replace(verification, verification=scaled, draft_step=max(0.0, step), other=other)
     return ChainCosts(costs, (short.start_seconds, long.start_seconds), lengths)

@@ -9,6 +9,7 @@ from ...files import replacing
 from ..bench.published_rows import BASELINES
 from ..bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from ..coverage.estimates import Estimate
+from ..provenance import cpu_threads
 from ..tables import FittedTable
 from .data import SUITES
 from .figures import Evaluation, by_turn, identity, mean_over_domains, summarize
@@ -80,7 +81,7 @@ def conditions(evaluation: Evaluation) -> str:
     ]
     parts += [f"chains of {settings['num_assistant_tokens']}"] * settings["chains"]
     parts += [f"trees of {one['total_tokens']}/{one['depth']}/{one['top_k']}" for one in settings["trees"]]
-    parts += [models["target"]["dtype"], f"{hardware['threads']} threads of {hardware['cpu']}", *hardware["gpus"]]
+    parts += [models["target"]["dtype"], f"{cpu_threads(hardware['threads'])} of {hardware['cpu']}", *hardware["gpus"]]
     if hardware["load_average"]:
         parts.append(f"load average {hardware['load_average']['1_minute']:.1f} at the start")
     revision = "" if git is None else f", commit {git['commit'][:12]}{' with changes' * git['changed']}"

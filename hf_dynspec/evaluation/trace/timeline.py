@@ -5,6 +5,7 @@ from typing import Any
 
 from ...stats import SECTIONS
 from ..plots import plot_style, require_plot_file, save_figure
+from ..tables import fold_label
 from .recording import RecordedSpan, Recording
 from .result import Timeline, TimelineSpan, Trace
 
@@ -15,6 +16,8 @@ COLORS = dict(
 )
 THREADS = {"generation": "generating thread", "retrieval": "retrieval"}
 _INK, _PAPER = "0.15", "white"
+# Characters of a line of the title.
+_WIDEST_TITLE = 90
 
 
 def median_round(recording: Recording) -> Timeline | None:
@@ -103,7 +106,8 @@ def _finish(axes: Any, figure: Any, trace: Trace, threads: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("milliseconds from the round's begin (dotted: its begin and end)", color=_INK)
     # A label is a text, and no formula between dollar signs.
-    axes.set_title(timeline_title(trace), loc="left", fontsize=9, color=_INK, parse_math=False)
+    title = fold_label(timeline_title(trace), _WIDEST_TITLE)
+    axes.set_title(title, loc="left", fontsize=9, color=_INK, parse_math=False)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     patches = [Patch(color=COLORS[name], label=f"{name} {sum_:.2f} ms") for name, sum_ in sections_of(timeline)]

@@ -116,11 +116,17 @@ class RecencyFrequencyCache(TokenCache):
         token_ids = np.asarray(token_ids, dtype=np.int64)
         if weights is not None:
             self._unit /= self._decay
+            self._rescale()
         self._make_room(token_ids)
         # Of what is written to one place twice, the last stays.
         self._last[token_ids[::-1]] = self._unweighted if weights is None else weights[::-1]
         self._worth[token_ids] += self._last[token_ids] * self._unit
         self._mentioned.append(token_ids)
+
+    def _rescale(self) -> None:
+        if self._unit > self._LARGEST_UNIT:
+            self._worth /= self._unit
+            self._unit = 1.0
 
     def _make_room(self, token_ids: np.ndarray) -> None:
         """Let the arrays reach to these tokens."""
@@ -153,13 +159,7 @@ class RecencyFrequencyCache(TokenCache):
         self._count = max(len(held), int(slots.max(initial=-1)) + 1)
         self._tokens[slots] = new
         self._is_held[new] = True
-        self._rescale()
         return dict(zip(slots.tolist(), new.tolist(), strict=True))
-
-    def _rescale(self) -> None:
-        if self._unit > self._LARGEST_UNIT:
-            self._worth /= self._unit
-            self._unit = 1.0
 
     def slots(self) -> dict[int, int]:
         return dict(enumerate(self._tokens[: self._count].tolist()))

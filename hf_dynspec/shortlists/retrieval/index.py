@@ -231,7 +231,7 @@ def require_hnswlib() -> Any:
         import hnswlib
     except ImportError as error:
         raise UnsupportedError(
-            'the semantic index needs hnswlib: pip install "hf_dynspec[retrieval]", which takes a C++ compiler. '
+            'the semantic index needs hnswlib: pip install "hf-dynspec[retrieval]", which takes a C++ compiler. '
             'semantic="logits" and semantic="token" need neither, and are exact.'
         ) from error
     return hnswlib

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
 from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
@@ -132,7 +133,7 @@ class RetrievalShortlist(ShortlistPolicy):
         # that head's rows; an index takes seconds to open.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
-        self._made_of: tuple[int, int, torch.Size] | None = None
+        self._made_of: tuple[StorageWeakRef, int, torch.Size] | None = None
         self.listener: RetrievalListener | None = None
 
     def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
@@ -207,7 +208,9 @@ class RetrievalShortlist(ShortlistPolicy):
         if self.semantic == "logits":
             return None
         with self._lock:
-            semantic, made_of = self._made and self._made(), (rows.data_ptr(), rows._version, rows.shape)
+            # By the memory itself, as another head may come to lie at the address of one that is gone.
+            made_of = StorageWeakRef(rows.untyped_storage()), rows._version, rows.shape
+            semantic = self._made and self._made()
             if semantic is None or self._made_of != made_of:
                 if self.semantic == "index":
                     semantic = self._index = SemanticIndex.of_head(rows[:size])

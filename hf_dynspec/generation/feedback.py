@@ -1,0 +1,244 @@
+"""What the target is asked for in a round beside the logits that verify, and what of its answer is fed back."""
+
+from typing import Any
+
+import torch
+
+from ..alignment.recording import Recorder
+from ..drafting.session import DraftSession, Feedback
+from ..kernels import top_k_ids
+from ..modeling.head import finish_logits
+from ..modeling.parts import scale_and_cap
+from ..protocol import Candidates, Needs
+from .target import TargetForward
+from .verification import BestTokens, Outcome
+from .verified_text import VerifiedText
+
+# Prompt positions whose full-vocabulary logits are held at a time while looking for the most probable tokens.
+_PROMPT_CHUNK = 64
+
+
+class TargetFeedback:
+    """What the target says in the rounds of one call, as far as the round's policy, the drafter and the recorder asked
+    for it. What nobody asked for is neither had from the target nor computed.
+
+    Args:
+        session: the drafting session. The needs of its policy, which may change from round to round, decide.
+        target: runs the model that verifies.
+        reads: the hidden states of the target that the drafter reads.
+        text: the verified text.
+        recorder: takes in what the target says, to learn from it (None: nobody does).
+        prefills_in_chunks: the target reads the prompt in several forwards.
+
+    Attributes:
+        read_ahead: what the target returned for the chunks of the prompt before the last one.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession,
+        target: TargetForward,
+        reads: tuple[int, ...],
+        text: VerifiedText,
+        recorder: Recorder | None,
+        prefills_in_chunks: bool,
+    ):
+        self._session = session
+        self._device = session.vocabulary.device
+        self._target = target
+        self._reads = reads
+        self._text = text
+        self._recorder = recorder
+        self._prefills_in_chunks = prefills_in_chunks
+        self._is_shown, self._keeps_features = True, True
+        self.read_ahead: list[Any] = []
+        self._prompt_logits: torch.Tensor | None = None
+
+    @property
+    def _needs(self) -> Needs:
+        """What the policy of this round asks to be shown."""
+        return self._session.needs
+
+    # What is asked for -----------------------------------------------------------------------------------------------
+
+    def begin_round(self, is_shown: bool, keeps_features: bool) -> None:
+        """Settle who is shown what the target says in this round, and in those after it until this is called again.
+
+        Args:
+            is_shown: the policy and the drafter. A recorder always is, and then they are too.
+            keeps_features: where they are not, the hidden states that the drafter reads are kept for a later draft.
+        """
+        self._is_shown = is_shown or self._recorder is not None
+        self._keeps_features = self._is_shown or keeps_features
+
+    @property
+    def best_count(self) -> int:
+        """How many of the target's most probable tokens are asked for at each verified position."""
+        if not self._is_shown:
+            return 0
+        return max(self._needs.verify_top_k, 0 if self._recorder is None else self._recorder.top_k)
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether the target's logits at the prompt's last positions are had together with those of the last one:
+        for few of them that takes little longer, and for many they follow from states, if at all."""
+        if not self._is_shown or not self._text.is_unread:
+            return False
+        needs, most = self._needs, self._needs.prompt_positions
+        if not needs.prompt_top_k or most == 0:
+            return False
+        are_few = most is not None and most <= _PROMPT_CHUNK and not self._prefills_in_chunks
+        return (are_few and not needs.prompt_hidden_states) or not self._target.has_head_state
+
+    def earlier_rows(self, unread: int) -> int:
+        """How many rows of logits before the last verified token are wanted, given how many tokens are read."""
+        if not self.wants_prompt_rows:
+            return 0
+        most = _PROMPT_CHUNK if self._needs.prompt_positions is None else self._needs.prompt_positions
+        return max(1, min(unread, self._text.unknown, most, _PROMPT_CHUNK)) - 1
+
+    def wanted_states(self, has_prompt_rows: bool = False) -> tuple[int, ...]:
+        """The hidden states that are wanted of the target's next forward: see `TargetForward.state`.
+
+        Args:
+            has_prompt_rows: what is asked of the prompt is had from rows of logits.
+        """
+        if not self._is_shown:
+            return self._reads if self._keeps_features else ()
+        of_prompt = self._needs.of_prompt and not has_prompt_rows and self._text.is_unread
+        if self._needs.hidden_states or (of_prompt and self._target.has_head_state):
+            return (*self._reads, self._target.num_layers)
+        return self._reads
+
+    def take_prompt_rows(self, outputs: Any, earlier: int) -> None:
+        """Take the rows of logits before the last verified token out of what the target returned."""
+        self._prompt_logits = outputs.logits[0, : earlier + 1]
+        outputs.logits = outputs.logits[:, earlier:]
+
+    # What is fed back ------------------------------------------------------------------------------------------------
+
+    def of_round(
+        self,
+        outputs: Any,
+        candidates: Candidates | None,
+        outcome: Outcome,
+        has_missed: torch.Tensor | None,
+        best_tokens: BestTokens | None,
+    ) -> Feedback | None:
+        """Read what is fed back of a round, and hand the recorder its part.
+
+        Args:
+            outputs: the target's.
+            candidates: what it verified (None: nothing).
+            outcome: the tokens that came out.
+            has_missed: see `Candidates.has_missed`; None where there are no candidates.
+            best_tokens: of the round's logits, where they are known or found for all rows.
+
+        Returns:
+            What the session learns. None where it is shown nothing: then at most the features are kept.
+        """
+        end = self._text.length + outcome.accepted
+        if not self._is_shown:
+            if self._reads and self._keeps_features:
+                self._session.take_features(self._features(outputs, outcome), end)
+            self.read_ahead = []
+            return None
+        prompt = self._of_prompt(outputs) if self._text.is_unread and self._needs.of_prompt else None
+        features = self._features(outputs, outcome) if self._reads else None
+        self.read_ahead = []
+        verified = outcome.token_ids.to(self._device)
+        with self._session.stopwatch.section("policy"):
+            logits, top = _verified_logits(outputs, candidates, outcome), {}
+            if self.best_count:
+                best = None if best_tokens is None else best_tokens.ids(self.best_count)[: logits.shape[0]]
+                with_logits = self._needs.top_logits or self._recorder is not None
+                top = self._most_probable(logits, self.best_count, with_logits, best)
+            shown = self._of_verification(outputs, outcome, top, has_missed)
+        if self._recorder is not None:
+            shortlist = None if candidates is None else candidates.shortlists[0]
+            self._recorder.add(logits, top, verified, shortlist, features, end)
+        return Feedback(verified, shown, prompt, features, end)
+
+    def _states(self, outputs: Any, index: int) -> torch.Tensor:
+        """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""
+        return torch.cat([self._target.state(one, index) for one in (*self.read_ahead, outputs)])
+
+    def _features(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
+        """`[m, d · layers]`: the hidden states at the tokens that the drafter will read, the prompt's at first."""
+        states = torch.cat([self._states(outputs, index) for index in self._reads], dim=-1)
+        first = states.shape[0] - outputs.logits.shape[1]
+        if self._text.is_unread:
+            return self._text.without_padding(states[: first + 1]).to(self._device)
+        return states[first:][outcome.rows].to(self._device)
+
+    def _of_verification(
+        self, outputs: Any, outcome: Outcome, top: dict[str, torch.Tensor], has_missed: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
+        shown: dict[str, torch.Tensor] = {}
+        if self._needs.verify_top_k:
+            names = ("top_ids", "top_logits") if self._needs.top_logits else ("top_ids",)
+            shown = {name: top[name][:, : self._needs.verify_top_k] for name in names}
+        if self._needs.hidden_states:
+            states = self._target.state(outputs, self._target.num_layers)[-outputs.logits.shape[1] :]
+            shown["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)
+        if self._needs.out_of_vocabulary:
+            missed = torch.zeros(outcome.accepted + 1, dtype=torch.bool, device=self._device)
+            if has_missed is not None:
+                missed[-1] = has_missed
+            shown["out_of_vocabulary"] = missed
+        return shown
+
+    def _most_probable(
+        self, logits: torch.Tensor, count: int, with_logits: bool, best: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The most probable tokens of rows of logits `[m, V]`, where they are not known yet, and where asked for,
+        their logits."""
+        top_ids = top_k_ids(logits, min(count, logits.shape[1])) if best is None else best
+        shown = {"top_ids": top_ids.to(self._device)}
+        if with_logits:
+            shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
+        return shown
+
+    def _of_prompt(self, outputs: Any) -> dict[str, torch.Tensor] | None:
+        """What the policy asked to be shown of the prompt positions that it has not seen, by the names that `Prompt`
+        has; None where there are none."""
+        if self._prompt_logits is not None:
+            logits, self._prompt_logits = self._prompt_logits, None
+            with self._session.stopwatch.section("policy"):
+                return self._most_probable(logits, self._needs.prompt_top_k, self._needs.top_logits)
+        if not self._target.has_head_state:
+            return None
+        states = self._states(outputs, self._target.num_layers)
+        end = states.shape[0] - outputs.logits.shape[1] + 1
+        count = min(end, self._text.unknown)
+        if self._needs.prompt_positions is not None:
+            count = min(count, self._needs.prompt_positions)
+        if count < 1:
+            return None
+        with self._session.stopwatch.section("policy"):
+            return self._of_prompt_states(states[end - count : end])
+
+    def _of_prompt_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same, given the target's last hidden states `[m, d]` at these positions."""
+        shown: dict[str, torch.Tensor] = {}
+        if self._needs.prompt_top_k:
+            model = self._target.model
+            head = model.get_output_embeddings()
+            wanted = self._needs.prompt_top_k, self._needs.top_logits
+            # A scale or cap after the projection does not change which tokens are the most probable.
+            chunks = [self._most_probable(head(chunk), *wanted) for chunk in states.split(_PROMPT_CHUNK)]
+            shown = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+            if self._needs.top_logits:
+                shown["top_logits"] = finish_logits(shown["top_logits"], *scale_and_cap(model))
+        if self._needs.prompt_hidden_states:
+            shown["hidden_states"] = states.to(self._device)
+        return shown
+
+
+def _verified_logits(outputs: Any, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
+    """`[a + 1, V]`: the target's where the verified tokens were chosen."""
+    if candidates is None or candidates.is_chain:
+        # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
+        return outputs.logits[0, : outcome.accepted + 1]
+    return outputs.logits[0].index_select(0, outcome.rows.to(outputs.logits.device))

@@ -1,0 +1,88 @@
+"""The verified text of one call: what of it is padding, what lies in a cache already, and how far it has come."""
+
+from typing import Any
+
+import torch
+
+
+class VerifiedText:
+    """The prompt of one call and the tokens that came out after it, as the target has them and as the drafter reads
+    them, which is without padding.
+
+    Args:
+        input_ids: int64 `[1, n]`: the prompt, padding included.
+        model_kwargs: what the target is called with.
+        mask_length: length of the call's attention mask, where `model_kwargs` has none (None: not known).
+        device: the drafter's.
+
+    Attributes:
+        prompt: int64 `[p]`: the prompt, without padding, on the drafter's device.
+        known: how many of its first tokens the session was shown by an earlier call.
+        skipped: how many leading tokens of `input_ids` a passed-in cache holds already.
+        cached_before: how many tokens it holds before those of `input_ids`, where only new ones were passed.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], mask_length: int | None, device: torch.device
+    ):
+        self.known = 0
+        self._device = device
+        self._padded_prompt_length = self._end = input_ids.shape[1]
+        mask = model_kwargs.get("attention_mask")
+        prompt = input_ids[0]
+        self._is_token: torch.Tensor | None = None
+        if mask is not None and mask.shape[1] >= self._padded_prompt_length:
+            self._is_token = mask[0, mask.shape[1] - self._padded_prompt_length :].to(input_ids.device).bool()
+            prompt = prompt[self._is_token]
+        self.prompt = prompt.to(device=device, dtype=torch.int64)
+        cache = model_kwargs.get("past_key_values")
+        cached = 0 if cache is None else cache.get_seq_length()
+        mask_length = mask_length if mask is None else mask.shape[1]
+        holds_all = mask_length is None or mask_length == input_ids.shape[1]
+        self.skipped, self.cached_before = (cached, 0) if holds_all else (0, cached)
+        self._hidden_by_mask = 0 if mask is None else int((mask[0] == 0).sum())
+
+    def extend(self, input_ids: torch.Tensor) -> None:
+        """Note how far the text has come: int64 `[1, n]`, padding included."""
+        self._end = input_ids.shape[1]
+
+    def tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
+        new = input_ids[0, self._padded_prompt_length :].to(device=self._device, dtype=torch.int64)
+        return torch.cat([self.prompt, new])
+
+    @property
+    def length(self) -> int:
+        """How many verified tokens there are, without padding."""
+        return self.prompt.shape[0] + self._end - self._padded_prompt_length
+
+    @property
+    def padding(self) -> int:
+        """How many positions of the prompt the mask hides."""
+        return self._padded_prompt_length - self.prompt.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """How many positions the text takes in the target, padding and what a cache held before included."""
+        return self.cached_before + self._end
+
+    @property
+    def visible_positions(self) -> int:
+        """How many of `positions` the mask does not hide."""
+        return self.positions - self._hidden_by_mask
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing has come out yet: the target has the prompt still to read."""
+        return self._end == self._padded_prompt_length
+
+    @property
+    def unknown(self) -> int:
+        """How many of the prompt's last tokens the session was shown by no earlier call."""
+        return self.prompt.shape[0] - self.known
+
+    def without_padding(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of `[m, …]`, a row for each of the prompt's last `m` positions, the rows of tokens."""
+        if self._is_token is None:
+            return rows
+        return rows[self._is_token[self._padded_prompt_length - rows.shape[0] :].to(rows.device)]
