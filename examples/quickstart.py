@@ -33,6 +33,10 @@ PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
 EAGLE_POLICIES = ("full", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
+# Greedy text of a model as small as the embedded one goes round in circles, which would make drafts too easy.
+POCKET_NO_REPEAT_NGRAM_SIZE = 8
+POCKET_NOTE = f"""(A model as tiny as the embedded one goes round in circles, so all systems generate
+with no_repeat_ngram_size={POCKET_NO_REPEAT_NGRAM_SIZE}.)"""
 # It ends where a token of the pocket pair ends: the line break and the indentation after it are one.
 PROMPT = """class Node:
     def __init__(self, name, value, parent=None):
@@ -198,8 +202,9 @@ def main(
         raise typer.BadParameter("a drafter or an EAGLE head belongs to a target: name its target too (TARGET=…)")
     if target and not (drafter or eagle):
         raise typer.BadParameter("a target drafts nothing alone: name a drafter (DRAFTER=…) or EAGLE head (EAGLE=…)")
-    if target is None:
-        target, drafter = str(POCKET / "target"), str(POCKET / "drafter")
+    is_embedded = target is None
+    if is_embedded:
+        target, drafter, eagle = (str(POCKET / name) for name in ("target", "drafter", "eagle"))
     silence_libraries()
     console = Console()
     try:
@@ -207,6 +212,8 @@ def main(
             model, tokenizer, systems = load(target, drafter, eagle)
     except DynSpecError as error:
         raise typer.BadParameter(str(error)) from error
+    if is_embedded:
+        model.generation_config.no_repeat_ngram_size = POCKET_NO_REPEAT_NGRAM_SIZE
     inputs = dict(tokenizer(prompt, return_tensors="pt"))
     with console.status("Warming up"):
         warm_up(model, inputs, systems, max_new_tokens)
@@ -216,6 +223,8 @@ def main(
             system.speeds.append(len(system.tokens) / seconds)
     console.print(prompt, style="dim", end="", markup=False, highlight=False)
     console.print(tokenizer.decode(systems[PLAIN].tokens, skip_special_tokens=True), markup=False, highlight=False)
+    if is_embedded:
+        console.print(POCKET_NOTE, style="dim", highlight=False)
     show_table(console, systems, len(tokenizer))
     show_real_head(console)
     console.print(closing_sentence(systems), style="bold", highlight=False)

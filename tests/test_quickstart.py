@@ -60,7 +60,7 @@ def test_it_shows_what_shortlists_are_for_and_no_library_warns():
     run = quickstart(*SMALL)
     table = table_of(run)
     ours = ["full", "frequency", "in_context", "hybrid"]
-    assert list(table)[:6] == ["plain generate", "transformers' assisted", *ours]
+    assert list(table) == ["plain generate", "transformers' assisted", *ours, "EAGLE, full", "EAGLE, hybrid"]
     assert all(row["same"] == "yes" for row in table.values())
     assert "def get_parent(self):" in run.stdout
     real = re.search(r"151,936 tokens × 1,024.* ([\d.]+) ms for all tokens and\s([\d.]+)\sms", run.stdout, re.DOTALL)
@@ -95,7 +95,7 @@ def test_it_runs_the_pair_that_is_named(head, has_drafter):
             "the target nowhere/target cannot be loaded",
         ),
         (("--target", POCKET / "target", "--drafter", POCKET), "the drafter"),
-        (("--target", POCKET / "target", "--eagle", POCKET / "drafter"), "EAGLE head"),
+        (("--target", POCKET / "target", "--eagle", POCKET / "target"), "EAGLE head"),
     ],
     ids=["no target", "nothing drafts", "no folder", "no model", "no head"],
 )
