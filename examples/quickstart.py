@@ -35,8 +35,8 @@ EAGLE_POLICIES = ("full", "hybrid")
 NUM_ASSISTANT_TOKENS = 5
 # Greedy text of a model as small as the embedded one goes round in circles, which would make drafts too easy.
 POCKET_NO_REPEAT_NGRAM_SIZE = 8
-POCKET_NOTE = f"""(A model as tiny as the embedded one goes round in circles, so all systems generate
-with no_repeat_ngram_size={POCKET_NO_REPEAT_NGRAM_SIZE}.)"""
+POCKET_NOTE = f"""(So tiny a model goes round in circles: all systems generate with
+no_repeat_ngram_size={POCKET_NO_REPEAT_NGRAM_SIZE}, so that nothing is easier to draft than it looks.)"""
 # It ends where a token of the pocket pair ends: the line break and the indentation after it are one.
 PROMPT = """class Node:
     def __init__(self, name, value, parent=None):

@@ -117,7 +117,7 @@ def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after,
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "cannot be read: No such file or directory"),
+        (None, "there is no file or folder "),
         ("{", "is no JSON"),
         ("[]", "is not what --json of hf-dynspec bench writes"),
         ('{"results": [], "measured": []}', "coverage --plot"),

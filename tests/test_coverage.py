@@ -1221,7 +1221,9 @@ def test_the_whole_command_with_a_head(heads_folder, drafters):
     arguments += ["--max-new-tokens", 24, "--num-assistant-tokens", 3, "--by-depth", "--json", out]
     done = invoke(*arguments, "--eagle", heads_folder / "trimmed")
     assert done.exit_code == 0, done.exception
-    assert "By draft depth, temperature 0.5" in done.stdout and "depth 2" in done.stdout
+    by_depth = done.stdout.partition("By draft depth, temperature 0.5")[2]
+    rows = [line.split("│") for line in by_depth.splitlines() if "│" in line]
+    assert [row[2].strip() for row in rows] == ["0", "1", "2"] * 2 and rows[3][1].strip().startswith("frequency")
 
     written = json.loads(out.read_text(encoding="utf-8"))
     assert "drafter" not in written["models"] and written["models"]["eagle"]["trimmed"]["head_rows"] == DRAFTABLE

@@ -264,7 +264,7 @@ def test_a_damaged_index_is_built_again(tmp_path):
 
 def test_without_hnswlib_the_exact_ways_work(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "hnswlib", None)
-    with pytest.raises(UnsupportedError, match=r"hf_dynspec\[retrieval\]"):
+    with pytest.raises(UnsupportedError, match=r"hf-dynspec\[retrieval\]"):
         policy(semantic="index").start(vocabulary(rows_of_head()))
     state = policy(semantic="token").start(vocabulary(rows_of_head()))
     state.observe(verdict([90], top_ids=[[100] * 50]))
