@@ -79,5 +79,8 @@ def main() -> None:
     except DynSpecError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(1) from None
-    finally:
-        part_from_launched()
+    except SystemExit as end:
+        # After a failure the others may still wait in an exchange, which parting from them could wait for too.
+        if not end.code:
+            part_from_launched()
+        raise

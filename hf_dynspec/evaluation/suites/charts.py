@@ -249,7 +249,7 @@ def _course(figure: Any, evaluation: Evaluation) -> bool:
             places = [place for place, value in enumerate(values, 1) if value is not None]
             style = {"linewidth": 1.2, "markersize": 4} | _style(evaluation, system)
             if within == EVERYTHING:
-                del style["marker"]
+                style["marker"] = ""
             axes.plot(places, [values[place - 1] for place in places], label=system, **style)
         if within == EVERYTHING:
             _mark_switches(axes, evaluation)

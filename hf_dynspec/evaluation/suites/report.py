@@ -75,7 +75,7 @@ def conditions(evaluation: Evaluation) -> str:
     names = [models[role]["name"] for role in ("target", "drafter") if role in models]
     names += [one["name"] for one in models.get("eagle", {}).values()]
     parts = [
-        f"{len(evaluation.prompts)} prompts of {', '.join(evaluation.domains)}",
+        f"{len(evaluation.prompts)} prompt{'s' * (len(evaluation.prompts) != 1)} of {', '.join(evaluation.domains)}",
         f"{settings['max_new_tokens']} new tokens" + (" a turn" if _has_turns(evaluation) else ""),
         f"{settings['repeats']} repeat{'s' * (settings['repeats'] > 1)}",
     ]

@@ -133,7 +133,7 @@ class RetrievalShortlist(ShortlistPolicy):
         # that head's rows; an index takes seconds to open.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
-        self._made_of: tuple[StorageWeakRef, int, torch.Size] | None = None
+        self._made_of: tuple[StorageWeakRef, int, int, torch.Size] | None = None
         self.listener: RetrievalListener | None = None
 
     def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
@@ -209,7 +209,7 @@ class RetrievalShortlist(ShortlistPolicy):
             return None
         with self._lock:
             # By the memory itself, as another head may come to lie at the address of one that is gone.
-            made_of = StorageWeakRef(rows.untyped_storage()), rows._version, rows.shape
+            made_of = StorageWeakRef(rows.untyped_storage()), rows.storage_offset(), rows._version, rows.shape
             semantic = self._made and self._made()
             if semantic is None or self._made_of != made_of:
                 if self.semantic == "index":
