@@ -33,6 +33,7 @@ _HOMES = {
     "Shortlist": ".protocol",
     "ShortlistPolicy": ".shortlists",
     "ShortlistState": ".shortlists",
+    "TargetError": ".errors",
     "TreeConfig": ".drafting.tree_config",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from .errors import DynSpecError as DynSpecError
     from .errors import NotBoundError as NotBoundError
     from .errors import PolicyError as PolicyError
+    from .errors import TargetError as TargetError
     from .errors import UnsupportedError as UnsupportedError
     from .generation.candidate_generator import DynSpecCandidateGenerator as DynSpecCandidateGenerator
     from .protocol import Needs as Needs

@@ -35,6 +35,17 @@ def shown_value(value: object) -> str:
     return shown_text(repr(value), 80)
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """So many of something, in words: `1 token`, `1,024 tokens`.
+
+    Args:
+        count: how many.
+        one: what a single one is called.
+        many: what several are called (None: the same with an s).
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 class DynSpecError(Exception):
     """Base class of every error that this package raises on purpose. Whatever a message repeats of a file is escaped
     here, and long messages are cut off."""
@@ -45,6 +56,10 @@ class DynSpecError(Exception):
 
 class NotBoundError(DynSpecError, RuntimeError):
     """The assistant was handed to a model that it is not bound to."""
+
+
+class TargetError(DynSpecError, RuntimeError):
+    """The target's logits leave nothing that a token could be drawn from."""
 
 
 class UnsupportedError(DynSpecError, ValueError):

@@ -23,18 +23,31 @@ _LARGEST_NUMBER = 2**63
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class FieldError(ConfigurationError):
+class SettingError(ConfigurationError):
+    """A setting is out of range.
+
+    Attributes:
+        field: the setting's name. On a command line it is that of an option.
+        problem: what is wrong with it, to follow upon the name.
+    """
+
+    def __init__(self, field: str, problem: str):
+        self.field, self.problem = field, problem
+        super().__init__(f"{field} {problem}")
+
+
+class FieldError(SettingError):
     """A field of a configuration holds what it must not.
 
     Attributes:
         field: the field's name within its section.
-        problem: what is wrong with it.
         fix: how to mend it.
     """
 
     def __init__(self, field: str, problem: str, fix: str):
-        self.field, self.problem, self.fix = field, problem, fix
-        super().__init__(f"{field}: {problem}. {fix}.")
+        super().__init__(field, problem)
+        self.fix = fix
+        ConfigurationError.__init__(self, f"{field}: {problem}. {fix}.")
 
 
 # What a value may be. A rule knows plain values only: none can name a file, a repository or a class.

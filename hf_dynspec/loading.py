@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .drafters import CausalLMDrafter, Drafter
-from .errors import ConfigurationError, UnsupportedError
+from .errors import ConfigurationError, UnsupportedError, counted
 from .modeling.parts import output_rows
 from .vocabulary import as_token_ids
 
@@ -97,7 +97,7 @@ def _require_all_weights(described: str, found: Mapping[str, Iterable[Any]]) -> 
             "EagleDrafter.from_pretrained."
         )
     raise ConfigurationError(
-        f"{described} has {len(wrong)} weights that are not in its files, or have other shapes there, such as "
+        f"{described} has {counted(len(wrong), 'weight')} that its files lack or hold in another shape, such as "
         f"{min(wrong)}. Load a model whose files fit its config.json."
     )
 

@@ -188,7 +188,7 @@ class Learner:
             for layer in self._adapted.values():
                 first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
                 # As peft does, but for the generator.
-                drawn = torch.empty(first.shape, dtype=first.dtype)
+                drawn = torch.empty(first.shape, dtype=first.dtype, device="cpu")
                 first.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random))
                 second.zero_()
             for name, tensor in self._base.items():

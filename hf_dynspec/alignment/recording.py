@@ -46,7 +46,7 @@ class Recorder:
         self.temperature = 0.0
         self.seconds = 0.0
         self._context = context
-        self._prompt = torch.empty(0, dtype=torch.int64)
+        self._prompt = torch.empty(0, dtype=torch.int64, device="cpu")
         # How many tokens of the text come before the first recorded round.
         self._first = 0
         self._verified = 0
@@ -128,8 +128,8 @@ class Recorder:
             return None
         rounds = list(self._rounds)
         # The last token of a round is the target's own: what was drafted there was rejected, or nothing was.
-        is_wrong = torch.zeros(self._verified, dtype=torch.bool)
-        is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds]).cumsum(0) - 1] = True
+        is_wrong = torch.zeros(self._verified, dtype=torch.bool, device="cpu")
+        is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds], device="cpu").cumsum(0) - 1] = True
         shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.ids()[:LARGEST_SHORTLIST]
         token_ids = torch.cat([prompt, *[one.token_ids for one in rounds]])
         trajectory = Trajectory(

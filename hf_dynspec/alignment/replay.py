@@ -108,7 +108,7 @@ class ReplayBuffer:
             random: draws them; a generator of the CPU.
         """
         held = list(self)
-        others = torch.randperm(max(0, len(held) - 1), generator=random)[: size - 1]
+        others = torch.randperm(max(0, len(held) - 1), generator=random, device="cpu")[: size - 1]
         return held[-1:] + [held[place] for place in others.tolist()]
 
     def __len__(self) -> int:

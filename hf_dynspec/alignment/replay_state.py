@@ -21,7 +21,7 @@ def requests_state(trajectories: Iterable[Trajectory]) -> list[dict[str, torch.T
     state = []
     for trajectory in trajectories:
         values = {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
-        numbers = {name: torch.tensor(values[name]) for name in _NUMBERS}
+        numbers = {name: torch.tensor(values[name], device="cpu") for name in _NUMBERS}
         tensors = {name: one.clone() for name, one in values.items() if isinstance(one, torch.Tensor)}
         state.append(tensors | numbers)
     return state

@@ -55,7 +55,7 @@ def download_snapshot(
     Raises:
         ArtifactError: there is no such repository or revision, or it can neither be reached nor is in the cache.
     """
-    with naming_hub_errors(repo_id, CONFIG_FILE):
+    with naming_hub_errors(repo_id, CONFIG_FILE, or_folder=True):
         folder = snapshot_download(
             repo_id,
             revision=revision,
@@ -68,20 +68,37 @@ def download_snapshot(
 
 
 @contextmanager
-def naming_hub_errors(repo_id: str, filename: str) -> Iterator[None]:
-    """Say in this package's words what a user can mend; other trouble with the network stays the Hub client's."""
+def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> Iterator[None]:
+    """Say in this package's words what a user can mend; other trouble with the network stays the Hub client's.
+
+    Args:
+        repo_id: the repository.
+        filename: the file that is asked for.
+        or_folder: the name might have been meant for a folder on this computer.
+
+    Raises:
+        ArtifactError: there is no such repository, revision or file, or it cannot be reached or kept.
+    """
+    is_no_folder = or_folder and not os.path.isdir(repo_id)
     try:
         yield
     except HFValidationError as error:
         raise ArtifactError("repository", f"{repo_id!r} cannot be a name on the Hub", "Correct the name.") from error
     except RepositoryNotFoundError as error:
-        problem = f"{repo_id} does not exist, or you may not see it"
+        no_folder = f"there is no folder {repo_id} here, and " if is_no_folder else ""
+        problem = f"{no_folder}{repo_id} does not exist on the Hub, or you may not see it"
         raise ArtifactError("repository", problem, "Correct the name, log in, or accept the terms.") from error
     except RevisionNotFoundError as error:
         raise ArtifactError("revision", f"{repo_id} has no such revision", "Correct the revision.") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        problem = f"of {repo_id} is not in the cache, and the Hub cannot be reached"
-        raise ArtifactError(filename, problem, "Load the artifact once with a network.") from error
+        problem, fix = (
+            f"of {repo_id} is not in the cache, and the Hub cannot be reached",
+            "Load it once with a network.",
+        )
+        if is_no_folder:
+            problem = f"{problem}; nor is there a folder {repo_id} here"
+            fix = "Give an existing folder, or load the repository once with a network."
+        raise ArtifactError(filename, problem, fix) from error
     except (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
         problem = f"of {repo_id} cannot be kept in the Hub's cache: {error}"
         raise ArtifactError(filename, problem, "Make the cache writable, or give another cache_dir.") from error
@@ -136,7 +153,7 @@ class RepositoryFiles:
 
     def _download(self, filename: str, **options: Any) -> Any:
         """A file's path, or with `dry_run=True` its commit and, where the Hub tells, its size."""
-        with naming_hub_errors(self._repo_id, filename):
+        with naming_hub_errors(self._repo_id, filename, or_folder=True):
             try:
                 return self._api.hf_hub_download(
                     self._repo_id, filename, revision=self._revision, **self._options, **options

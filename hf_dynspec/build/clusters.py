@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from ..errors import ConfigurationError, DynSpecError
+from ..fields import SettingError
 from ..files import replacing
 
 Report = Callable[[str, int, int], None]
@@ -166,7 +167,7 @@ def require_cluster_settings(num_clusters: int, seed: int, iterations: int, toke
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             what = "the number of tokens" if name == "num_clusters" else "the most"
-            raise ConfigurationError(f"{name} must be a whole number from {least} to {most}, {what}; got {value!r}")
+            raise SettingError(name, f"must be a whole number from {least} to {most}, {what}; got {value!r}")
 
 
 def require_faiss(device: torch.device) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ConfigurationError
+from ..fields import SettingError
 from .bigram_counts import BigramCounts
 from .bigram_runs import Block, merged_blocks, sum_equal
 
@@ -44,11 +45,9 @@ class Pruning:
     def __post_init__(self):
         for name, least in (("minimum_count", 1), ("largest_degree", 1)):
             if getattr(self, name) < least:
-                raise ConfigurationError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise SettingError(name, f"must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.threshold < 1:
-            raise ConfigurationError(
-                f"threshold must be a probability of at least 0 and below 1, got {self.threshold}"
-            )
+            raise SettingError("threshold", f"must be a probability of at least 0 and below 1, got {self.threshold}")
 
 
 def build_graph(

@@ -32,7 +32,8 @@ class PromptRow:
         number: the line of a JSON lines file, or the row of a Parquet file, from 1.
         field: the field that holds its text.
         turns: what the user says, turn by turn; a single text is one turn. Any may be empty, and so may be the whole.
-        values: all that the row says, as it stands there; of a Parquet file, at least `question_id` and `category`.
+        values: all that the row says, as it stands there; of a Parquet file, `question_id`, `category`, and what else
+            was asked for.
     """
 
     file: Path
@@ -61,13 +62,14 @@ def find_prompt_files(paths: Iterable[str | Path]) -> list[str]:
     return [path for path, _ in find_files(paths)]
 
 
-def read_prompt_file(path: str, fields: Sequence[str], fix: str) -> Iterator[PromptRow]:
+def read_prompt_file(path: str, fields: Sequence[str], fix: str, more: Sequence[str] = ()) -> Iterator[PromptRow]:
     """Read the prompts of a file: JSON lines, which may be compressed, or Parquet.
 
     Args:
         path: the file. Unless its suffix says that it is Parquet or plain text, it holds JSON lines.
         fields: where the text may be; the first of these fields that a row has counts.
         fix: what to do where a row has none of them.
+        more: columns of a Parquet file that are wanted besides, if there are any.
 
     Raises:
         CorpusError: the file cannot be read or is plain text, which does not say where prompts end; a row has no text,
@@ -85,7 +87,7 @@ def read_prompt_file(path: str, fields: Sequence[str], fix: str) -> Iterator[Pro
         return field, turns, row
 
     with naming_damage(part):
-        rows = _parquet_prompts(part, fields) if kind == "parquet" else read_json_lines(part, prompt)
+        rows = _parquet_prompts(part, fields, more) if kind == "parquet" else read_json_lines(part, prompt)
         for number, (field, turns, values) in rows:
             yield PromptRow(Path(path), number, field, turns, values)
 
@@ -108,9 +110,9 @@ def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Itera
 
 
 def _parquet_prompts(
-    part: FilePart, fields: Sequence[str]
+    part: FilePart, fields: Sequence[str], more: Sequence[str]
 ) -> Iterator[tuple[int, tuple[str, tuple[str, ...], dict[str, Any]]]]:
-    for number, row in enumerate(read_parquet(part, fields, (QUESTION, CATEGORY)), 1):
+    for number, row in enumerate(read_parquet(part, fields, (QUESTION, CATEGORY, *more)), 1):
         field = next(field for field in fields if field in row)
         yield number, (field, as_turns(row[field], field), row)
 

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..errors import ConfigurationError, shown_value
+from ..errors import shown_value
+from ..fields import SettingError
 from ..files import replacing
 from .clusters import LARGEST_SEED
 
@@ -56,17 +57,15 @@ class RecordingSettings:
     def __post_init__(self):
         least = {"window": SHORTEST_WINDOW, "seed": 0}
         if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
-            raise ConfigurationError(f"temperature must be a number of at least 0, got {self.temperature!r}")
+            raise SettingError("temperature", f"must be a number of at least 0, got {self.temperature!r}")
         for name, value in asdict(self).items():
             if name in ("temperature", "of_hidden"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
-                raise ConfigurationError(
-                    f"{name} must be a whole number of at least {least.get(name, 1)}, got {value!r}"
-                )
+                raise SettingError(name, f"must be a whole number of at least {least.get(name, 1)}, got {value!r}")
         # That of the clusters, of which the router is.
         if self.seed > LARGEST_SEED:
-            raise ConfigurationError(f"seed must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
+            raise SettingError("seed", f"must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
 
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""

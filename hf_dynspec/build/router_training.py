@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ConfigurationError
+from ..fields import SettingError
 from ..files import replacing
 from ..shortlists.router.network import Router
 from .recording import Recording
@@ -68,9 +69,9 @@ class TrainingSettings:
             if name == "hidden" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise SettingError(name, f"must be a whole number of at least 1, got {value!r}")
         if not 0 < self.learning_rate < 1:
-            raise ConfigurationError(f"learning_rate must be between 0 and 1, got {self.learning_rate!r}")
+            raise SettingError("learning_rate", f"must be between 0 and 1, got {self.learning_rate!r}")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, counted
 from ..files import replacing
 from .recording import SHORTEST_WINDOW, RecordingSettings
 from .texts import CorpusError, FilePart, read_unit
@@ -90,7 +90,9 @@ def sample_windows(
                     kept.append(window)
     report(len(units), len(units))
     if len(kept) < 2:
-        raise CorpusError(f"the texts give {len(kept)} windows of {SHORTEST_WINDOW} tokens or more; two are needed")
+        raise CorpusError(
+            f"the texts give {counted(len(kept), 'window')} of {SHORTEST_WINDOW} tokens or more; two are needed"
+        )
     order = random.permutation(len(kept))
     enough = np.cumsum([len(kept[index]) - 1 for index in order])
     order = order[: np.searchsorted(enough, settings.steps + settings.held_out + 2 * settings.window) + 1]

@@ -17,28 +17,18 @@ from .graph import graph
 from .launched import part_from_launched
 from .plot import plot
 from .push import push
-from .running import Commands
+from .running import CommandApp, Commands
 from .trace import trace
 from .train import train_app
 
-build_app = typer.Typer(
-    help="Build artifacts from text, prompts and weights.", no_args_is_help=True, rich_markup_mode=None
-)
+build_app = CommandApp(help="Build artifacts from text, prompts and weights.")
 # Whole sentences that fit into a line of the list of commands: click cuts longer ones off.
 build_app.command(short_help="Rank tokens by how often they occur in text.")(frequency)
 build_app.command("frequency-import", short_help="Make a ranking of a .pt frequency list.")(frequency_import)
 build_app.command(short_help="Part the vocabulary into clusters of tokens.")(clusters)
 build_app.command(short_help="Count which token follows on which in text.")(graph)
 
-app = typer.Typer(
-    name="hf-dynspec",
-    help="Dynamic drafter vocabularies for speculative decoding.",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    # Rich's boxes cut the names of options short where the terminal has 80 columns.
-    rich_markup_mode=None,
-)
+app = CommandApp(name="hf-dynspec", help="Dynamic drafter vocabularies for speculative decoding.", cls=Commands)
 app.add_typer(build_app, name="build")
 app.add_typer(convert_app, name="convert")
 app.add_typer(export_app, name="export")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..errors import counted
 from .common import command_line
 from .running import claim_folder, raise_lost_interrupt
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 # Provenance names this many input files; beyond them it keeps their number and their total size.
 MOST_NAMED_INPUTS = 100
+
+
+# By which a folder is known to hold an artifact or a model.
+_ARTIFACT_FILES = ("config.json", "model.safetensors")
+# Where a folder keeps what was done until its artifact is written.
+UNFINISHED = "partial"
 
 
 # The folder ----------------------------------------------------------------------------------------------------------
@@ -42,12 +49,12 @@ def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> N
             is_ours = False
         if not is_ours:
             raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
-    claim_folder(context, out)
+    claim_folder(context, out, own=(*_ARTIFACT_FILES, UNFINISHED))
 
 
 def holds_artifact(out: Path) -> bool:
     """Whether a folder holds an artifact or a model."""
-    return (out / "config.json").exists() or (out / "model.safetensors").exists()
+    return any((out / name).exists() for name in _ARTIFACT_FILES)
 
 
 def going_on(out: Path, overwrite: bool) -> str:
@@ -103,7 +110,10 @@ def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corp
 def tell_resumed(tally: "Tally | BigramCounts") -> None:
     if tally.finished.any():
         done, total = int(tally.finished.sum()), len(tally.finished)
-        typer.echo(f"continuing: {done} of {total} parts and {tally.tokens} tokens were counted before", err=True)
+        typer.echo(
+            f"continuing: {done} of {counted(total, 'part')} and {counted(tally.tokens, 'token')} were counted before",
+            err=True,
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import counted
 from . import options
 from .building import command_text, require_free_folder, shorten_name
 from .common import progress_bar, wide_console
@@ -89,8 +90,10 @@ def clusters(
     _print_report(provenance["partition"])
     count = made.centroids.shape[0]
     if count < num_clusters:
-        typer.echo(f"{count} clusters instead of {num_clusters}: too few rows differ in direction", err=True)
-    typer.echo(f"{out}: {fingerprint.size:,} tokens in {count:,} clusters")
+        typer.echo(
+            f"{counted(count, 'cluster')} instead of {num_clusters}: too few rows differ in direction", err=True
+        )
+    typer.echo(f"{out}: {fingerprint.size:,} tokens in {counted(count, 'cluster')}")
     typer.echo(f"use them by --policy router:router={out}, or by train router --clusters {out}")
 
 

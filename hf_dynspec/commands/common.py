@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..errors import counted
 from .running import claim_file, describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | s
     target, where = models["target"], hardware()
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
     parts = [processor, cpu_threads(threads), target["dtype"]]
-    parts.append(f"{max_new_tokens} new tokens")
+    parts.append(counted(max_new_tokens, "new token"))
     if chain_length is not None:
         parts.append("chains as long as pays" if chain_length == "auto" else f"chains of {chain_length}")
     return ", ".join(parts)

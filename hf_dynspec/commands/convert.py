@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
+from ..errors import counted
 from . import options
-from .running import claim_folder
+from .running import CommandApp, claim_folder
 
-convert_app = typer.Typer(
-    help="Convert checkpoints from one layout to another.", no_args_is_help=True, rich_markup_mode=None
-)
+convert_app = CommandApp(help="Convert checkpoints from one layout to another.")
 
 
 class Layout(str, Enum):
@@ -64,7 +63,7 @@ def eagle(
 
     if not overwrite and ((out / CONFIG_FILE).exists() or (out / WEIGHTS_FILE).exists()):
         raise ConfigurationError(f"{out} holds a model already. Give --overwrite, or another folder.")
-    claim_folder(context, out, "OUT")
+    claim_folder(context, out, "OUT", own=(CONFIG_FILE, WEIGHTS_FILE))
     checkpoint = read_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
     rows, found = (None, ()) if target is None else read_output_rows(target)
     converted = convert_checkpoint(
@@ -77,4 +76,4 @@ def eagle(
     )
     write_checkpoint(out, converted)
     tensors = len(converted.tensors)
-    typer.echo(f"{out}: an EAGLE-{converted.settings.generation} head for {to.value}, {tensors} tensors")
+    typer.echo(f"{out}: an EAGLE-{converted.settings.generation} head for {to.value}, {counted(tensors, 'tensor')}")

@@ -91,6 +91,7 @@ def evaluate(
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods
     from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
+    from ..evaluation.suites.runs import RUNS, SETTINGS
     from ..evaluation.suites.settings import SuiteSettings
 
     folders = zip(GIVEN, (ranking, vocabtrim, router, coral, graph), strict=True)
@@ -120,14 +121,16 @@ def evaluate(
     if figures:
         require_plot_file(out / "figure.png", "give --no-figures")
     if launched.is_main:
-        claim_folder(context, out)
+        claim_folder(context, out, own=(SETTINGS, RUNS))
         keeps(context, f"what was measured until then is in {out}; the same command goes on")
-    _run(settings, out, launched, command_line(context))
+    had_to_run = _run(settings, out, launched, command_line(context))
     if launched.is_main:
+        if not had_to_run:
+            typer.echo(f"{out}: all of it was measured before; nothing is run", err=True)
         write_results(out, figures)
 
 
-def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> None:
+def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> bool:
     from ..evaluation.suites.runner import Share, run_suite
     from ..evaluation.suites.runs import RunFolder
 
@@ -136,7 +139,7 @@ def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[s
     with progress_bar() as bar:
         # A bar for each process would be drawn over the others'.
         report = bar if launched.is_main else lambda *_: None
-        run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report)
+        return run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report)
 
 
 def write_results(folder: Path, figures: bool = True) -> None:

@@ -5,19 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import counted
 from . import options
-from .running import claim_file, claim_folder
+from .running import CommandApp, claim_file, claim_folder
 
 if TYPE_CHECKING:
     from ..artifacts.exports.static import StaticShortlist
     from ..drafters.eagle.checkpoint import EagleCheckpoint
 
-export_app = typer.Typer(
+export_app = CommandApp(
     help="Write a static shortlist as other engines read it. What they cannot express is refused.",
     short_help="Write a static shortlist as other engines read it.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
+
+_HEAD_FILES = ("config.json", "model.safetensors")
 
 Artifact = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="Folder or Hub id of a frequency artifact, or of another policy.")
@@ -54,7 +55,7 @@ def sglang(
     claim_file(context, out, "--out", make_folder=True)
     shortlist = _read(artifact, "SGLang", size, static, target)
     count = write_token_map(out, shortlist)
-    typer.echo(f"{out}: {count:,} token ids, most frequent first, read back as SGLang does")
+    typer.echo(f"{out}: {counted(count, 'token id')}, most frequent first, read back as SGLang does")
 
 
 @export_app.command(short_help="Trim an EAGLE-3 head to a ranking, for vLLM.")
@@ -87,15 +88,15 @@ def vllm(
     """
     from ..artifacts.exports.vllm import read_head, trimmed_for_vllm, write_head
 
-    _require_free([out / "config.json", out / "model.safetensors"], overwrite)
-    claim_folder(context, out)
+    _require_free([out / name for name in _HEAD_FILES], overwrite)
+    claim_folder(context, out, own=_HEAD_FILES)
     texts = None if check is None else _read_texts(check, target)
     checkpoint = read_head(head, allow_pickle=allow_pickle)
     shortlist = _read(ranking, "vLLM", size, static, target)
     trimmed = trimmed_for_vllm(checkpoint, shortlist, target, verifier=verifier, speculative_tokens=speculative_tokens)
     write_head(out, trimmed)
     count = trimmed.settings.draft_vocab_size
-    typer.echo(f"{out}: an EAGLE-3 head of {count:,} tokens for vLLM, read back bit for bit")
+    typer.echo(f"{out}: an EAGLE-3 head of {counted(count, 'token')} for vLLM, read back bit for bit")
     if texts is not None:
         _check_drafts(checkpoint, out, shortlist, target, texts)
 
@@ -121,10 +122,10 @@ def custom_generate(
     if repo_id is not None:
         require_repository_name(repo_id, "--repo-id")
     _require_free([out / name for name in FILES], overwrite)
-    claim_folder(context, out)
+    claim_folder(context, out, own=[Path(name).parts[0] for name in FILES])
     shortlist = _read(artifact, "transformers", size, static, target)
     count = write_custom_generate(out, shortlist, repo_id)
-    typer.echo(f"{out}: draft from {count:,} tokens by generate(custom_generate={str(repo_id or out)!r}, …)")
+    typer.echo(f"{out}: draft from {counted(count, 'token')} by generate(custom_generate={str(repo_id or out)!r}, …)")
 
 
 def _read(artifact: str, engine: str, size: int | None, static: bool, target: str | None) -> "StaticShortlist":
@@ -165,4 +166,4 @@ def _check_drafts(
     model = load_model(target, dtype=torch.float32, role="target")
     moved = [text.to(model.device) for text in texts]
     count = require_equal_drafts(original, read_checkpoint(out), shortlist.policy, model, moved)
-    typer.echo(f"{count:,} tokens drafted after {len(texts)} texts are those of the whole head")
+    typer.echo(f"{counted(count, 'token')}, drafted after {counted(len(texts), 'text')}, are those of the whole head")

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import counted
 from . import options
 from .building import (
+    UNFINISHED,
     command_text,
     counting_bar,
     describe_inputs,
@@ -83,7 +85,7 @@ def frequency(
     def start_tally(units: int, job: dict[str, Any]) -> Tally:
         # Another version may cut text in other places.
         job = {**job, "hf_dynspec": __version__}
-        folder = out / "partial"
+        folder = out / UNFINISHED
         tally = Tally(vocabulary_size(loaded), units, job, folder, save_every=save_every, fresh=overwrite)
         keeps(context, lambda: _describe_kept(tally, folder, going_on(out, overwrite)))
         return tally
@@ -288,7 +290,7 @@ def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
     done, total = int(tally.finished.sum()), len(tally.finished)
     if not (folder / tally.FILE).exists():
         return "nothing was counted yet; run the same command to begin anew"
-    return f"the counts of {done} of {total} parts are kept in {folder}; {fix}"
+    return f"the counts of {done} of {counted(total, 'part')} are kept in {folder}; {fix}"
 
 
 def _print_coverage(tally: "Tally", ranking: Any) -> None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import counted
 from . import options
 from .building import (
+    UNFINISHED,
     command_text,
     counting_bar,
     describe_inputs,
@@ -84,7 +86,7 @@ def graph(
     judged_by = _find_held_out(held_out, text_field, corpus, loaded)
     # Another version may cut text in other places.
     job = {**job, "hf_dynspec": __version__}
-    units, folder = len(corpus.units), out / "partial"
+    units, folder = len(corpus.units), out / UNFINISHED
     counts = launched.main_first(lambda: BigramCounts(folder, units, job, fresh=overwrite, is_main=launched.is_main))
     processes = processes or max(1, min(8, os.cpu_count() or 1) // launched.local_count)
     work = _Work(loaded, size, text_field, processes, (memory << 20) // launched.local_count)
@@ -251,7 +253,7 @@ def _describe_kept(counts: "BigramCounts", fix: str) -> str:
     done, total = int(counts.finished.sum()), len(counts.finished)
     if not done:
         return "nothing was counted yet; run the same command to begin anew"
-    return f"the counts of {done} of {total} parts are kept in {counts.folder}; {fix}"
+    return f"the counts of {done} of {counted(total, 'part')} are kept in {counts.folder}; {fix}"
 
 
 def _write(out: Path, made: Any, tokenizer: Any, eos_token_ids: tuple[int, ...], provenance: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import counted
 from .running import keeps
 
 
@@ -105,7 +106,7 @@ def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
     """What is uploaded, apart from standard output, which is the card's or the address's."""
     for name, size in sizes.items():
         typer.echo(f"{name}: {size:,} bytes", err=True)
-    typer.echo(f"{len(sizes)} files and the model card {preposition} {repo_id}", err=True)
+    typer.echo(f"{counted(len(sizes), 'file')} and the model card {preposition} {repo_id}", err=True)
 
 
 @contextmanager

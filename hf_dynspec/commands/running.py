@@ -8,13 +8,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 INTERRUPTED = 130
 # Under this name a context holds what an interrupt leaves, or gives it when it is called.
@@ -37,6 +37,50 @@ _FIXES = {
     errno.ENOENT: "see whether the name is right",
     errno.ENOTEMPTY: "another process may be writing there; wait for it to end",
 }
+
+
+# The parameters of commands that give settings of other names.
+_GIVEN_BY = {
+    "temperatures": "temperature",
+    "memory_bandwidth": "device_memory_bandwidth",
+    "flops": "device_flops",
+    "max_steps": "max_batches",
+}
+
+
+class CommandApp(typer.Typer):
+    """A group of commands: its help is plain, and its commands name their options in errors."""
+
+    def __init__(self, **settings: Any):
+        # Rich's boxes cut the names of options short where the terminal has 80 columns.
+        super().__init__(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
+
+    def command(self, *arguments: Any, **settings: Any) -> Callable:
+        """See `typer.Typer.command`."""
+        return super().command(*arguments, cls=OptionNamingCommand, **settings)
+
+
+class OptionNamingCommand(TyperCommand):
+    """A command that names the option where a setting that it gives is out of range."""
+
+    def invoke(self, context: Any) -> Any:
+        """See `click.Command.invoke`.
+
+        Raises:
+            ConfigurationError: a setting is out of range.
+        """
+        from ..errors import ConfigurationError
+        from ..fields import SettingError
+
+        try:
+            return super().invoke(context)
+        except SettingError as error:
+            options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
+            name = _GIVEN_BY.get(error.field, error.field)
+            option = options.get(name) or options.get(error.field)
+            if option is None:
+                raise
+            raise ConfigurationError(f"{option} {error.problem}") from error
 
 
 class Commands(TyperGroup):
@@ -67,7 +111,8 @@ class Commands(TyperGroup):
             # Whoever read the output has gone, as in `| head`; click ends quietly then.
             if getattr(error, "errno", None) == errno.EPIPE:
                 raise
-            kept = f". What was done is not lost: {_kept(context)}" if _KEPT in context.meta else ""
+            kept = _kept(context) if _KEPT in context.meta else ""
+            kept = f". {kept[0].upper()}{kept[1:]}" if kept else ""
             problem = describe_os_error(error)
             if getattr(error, "filename", None) is None and _PLACE in context.meta:
                 problem = f"{context.meta[_PLACE]}: {problem}"
@@ -157,14 +202,26 @@ def describe_os_error(error: Exception, says_where: bool = True) -> str:
 # What is written to ------------------------------------------------------------------------------------------------
 
 
-def claim_folder(context: typer.Context, folder: Path, option: str = "--out") -> None:
+def claim_folder(
+    context: typer.Context, folder: Path, option: str = "--out", own: Collection[str] | None = None
+) -> None:
     """Make a folder and keep it from other commands until this one ends; refuse before any work what would fail later.
 
     If nothing was written by then, the folder is gone again.
 
+    Args:
+        context: of the command.
+        folder: the folder.
+        option: which names it.
+        own: names of files by which a folder tells that an earlier run wrote it; another one must hold nothing but
+            hidden files (None: it may hold anything).
+
     Raises:
-        ConfigurationError: it cannot be made or written, or another process is writing to it.
+        ConfigurationError: it holds somebody else's files, it cannot be made or written, or another process is writing
+            to it.
     """
+    if own is not None:
+        _require_no_others(folder, option, own)
     _make_writable(context, folder, f"{option} {folder}")
     context.with_resource(_held(folder / ".hf-dynspec.lock", f"{option} {folder}"))
 
@@ -229,6 +286,18 @@ def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
             file.flush()
     except OSError as error:
         raise ConfigurationError(f"{what} cannot be written: {describe_os_error(error, says_where=False)}") from error
+
+
+def _require_no_others(folder: Path, option: str, own: Collection[str]) -> None:
+    from ..errors import ConfigurationError
+
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    others = [name for name in names if not name.startswith(".")]
+    if others and not set(own) & set(others):
+        raise ConfigurationError(
+            f"{option} {folder} holds files that are not of this command, such as {others[0]}; name a new folder, or "
+            "an empty one"
+        )
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .building import command_text, describe_inputs, going_on, require_free_folder, shorten_name
+from .building import UNFINISHED, command_text, describe_inputs, going_on, require_free_folder, shorten_name
 from .common import wide_console
-from .running import keeps
+from .running import CommandApp, keeps
 from .training_job import TrainingJob, describe_kept
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from ..shortlists.router import Router
     from ..shortlists.router.clusters import ClusterShortlist
 
-train_app = typer.Typer(help="Train what policies need.", no_args_is_help=True, rich_markup_mode=None)
+train_app = CommandApp(help="Train what policies need.")
 
-# Where unfinished work is kept, in the folder of the artifact.
-_WORK = "partial"
 _METHODS = ("dynaspec", "coral")
 # Options of what CORAL's router does not have.
 _NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
@@ -176,7 +174,7 @@ def router(
     inputs = {"command": command_text(context), **describe_inputs(corpus.files)}
     pair.save(policy, out, {**inputs, "draft_steps": recorded, "metrics": metrics})
     if not keep_steps:
-        shutil.rmtree(out / _WORK)
+        shutil.rmtree(out / UNFINISHED)
     _print_figures(str(out), metrics, pair.vocabulary_size)
     what = "groups" if is_coral else "clusters"
     typer.echo(f"{out}: a router over {trained.num_clusters:,} {what}, {policy.budget(0):,} chosen at most")
@@ -219,7 +217,7 @@ def _start(
     from ..build.router_pair import RouterPair
     from ..evaluation.pair import load_models
 
-    work = out / _WORK
+    work = out / UNFINISHED
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
         require_free_folder(context, out, overwrite)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ..errors import counted
 from .common import Pace, progress_bar
 from .running import require_space
 
@@ -188,7 +189,7 @@ class TrainingJob:
 def describe_kept(work: Path, fix: str) -> str:
     """What a run that is stopped leaves, which the next one goes on with."""
     shards = len(list(work.glob("steps-*.safetensors")))
-    kept = [f"{shards} part{'' if shards == 1 else 's'} of the draft steps"] if shards else []
+    kept = [f"{counted(shards, 'part')} of the draft steps"] if shards else []
     files = {"the texts": _WINDOWS, "the clusters": _CLUSTERS, "training": _TRAINING}
     kept += [what for what, name in files.items() if (work / name).exists()]
     if not kept:

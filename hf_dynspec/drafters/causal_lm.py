@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
-from ..modeling.masks import attention_windows, require_known_kinds
+from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
 from .base import Drafter, UnrolledStep
 from .causal_lm_state import CausalLMState
@@ -134,6 +134,7 @@ class CausalLMDrafter(Drafter):
         )
 
     def require_trees(self) -> None:
+        require_tree_masks(self.model)
         require_known_kinds(self.model)
         if self.has_own_layers:
             raise UnsupportedError(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..modeling.masks import attention_mask
+from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
 from .traced_step import TracedStep, cache_of, layers_of
 
@@ -136,6 +136,8 @@ class CausalLMState(DrafterState):
 
     def _tree_inputs(self, width: int) -> dict[str, Any]:
         """Mask and positions of the last `width` nodes."""
+        # Another one may have been set since trees were asked for, and some then read past the mask's memory.
+        require_tree_masks(self._decoder)
         tree = self._tree
         device = tree.paths.device
         level = torch.full((width,), tree.levels - 1, dtype=torch.int64, device=device)

@@ -46,7 +46,7 @@ class AutomaticDrafting:
     """What was learnt of drafting under one setting, and the choice that follows from it. Shareable between threads.
 
     At first a few shapes are tried. Then the one that promises the most tokens per second is drafted, and now and then
-    another one that may be as good. Where the target alone promises more than every shape, drafting rests, with a
+    another policy, or nothing, to see. Where the target alone promises more than every shape, drafting rests, with a
     warning when that happens first; it is tried again at intervals that grow as long as it loses.
 
     Args:
@@ -169,7 +169,7 @@ class AutomaticDrafting:
             return ALONE
         if compares:
             tokens = self._acceptance.expected_tokens(self._choice)
-            if (trial := self._trials.begin(speeds, self._choice, tokens, self._count)) is not None:
+            if (trial := self._trials.begin(speeds, self._choice, tokens)) is not None:
                 return trial
             self._compare_again_at = self._rounds + _ROUNDS_PER_COMPARISON
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE

@@ -9,6 +9,10 @@ _FIRST_GUESS, _ROUNDS_OF_FIRST_GUESS = 0.7, 1
 # How many rounds the guess counts for that a token is accepted as likely as one of the step before it. Drafts are long
 # where they are good, so that later steps alone would promise more than they bring.
 _ROUNDS_OF_GUESS = 10
+# Larger trees miss less often: by the size to minus this power, as long as those of a size were hardly seen. Rather
+# too much than too little: a size that promises more than it brings is drafted and found out, one that promises less
+# never is.
+_MISSES_BY_SIZE = 0.2
 # How many tokens the guess counts for that a policy's drafts are accepted like all others, and after how many rounds
 # what is known of that is forgotten by half. The luck of a few hundred rounds is greater than most policies differ by.
 _TOKENS_OF_LIKENESS = 2000.0
@@ -75,17 +79,20 @@ class RunningAcceptance:
         reached, guess, rounds, tokens = 1.0, _FIRST_GUESS, _ROUNDS_OF_FIRST_GUESS, [1.0]
         for step in range(LONGEST):
             if size:
-                guess, rounds = self._of_all_sizes(step, guess, rounds), _ROUNDS_OF_GUESS
+                guess, rounds = self._of_all_sizes(step, size, guess, rounds), _ROUNDS_OF_GUESS
             guess = (hits[step] + rounds * guess) / (asked[step] + rounds)
             rounds = _ROUNDS_OF_GUESS
             reached *= guess
             tokens.append(tokens[-1] + reached)
         return tokens
 
-    def _of_all_sizes(self, step: int, guess: float, rounds: float) -> float:
-        hits = sum(counts[0][step] for counts in self._counts.values())
-        asked = sum(counts[1][step] for counts in self._counts.values())
-        return (hits + rounds * guess) / (asked + rounds)
+    def _of_all_sizes(self, step: int, size: int, guess: float, rounds: float) -> float:
+        """The acceptance of trees of a size as all of them tell it, those of other sizes by what sizes differ in."""
+        misses, all_asked = rounds * (1.0 - guess), rounds
+        for other, (hits, asked) in self._counts.items():
+            misses += (asked[step] - hits[step]) * (other / size) ** _MISSES_BY_SIZE
+            all_asked += asked[step]
+        return max(0.0, 1.0 - misses / all_asked)
 
     def fade_to(self, rounds: float) -> None:
         """Let all that was counted count for no more than so many rounds."""

@@ -1,6 +1,10 @@
-"""When something else is drafted than what promises the most by what is known, and what that may cost."""
+"""When something else is drafted than what promises the most by what is known, and what that may cost.
 
-from collections.abc import Callable, Iterator, Mapping
+Other lengths, and other sizes of trees, are not tried: those that are drafted tell of them, by the acceptance of each
+step and by the line that times lie on, and one round of another says too little to change that.
+"""
+
+from collections.abc import Callable, Mapping
 
 from .draft_shapes import ALONE, DraftShape, are_chains
 
@@ -9,10 +13,6 @@ _SHARE_OF_TRIALS, _LOST_BY_TRIAL = 0.02, 0.5
 # The target alone is timed once more where it took longer than such a part of a round with a short draft, as that may
 # have been a stall.
 _SURPRISINGLY_LONG = 0.9
-# Once in so many rounds another shape is tried that promises nearly as much and was tried too seldom.
-_ROUNDS_PER_TRIAL = 10
-_NEARLY_BEST = 0.95
-_TRIED_ENOUGH = 2
 # Draft steps with which a policy is tried first: fewer tell too little of what one costs, and more cost too much where
 # it is dear.
 _STEPS_OF_POLICY_TRIAL = 3
@@ -46,7 +46,6 @@ class Trials:
         # The one that goes on, and for how many rounds yet.
         self._going_on: DraftShape | None = None
         self._left = 0
-        self._next_at = 0
         self._rounds, self._seconds, self._lost = 0, 0.0, 0.0
 
     def first(
@@ -90,7 +89,6 @@ class Trials:
         speeds: Mapping[DraftShape, float],
         best: DraftShape,
         tokens: float,
-        count: Callable[[DraftShape], int],
     ) -> DraftShape | None:
         """A shape to draft in place of the best one, if there is one to try now.
 
@@ -98,7 +96,6 @@ class Trials:
             speeds: tokens per second to expect of each.
             best: the one that is chosen.
             tokens: to expect of a round of it.
-            count: tells how often a shape was timed.
         """
         least, most = _RIVALS_AGAIN_AFTER if tokens < _FEW_TOKENS else _OTHERS_AGAIN_AFTER
         after = min(max(self._alone_again_after, least), most)
@@ -107,12 +104,7 @@ class Trials:
             return ALONE
         if self._lost > self._seconds * (_SHARE_OF_TRIALS - _LOST_BY_TRIAL / max(1, self._rounds)):
             return None
-        if (trial := self._of_policy(speeds, best)) is not None:
-            return trial
-        if self._rounds < self._next_at:
-            return None
-        self._next_at = self._rounds + _ROUNDS_PER_TRIAL
-        return next(self._seldom_tried(speeds, best, count), None)
+        return self._of_policy(speeds, best)
 
     def _of_policy(self, speeds: Mapping[DraftShape, float], best: DraftShape) -> DraftShape | None:
         """One of a policy that was never tried, or not for long."""
@@ -137,14 +129,6 @@ class Trials:
 
     def _try(self, shape: DraftShape, rounds: int) -> None:
         self._going_on, self._left = shape, rounds - 1
-
-    def _seldom_tried(
-        self, speeds: Mapping[DraftShape, float], best: DraftShape, count: Callable[[DraftShape], int]
-    ) -> Iterator[DraftShape]:
-        enough = _NEARLY_BEST * speeds[best]
-        for shape, speed in speeds.items():
-            if shape.steps and shape.policy == best.policy and speed >= enough and count(shape) < _TRIED_ENOUGH:
-                yield shape
 
     def record(self, shape: DraftShape, seconds: float, lost: float) -> None:
         """A round is over.

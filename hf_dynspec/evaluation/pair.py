@@ -13,6 +13,7 @@ from ..artifacts.config import ModelReference
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
+from ..fields import SettingError
 from ..loading import load_model, load_tokenizer, without_warnings_of_transformers
 from .policy_text import shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
@@ -231,9 +232,10 @@ def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Dr
     if not known:
         return None
     if settings.max_new_tokens >= min(known):
-        raise ConfigurationError(
-            f"max_new_tokens is {settings.max_new_tokens:,}, and the models have room for {min(known):,} tokens, "
-            "prompt included: generate fewer"
+        raise SettingError(
+            "max_new_tokens",
+            f"is {settings.max_new_tokens:,}, and the models have room for {min(known):,} tokens, prompt included: "
+            "generate fewer",
         )
     return min(known) - settings.max_new_tokens
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..build.prompts import CATEGORY, QUESTION, PromptRow, find_prompt_files, read_prompt_file
 from ..build.texts import CorpusError
-from ..errors import DynSpecError, shown_text
+from ..errors import DynSpecError, counted, shown_text
 
 # Where the text of a row may be: Spec-Bench's field first.
 TEXT_FIELDS = ("turns", "prompt", "text")
@@ -44,6 +44,7 @@ def read_workload(
     paths: Sequence[str | Path],
     limit: int | None = None,
     require: Callable[[PromptRow], None] = lambda row: None,
+    more: Sequence[str] = (),
 ) -> list[WorkloadPrompt]:
     """Read prompts from JSON lines and Parquet files.
 
@@ -54,6 +55,7 @@ def read_workload(
         paths: files, and directories of files.
         limit: take the first so many prompts of each category of each file (None: all).
         require: what else a row must fulfil, or raises `WorkloadError`.
+        more: fields that `require` looks at, besides those above.
 
     Raises:
         WorkloadError: no files, a file that cannot be read, a malformed row, two prompts with one identifier.
@@ -61,7 +63,7 @@ def read_workload(
     if not paths:
         raise WorkloadError("no prompts: name at least one JSON lines file")
     try:
-        rows = [row for path in find_prompt_files(paths) for row in _read_file(path, require)]
+        rows = [row for path in find_prompt_files(paths) for row in _read_file(path, require, more)]
     except CorpusError as error:
         raise WorkloadError(str(error)) from error
     files_of = Counter(category for _, category in {(row.file, _category(row)) for row in rows})
@@ -90,8 +92,8 @@ def _category(row: PromptRow) -> Any:
     return row.file_name if given is None else given
 
 
-def _read_file(path: str, require: Callable[[PromptRow], None]) -> list[PromptRow]:
-    rows = list(read_prompt_file(path, TEXT_FIELDS, "a row needs turns (a list of texts), prompt or text"))
+def _read_file(path: str, require: Callable[[PromptRow], None], more: Sequence[str]) -> list[PromptRow]:
+    rows = list(read_prompt_file(path, TEXT_FIELDS, "a row needs turns (a list of texts), prompt or text", more))
     for row in rows:
         question, category = _question(row), _category(row)
         if not row.turns or not row.turns[0]:
@@ -142,7 +144,7 @@ def encode_workload(
             raise WorkloadError(f"prompt {prompt.identifier} has no tokens")
         if longest is not None and len(token_ids) > longest:
             raise WorkloadError(
-                f"prompt {prompt.identifier} has {len(token_ids):,} tokens, and the models have room for "
+                f"prompt {prompt.identifier} has {counted(len(token_ids), 'token')}, and the models have room for "
                 f"{max(longest, 0):,} before the new ones; shorten it with --max-prompt-tokens or leave it out"
             )
         encoded.append(token_ids)

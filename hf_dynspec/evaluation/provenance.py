@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..errors import counted
 from ..shortlists import ShortlistPolicy
 from .policy_text import shorten_paths
 
@@ -40,7 +41,7 @@ def provenance(command: Sequence[str] | None, started: str, finished: str | None
 
 def cpu_threads(count: int) -> str:
     """How many threads computed, in words."""
-    return f"{count} CPU thread{'' if count == 1 else 's'}"
+    return counted(count, "CPU thread")
 
 
 def describe_policies(policies: Mapping[str, ShortlistPolicy]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from ..drafting.tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from ..errors import ConfigurationError, shown_value
-from ..fields import LARGEST_SEED
+from ..fields import LARGEST_SEED, SettingError
 from ..shortlists import ShortlistPolicy
 from .policy_text import DEFAULT_POLICIES, shorten_paths
 from .tree_text import parse_trees
@@ -86,9 +86,9 @@ class PairSettings:
             if name == "num_assistant_tokens" and value == AUTO and self._TAKES_AUTO:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+                raise SettingError(name, f"must be a whole number of at least {least}, got {value!r}")
             if value > self._MOST.get(name, value):
-                raise ConfigurationError(f"{name} must be at most {self._MOST[name]:,}, got {shown_value(value)}")
+                raise SettingError(name, f"must be at most {self._MOST[name]:,}, got {shown_value(value)}")
         self._require_device_and_dtype()
 
     def _require_device_and_dtype(self) -> None:
@@ -97,9 +97,9 @@ class PairSettings:
                 torch.empty(0, device=self.device)
             except (RuntimeError, AssertionError) as error:
                 problem = str(error).splitlines()[0]
-                raise ConfigurationError(f"device {self.device!r} cannot be used: {problem}") from error
+                raise SettingError("device", f"{self.device!r} cannot be used: {problem}") from error
         if self.dtype not in (None, "auto") and not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
-            raise ConfigurationError(f"dtype must be auto or a torch dtype such as float32, got {self.dtype!r}")
+            raise SettingError("dtype", f"must be auto or a torch dtype such as float32, got {self.dtype!r}")
 
     def resolved_device(self) -> torch.device:
         """The device that `device` means on this computer."""
@@ -141,9 +141,7 @@ class OneDrafterSettings(PairSettings):
     def __post_init__(self):
         super().__post_init__()
         if not is_temperature(self.temperature):
-            raise ConfigurationError(
-                f"temperature must be a number of at least 0, got {shown_value(self.temperature)}"
-            )
+            raise SettingError("temperature", f"must be a number of at least 0, got {shown_value(self.temperature)}")
         if self.drafter is not None and self.eagle is not None:
             raise ConfigurationError("name a drafter or an EAGLE head, not both: one of them drafts")
 
@@ -192,8 +190,9 @@ class SystemsSettings(PairSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.temperatures or not all(is_temperature(value) for value in self.temperatures):
-            raise ConfigurationError(f"temperatures must be numbers of at least 0, got {self.temperatures!r}")
+        wrong = [value for value in self.temperatures or [None] if not is_temperature(value)]
+        if wrong:
+            raise SettingError("temperatures", f"must be numbers of at least 0, got {shown_value(wrong[0])}")
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigurationError(f"a temperature is given twice: {self.temperatures!r}")
         head_labels(self.eagle)

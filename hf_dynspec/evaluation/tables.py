@@ -116,6 +116,12 @@ def _with_folded_heading(column: list[str], most: int) -> list[str]:
     return [fold_label(heading, min(most, max(widths))), *cells]
 
 
+def parameter_count(count: int) -> str:
+    """A number of parameters, as models are named by it: `8.2B`, `45.2M`, `14.6k`."""
+    unit, size = next((one for one in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if count >= one[1]), ("", 1))
+    return f"{count / size:,.1f}{unit}"
+
+
 def fold_label(text: str, most: int) -> str:
     """The text in lines of at most `most` columns, broken between words and settings where that can be."""
     lines = []

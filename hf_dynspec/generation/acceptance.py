@@ -9,6 +9,9 @@ from ..devices import is_free_to_look
 from ..drafting.processors import draw, draw_place, few_columns
 from ..protocol import Candidates, FewWeights
 
+# What is drawn where weights are no numbers or all 0, as no device is waited for to raise an error.
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -56,22 +59,25 @@ class Weights:
         return Weights(torch.where(is_left, left.weights, self.weights), self.token_ids).draw()
 
     def draw(self) -> torch.Tensor:
-        """A token, int64 `[1]`."""
+        """A token, int64 `[1]`, or `NO_TOKEN`."""
         place = draw(self.weights)
-        return place if self.token_ids is None else self.token_ids.index_select(0, place)
+        token_id = place if self.token_ids is None else self.token_ids.index_select(0, place)
+        # Of no sum that is a number, some place is drawn all the same.
+        return torch.where(self.weights.index_select(0, place) > 0, token_id, NO_TOKEN)
 
 
 def weights_of(processed: torch.Tensor | FewWeights) -> Weights:
     """What to draw from by what `ProcessRow` returned."""
     if isinstance(processed, FewWeights):
-        return Weights(torch.tensor(processed.weights), torch.tensor(processed.token_ids))
+        weights = torch.tensor(processed.weights, dtype=torch.float32, device="cpu")
+        return Weights(weights, torch.tensor(processed.token_ids, device="cpu"))
     return Weights(processed[0].softmax(-1), None)
 
 
 def draw_alone(processed: torch.Tensor | FewWeights) -> torch.Tensor:
-    """Draw a token, int64 `[1]`, where nothing was drafted, by what `ProcessRow` returned."""
+    """Draw a token, int64 `[1]`, or `NO_TOKEN`, where nothing was drafted, by what `ProcessRow` returned."""
     if isinstance(processed, FewWeights):
-        return torch.tensor([processed.token_ids[draw_place(processed.weights)]])
+        return torch.tensor([_draw_few(processed.token_ids, processed.weights)], device="cpu")
     return weights_of(processed).draw()
 
 
@@ -85,7 +91,7 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWei
     """
     few = candidates.drawn_from[depth] if candidates.drawn_from else None
     if few is not None and isinstance(processed, FewWeights):
-        return torch.tensor([_draw_at_once(candidates.token_ids[depth].item(), few, processed)])
+        return torch.tensor([_draw_at_once(candidates.token_ids[depth].item(), few, processed)], device="cpu")
     p = weights_of(processed)
     shortlist, logits = candidates.shortlists[depth], candidates.logits[depth]
     possible = few_columns(logits > -torch.inf)
@@ -98,7 +104,7 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWei
     # A token holds one occupied slot; unoccupied ones have probability 0.
     of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(device)
     drafted = drafted.to(device)
-    is_accepted = torch.rand(1, device=device) * of_drafter * p.total < p.at(drafted)
+    is_accepted = torch.rand(1, dtype=torch.float32, device=device) * of_drafter * p.total < p.at(drafted)
     if is_free_to_look(device) and is_accepted:
         return drafted
     left = p.minus(token_ids.to(device), q.to(device) * p.total)
@@ -108,13 +114,20 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWei
 def _draw_at_once(drafted: int, q: FewWeights, p: FewWeights) -> int:
     """`draw_at` on the host: for few weights quicker than twenty small operations."""
     scale = sum(p.weights) / sum(q.weights)
-    # A shortlist may hold a token twice, in a slot that does not count.
-    q_of = {token_id: scale * weight for token_id, weight in zip(q.token_ids, q.weights, strict=True) if weight}
+    # A shortlist may hold a token twice, in a slot that does not count. Weights of a drafter that computes no numbers
+    # (NaN) count for nothing: what it drafted is refused, and all of p is left.
+    q_of = {token_id: scale * weight for token_id, weight in zip(q.token_ids, q.weights, strict=True) if weight > 0}
     p_of = dict(zip(p.token_ids, p.weights, strict=True))
-    if torch.rand(1, device="cpu").item() * q_of[drafted] < p_of.get(drafted, 0.0):
+    if torch.rand(1, device="cpu").item() * q_of.get(drafted, torch.inf) < p_of.get(drafted, 0.0):
         return drafted
     left = [max(0.0, weight - q_of.get(token_id, 0.0)) for token_id, weight in p_of.items()]
-    return p.token_ids[draw_place(left if any(left) else p.weights)]
+    return _draw_few(p.token_ids, left if any(left) else p.weights)
+
+
+def _draw_few(token_ids: list[int], weights: list[float]) -> int:
+    """A token, or `NO_TOKEN`."""
+    place = draw_place(weights)
+    return token_ids[place] if weights[place] > 0 else NO_TOKEN
 
 
 def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: Weights) -> torch.Tensor:
@@ -154,7 +167,7 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
         # If this child is refused; not scaled back to 1, instead q is scaled to what is left.
         p_left = torch.addcmul(p_left, q_of_child, masses[-1], value=-1.0).clamp_min(0.0)
     q_of_children = q_of_each.gather(1, columns.unsqueeze(1))[:, 0] * torch.cat(masses)
-    uniform = torch.rand(most, device=device)
+    uniform = torch.rand(most, dtype=torch.float32, device=device)
     is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
     accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
     if is_free_to_look(device) and is_accepted.any():

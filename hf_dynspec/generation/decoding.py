@@ -6,6 +6,7 @@ out after the one that stops; a passed-in cache is not read again; processors th
 positions at once; and sampling draws one random number where a multinomial draws one for each token of the vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..devices import is_free_to_look
 from ..drafting.processors import divide, may_keep_state
-from ..errors import UnsupportedError
+from ..errors import TargetError, UnsupportedError
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Candidates, FewWeights
+from .acceptance import NO_TOKEN
 from .output_record import OutputRecord
 from .round import Drafting
 from .target import keep_path
@@ -190,6 +192,13 @@ class _Verifier:
         self._do_sample = do_sample
         self._keeps_scores = keeps_scores
         self._is_stepwise = may_keep_state(processors) or any(type(one) not in _PURE_CRITERIA for one in criteria)
+        # Tokens are read in every round anyway: what asks for the last one alone is answered on the host.
+        self._ends = frozenset(
+            token_id for one in criteria if type(one) in _BY_LAST_TOKEN for token_id in one.eos_token_id.tolist()
+        )
+        self._by_text = [one for one in criteria if type(one) not in (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME)]
+        self._by_length_or_time = [one for one in criteria if type(one) in _BY_LENGTH_OR_TIME]
+        self._first_length_of_note = min(map(_first_length_of_note, self._by_length_or_time), default=math.inf)
 
     def verify(
         self,
@@ -210,6 +219,9 @@ class _Verifier:
 
         Returns:
             The tokens that come out, and whether they are the last.
+
+        Raises:
+            TargetError: a token was to be drawn where the target's probabilities are no numbers.
         """
         process = self._process_row(logits, input_ids, best)
         if self._is_stepwise:
@@ -217,6 +229,8 @@ class _Verifier:
             text = input_ids
             for step in walk(candidates, process, self._do_sample, logits.device):
                 steps.append(step)
+                if self._do_sample:
+                    _require_tokens(step.token_id.tolist())
                 text = torch.cat([text, step.token_id.unsqueeze(0)], dim=1)
                 if bool(self._criteria(text, _scores_with(scores, steps))):
                     return outcome_of(steps, self._keeps_scores), True
@@ -263,33 +277,53 @@ class _Verifier:
         """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,
         for all that the host has to know."""
         n, length = walked.token_ids.shape[0], input_ids.shape[1]
-        stops = self._stops_by_tokens(walked.token_ids, input_ids)
+        stops = self._stops_by_text(walked.token_ids, input_ids)
         read = torch.cat([walked.token_ids, walked.goes_on, *stops]).tolist()
         token_ids, goes_on, stops = read[:n], read[n : 2 * n - 1], read[2 * n - 1 :]
-        ends = (count for count in range(1, n) if not goes_on[count - 1] or any(stops[count - 1 :: n]))
-        count = next(ends, n)
-        is_done = any(stops[count - 1 :: n])
+
+        def stops_after(count: int) -> bool:
+            return token_ids[count - 1] in self._ends or any(stops[count - 1 :: n])
+
+        count = next((one for one in range(1, n) if not goes_on[one - 1] or stops_after(one)), n)
+        _require_tokens(token_ids[:count])
+        is_done = stops_after(count)
         # A text that is too long, or comes too late, stays so as it grows.
-        if self._stops_at(length + count):
+        if length + count >= self._first_length_of_note and self._stops_at(length + count):
             is_done, count = True, next((one for one in range(1, count) if self._stops_at(length + one)), count)
         return walked.outcome(token_ids[:count]), is_done
 
-    def _stops_by_tokens(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """For each criterion that looks at tokens bool `[n]`: whether it stops after each of `n` more tokens."""
-        # A batch of texts of one token each, for those that look at no other.
-        stops = [one(token_ids.unsqueeze(1), None) for one in self._criteria if type(one) in _BY_LAST_TOKEN]
-        others = [one for one in self._criteria if type(one) not in (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME)]
-        if others:
-            text = torch.cat([input_ids, token_ids.unsqueeze(0)], dim=1)
-            ends = range(input_ids.shape[1] + 1, text.shape[1] + 1)
-            stops += [torch.cat([one(text[:, :end], None) for end in ends]) for one in others]
-        return stops
+    def _stops_by_text(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """For each criterion that looks at the text bool `[n]`: whether it stops after each of `n` more tokens."""
+        if not self._by_text:
+            return []
+        # Some token in the place of `NO_TOKEN`, which criteria cannot look up.
+        text = torch.cat([input_ids, token_ids.clamp_min(0).unsqueeze(0)], dim=1)
+        ends = range(input_ids.shape[1] + 1, text.shape[1] + 1)
+        return [torch.cat([one(text[:, :end], None) for end in ends]) for one in self._by_text]
 
     def _stops_at(self, length: int) -> bool:
         """Whether a criterion that looks at no token stops a text of that length."""
         # On the CPU, where the answer is at hand.
-        text = torch.empty(1, 1, dtype=torch.int64).expand(1, length)
-        return any(bool(one(text, None)) for one in self._criteria if type(one) in _BY_LENGTH_OR_TIME)
+        text = torch.empty(1, 1, dtype=torch.int64, device="cpu").expand(1, length)
+        return any(bool(one(text, None)) for one in self._by_length_or_time)
+
+
+def _require_tokens(token_ids: Sequence[int]) -> None:
+    """Raise the error that drawing could not: plain generate's draws raise it too."""
+    if NO_TOKEN in token_ids:
+        raise TargetError(
+            "no token can be drawn: the target's probabilities are NaN, as its logits hold NaN or infinity, or the "
+            "logits processors left nothing. Look at its dtype first: fp16 overflows where bf16 does not."
+        )
+
+
+def _first_length_of_note(criterion: MaxLengthCriteria | MaxTimeCriteria) -> int:
+    """From which length of the text on the criterion stops it, or warns of it."""
+    if type(criterion) is MaxTimeCriteria:
+        return 0
+    # It warns of what is longer than the model's positions.
+    positions = criterion.max_position_embeddings
+    return criterion.max_length if positions is None else min(criterion.max_length, positions + 1)
 
 
 def _scores_with(scores: tuple[torch.Tensor, ...] | None, steps: Sequence[Step]) -> tuple[torch.Tensor, ...] | None:

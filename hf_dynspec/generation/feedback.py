@@ -140,15 +140,15 @@ class TargetFeedback:
         end = self._text.length + outcome.accepted
         if not self._is_shown:
             if self._reads and self._keeps_features:
-                self._session.take_features(self._features(outputs, outcome), end)
+                self._session.take_features(self._features(outputs, candidates, outcome), end)
             self.read_ahead = []
             return None
         prompt = self._of_prompt(outputs) if self._text.is_unread and self._needs.of_prompt else None
-        features = self._features(outputs, outcome) if self._reads else None
+        features = self._features(outputs, candidates, outcome) if self._reads else None
         self.read_ahead = []
         verified = outcome.token_ids.to(self._device)
         with self._session.stopwatch.section("policy"):
-            logits, top = _verified_logits(outputs, candidates, outcome), {}
+            logits, top = _verified(outputs.logits[0], candidates, outcome), {}
             if self.best_count:
                 best = None if best_tokens is None else best_tokens.ids(self.best_count)[: logits.shape[0]]
                 with_logits = self._needs.top_logits or self._recorder is not None
@@ -161,15 +161,20 @@ class TargetFeedback:
 
     def _states(self, outputs: Any, index: int) -> torch.Tensor:
         """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""
-        return torch.cat([self._target.state(one, index) for one in (*self.read_ahead, outputs)])
+        states = [self._target.state(one, index) for one in (*self.read_ahead, outputs)]
+        return torch.cat(states) if self.read_ahead else states[0]
 
-    def _features(self, outputs: Any, outcome: Outcome) -> torch.Tensor:
+    def _features(self, outputs: Any, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
         """`[m, d · layers]`: the hidden states at the tokens that the drafter will read, the prompt's at first."""
-        states = torch.cat([self._states(outputs, index) for index in self._reads], dim=-1)
-        first = states.shape[0] - outputs.logits.shape[1]
+        states = [self._states(outputs, index) for index in self._reads]
+        first = states[0].shape[0] - outputs.logits.shape[1]
         if self._text.is_unread:
-            return self._text.without_padding(states[: first + 1]).to(self._device)
-        return states[first:][outcome.rows].to(self._device)
+            states = [one[: first + 1] for one in states]
+        else:
+            states = [_verified(one[first:], candidates, outcome) for one in states]
+        # Copied also where it is one state, which the target may hand out as a part of more.
+        features = torch.cat(states, dim=-1)
+        return (self._text.without_padding(features) if self._text.is_unread else features).to(self._device)
 
     def _of_verification(
         self, outputs: Any, outcome: Outcome, top: dict[str, torch.Tensor], has_missed: torch.Tensor | None
@@ -236,9 +241,10 @@ class TargetFeedback:
         return shown
 
 
-def _verified_logits(outputs: Any, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
-    """`[a + 1, V]`: the target's where the verified tokens were chosen."""
+def _verified(rows: torch.Tensor, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
+    """Of `[k + 1, …]`, a row for the last verified token and each candidate, those where tokens were chosen,
+    `[a + 1, …]`."""
     if candidates is None or candidates.is_chain:
         # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
-        return outputs.logits[0, : outcome.accepted + 1]
-    return outputs.logits[0].index_select(0, outcome.rows.to(outputs.logits.device))
+        return rows[: outcome.accepted + 1]
+    return rows.index_select(0, outcome.rows.to(rows.device))

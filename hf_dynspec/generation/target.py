@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import finish_logits
-from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds
+from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ..protocol import Candidates, HeadRows, Needs
 from .target_head import TargetHead
-from .target_limits import read_two_tokens, require_cache, require_tree_masks, require_trees, rope_limit
+from .target_limits import read_two_tokens, require_cache, require_trees, rope_limit
 
 
 class TargetForward:
@@ -45,6 +45,7 @@ class TargetForward:
         self._model = weakref.ref(model)
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self._head = TargetHead(fast_head)
+        self._verifies_trees = verifies_trees
         if verifies_trees:
             require_tree_masks(model)
         require_cache(model)
@@ -61,7 +62,13 @@ class TargetForward:
         return self._model()
 
     def prepare(self) -> None:
-        """Take up the output projection, where it is another one than before. Takes about two forwards then."""
+        """Take up the output projection, where it is another one than before, which takes about two forwards then.
+
+        Raises:
+            UnsupportedError: trees are verified, and attention that takes none was set since.
+        """
+        if self._verifies_trees:
+            require_tree_masks(self.model)
         self._head.prepare(self.model)
 
     @functools.cached_property

@@ -1,6 +1,8 @@
 """The target's output projection: its rows, and this package's faster product with them."""
 
+import operator
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.weights_watch import WeightsWatch
 from ..modeling.head import DynamicLMHead
-from ..modeling.parts import decoder_of, projection_of
+from ..modeling.parts import decoder_of, projection_of, scale_and_cap
 from ..protocol import HeadRows
 
 
@@ -22,25 +24,31 @@ class TargetHead:
     def __init__(self, wants_fast: bool = True):
         self._wants_fast = wants_fast
         self._fast: DynamicLMHead | None = None
-        self._weight: torch.Tensor | None = None
-        self._bias: torch.Tensor | None = None
+        # What it was made from: weight and bias, and what else makes logits of their product.
+        self._tensors: tuple[torch.Tensor | None, ...] = (None, None)
+        self._settings: tuple[Any, ...] = ()
         self._rows_lock = threading.Lock()
         self._rows: HeadRows | None = None
         self._rows_watch: WeightsWatch | None = None
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Take up the output projection, where it is another one than before. Takes about two forwards then."""
+        """Take up the output projection, where it or what the model makes of its product is another one than before.
+        Takes about two forwards then."""
         if not self._wants_fast:
             return
         projection = model.get_output_embeddings()
-        weight, bias = getattr(projection, "weight", None), getattr(projection, "bias", None)
-        is_same = weight is self._weight and bias is self._bias
-        if not is_same or (self._fast is not None and not self._lies_where_it_did(weight)):
-            self._fast, self._weight, self._bias = _fast_head(model), weight, bias
+        tensors = getattr(projection, "weight", None), getattr(projection, "bias", None)
+        settings = _settings_of(model)
+        is_same = all(map(operator.is_, tensors, self._tensors)) and settings == self._settings
+        if not is_same or (self._fast is not None and not self._lie_where_they_did(tensors)):
+            self._fast, self._tensors, self._settings = _fast_head(model), tensors, settings
 
-    def _lies_where_it_did(self, weight: torch.Tensor) -> bool:
-        head = self._fast.weight
-        return weight.data_ptr() == head.data_ptr() and weight.dtype == head.dtype
+    def _lie_where_they_did(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        of_head = (self._fast.weight, self._fast.bias)
+        return all(
+            now is None or (now.data_ptr(), now.dtype) == (then.data_ptr(), then.dtype)
+            for now, then in zip(tensors, of_head, strict=True)
+        )
 
     def fast(self, model: PreTrainedModel) -> DynamicLMHead | None:
         """The faster product, where there is one and it may be used just now."""
@@ -59,6 +67,13 @@ class TargetHead:
             return self._rows
 
 
+def _settings_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a model's logits depend on beside its tensors: its class and that one's forward, which may be patched, the
+    scale and the cap of its configuration, and what is set on the model itself, as Cohere's scale is."""
+    own = {name: value for name, value in vars(model).items() if isinstance(value, int | float | str)}
+    return type(model), type(model).forward, scale_and_cap(model), own
+
+
 def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
     """The target's output projection, where this package has a faster product for it."""
     projection = model.get_output_embeddings()
@@ -74,6 +89,9 @@ def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
 def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
     """Whether decoder and projection may run one after the other: nobody watches or changes what goes through the
     model or its projection, and the projection is still the one that the head was made from."""
+    if torch.is_autocast_enabled(head.weight.device.type):
+        # The projection's product is in 16 bits then.
+        return False
     projection = model.get_output_embeddings()
     is_plain = not any(
         module._forward_hooks

@@ -64,7 +64,7 @@ class Outcome:
 
     def tokens_on_host(self) -> torch.Tensor:
         """int64 `[a + 1]` in the host's memory: the tokens. Waits for the device where they have not been read."""
-        return self.token_ids.cpu() if self.on_host is None else torch.tensor(self.on_host)
+        return self.token_ids.cpu() if self.on_host is None else torch.tensor(self.on_host, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -256,7 +256,7 @@ float estimated_least(const Call& call, Memory& memory) {
     const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
     const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
     if (wanted >= int64_t(sampled.size())) return LOWEST;
-    return std::max(reached_by(wanted, sampled.data(), sampled.size(), memory.keys), LOWEST);
+    return std::max(reached_by(wanted, wanted, sampled.data(), sampled.size(), memory.keys), LOWEST);
 }
 
 // Collects the rows that reach `least`. Returns how many.
@@ -296,7 +296,7 @@ void choose_best(const Call& call, Memory& memory) {
         const auto start = memory.scores.begin() + part.first;
         memory.copied.insert(memory.copied.end(), start, start + part.count);
     }
-    const float least = reached_by(call.count, memory.copied.data(), memory.copied.size(), memory.keys);
+    const float least = reached_by(call.count, call.count, memory.copied.data(), memory.copied.size(), memory.keys);
     const auto is_better = [least](float score) { return score > least; };
     int64_t equals = call.count - std::count_if(memory.copied.begin(), memory.copied.end(), is_better);
     int64_t* into = call.rows;

@@ -3,6 +3,7 @@ for all sizes; and the selection of top tokens, which torch does more slowly the
 own source file is here too."""
 
 import ctypes
+import errno
 import functools
 import logging
 import os
@@ -17,6 +18,8 @@ from . import reference
 
 # What head_scores.cpp has a function for.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What the system says where nothing can be written to torch's cache of compiled code.
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of an error of torch's or a compiler's in a message.
 _MOST_CHARACTERS = 200
 
@@ -48,9 +51,9 @@ def compiled_library(file_name: str, what: str, *headers: str) -> ctypes.CDLL | 
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
         _log.warning(
-            "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: install "
-            "g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch. (%s)",
+            "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: %s. (%s)",
             what,
+            _remedy(error),
             _in_one_line(error),
         )
         return None
@@ -81,6 +84,13 @@ def _is_younger(library: ctypes.CDLL, seconds: float) -> bool:
         return os.stat(library._name).st_mtime >= seconds
     except OSError:
         return False
+
+
+def _remedy(error: Exception) -> str:
+    """What to do where a kernel could not be compiled."""
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return "let torch write to its cache, or name another folder by TORCHINDUCTOR_CACHE_DIR"
+    return "install g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch"
 
 
 def _in_one_line(error: Exception) -> str:

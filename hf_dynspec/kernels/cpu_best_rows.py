@@ -65,7 +65,7 @@ def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, co
             f"[B, {TILE_ROWS}], all but the first contiguous and everything on the CPU."
         )
     queries = queries.contiguous()
-    rows = torch.empty(count, dtype=torch.int64)
+    rows = torch.empty(count, dtype=torch.int64, device="cpu")
     call = _CALL.pack(
         queries.data_ptr(),
         *(one.data_ptr() for one in read),

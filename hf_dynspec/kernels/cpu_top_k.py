@@ -60,7 +60,7 @@ def _compiled_top_k(scores: torch.Tensor, k: int) -> torch.Tensor | None:
     scores = scores.float()
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    ids = torch.empty(m, k, dtype=torch.int64)
+    ids = torch.empty(m, k, dtype=torch.int64, device="cpu")
     threads = min(m, thread_count(m * columns))
     kernel(_CALL.pack(scores.data_ptr(), ids.data_ptr(), m, columns, scores.stride(0), k, threads))
     return ids

@@ -18,6 +18,8 @@ constexpr int KEYS = 8;
 typedef int32_t Keys __attribute__((vector_size(KEYS * sizeof(int32_t))));
 
 constexpr int32_t LOWEST_KEY = std::numeric_limits<int32_t>::min(), HIGHEST_KEY = std::numeric_limits<int32_t>::max();
+// Of −inf.
+constexpr int32_t LEAST_KEY = int32_t(0xff800000u ^ 0x7fffffffu);
 
 inline Keys vector_of(int32_t key) { return Keys{} + key; }
 
@@ -25,10 +27,10 @@ inline Keys vector_of(int32_t key) { return Keys{} + key; }
 // are turned around.
 inline Keys reordered(const Keys& bits) { return bits ^ ((bits >> 31) & HIGHEST_KEY); }
 
-// The largest number that at least `wanted` of `count` numbers reach, none of which is NaN: by halves, counting how many
-// reach the middle. Thousands are counted in less than a microsecond, while what sorts them takes every second branch
-// the wrong way. `keys` is memory to work in.
-inline float reached_by(int64_t wanted, const float* numbers, int64_t count, std::vector<Keys>& keys) {
+// A number that at least `wanted` of `count` numbers reach, none of which is NaN: the largest such one, or any that no
+// more than `most` reach. By halves, counting how many reach the middle: thousands are counted in less than a
+// microsecond, while what sorts them takes every second branch the wrong way. `keys` is memory to work in.
+inline float reached_by(int64_t wanted, int64_t most, const float* numbers, int64_t count, std::vector<Keys>& keys) {
     const int64_t vectors = (count + KEYS - 1) / KEYS;
     if (int64_t(keys.size()) < vectors) keys.resize(vectors);
     Keys lows = vector_of(HIGHEST_KEY), highs = vector_of(LOWEST_KEY);
@@ -45,6 +47,8 @@ inline float reached_by(int64_t wanted, const float* numbers, int64_t count, std
         low = std::min(low, int32_t(lows[lane]));
         high = std::max(high, int32_t(highs[lane]));
     }
+    // Below −inf no number is, though what the last vector was filled with.
+    low = std::max(low, LEAST_KEY);
     while (low < high) {
         const int32_t middle = int32_t(high - (int64_t(high) - low) / 2);
         // What is so is -1 in each lane.
@@ -60,6 +64,7 @@ inline float reached_by(int64_t wanted, const float* numbers, int64_t count, std
         for (int lane = 0; lane < KEYS; lane++) total += sums[lane];
         if (total >= wanted) {
             low = middle;
+            if (total <= most) break;
         } else {
             high = middle - 1;
         }

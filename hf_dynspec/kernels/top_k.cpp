@@ -1,10 +1,10 @@
-// `reference.top_k_ids` for CPUs: the largest numbers of each row, in one pass over it.
+// `reference.top_k_ids` for CPUs: the largest numbers of each row, which comes from memory once.
 //
-// A few numbers, spread over the row, tell about how high the largest ones lie. What lies as high is collected, and the
-// largest of it are chosen exactly. If the few misled, too little is collected, and a second pass collects all.
+// A row is read in blocks, of which the largest number in each lane is kept. As many of these as numbers are wanted
+// reach some height, and so do at least as many numbers of the row. The blocks that have such a lane, which are few, are
+// then looked through, and of what lies as high the largest are chosen exactly.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -19,10 +19,9 @@ namespace {
 
 // Numbers that are compared before anything is done about one of them.
 constexpr int64_t GROUP = 64;
-// Numbers that the height is estimated from, at most, in groups of neighbours; and of how many numbers one is taken.
-constexpr int64_t MOST_SAMPLED = 4096, NEIGHBOURS = 16, ONE_OF = 4;
-// Standard deviations of the estimate that are collected in addition, so that too few are one case in a thousand.
-constexpr double MARGIN = 3;
+// Groups of a block.
+constexpr int GROUPS = 4;
+constexpr int64_t BLOCK = GROUPS * GROUP;
 // Numbers between what is read and what comes from memory into the second cache meanwhile: two pages, as CPUs fetch by
 // themselves only within a page.
 constexpr int64_t FETCHED_AHEAD = 2048;
@@ -65,51 +64,87 @@ inline uint64_t not_below(const float* numbers, float least) {
     return bits;
 }
 
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+
 // What a thread needs; kept for its next row, as the system hands out memory slowly.
 struct Memory {
-    std::vector<float> sampled;
+    std::vector<float> highest;
     std::vector<Keys> keys;
     std::vector<uint64_t> collected;
 };
 
-// A number that about as many of a row as are wanted reach, and rather more.
-float estimated_least(const Call& call, const float* row, Memory& memory) {
-    const int64_t sampled = std::min(MOST_SAMPLED, call.columns / ONE_OF / NEIGHBOURS * NEIGHBOURS);
-    const double expected = double(call.k) / double(call.columns) * sampled;
-    const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
-    if (wanted >= sampled) return -HIGHEST;
-    memory.sampled.resize(sampled);
-    for (int64_t i = 0; i < sampled; i += NEIGHBOURS) {
-        // From the middle of each stretch: many of the largest are among the very first.
-        const float* from = row + (2 * i + NEIGHBOURS) * (call.columns - NEIGHBOURS) / (2 * sampled);
-        for (int64_t j = 0; j < NEIGHBOURS; j++) memory.sampled[i + j] = from[j] == from[j] ? from[j] : HIGHEST;
+// The largest number in each lane of a block; what is no number counts as infinite.
+inline Floats highest_of(const float* block) {
+    Floats highest[GROUPS];
+#pragma GCC unroll 4
+    for (int group = 0; group < GROUPS; group++) highest[group] = Floats{} - HIGHEST;
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+#pragma GCC unroll 4
+        for (int group = 0; group < GROUPS; group++) {
+            Floats numbers;
+            std::memcpy(&numbers, block + group * GROUP + i, sizeof(numbers));
+            numbers = numbers == numbers ? numbers : Floats{} + HIGHEST;
+            highest[group] = numbers > highest[group] ? numbers : highest[group];
+        }
     }
-    return reached_by(wanted, memory.sampled.data(), sampled, memory.keys);
+    for (int step = GROUPS / 2; step > 0; step /= 2) {
+        for (int i = 0; i < step; i++) highest[i] = highest[i + step] > highest[i] ? highest[i + step] : highest[i];
+    }
+    return highest[0];
+}
+
+// The largest number in each lane of each block of a row, one block after the other. Beyond the row's end nothing is.
+void find_highest(const Call& call, const float* row, std::vector<float>& highest) {
+    highest.resize((call.columns + BLOCK - 1) / BLOCK * LANES);
+    float* to = highest.data();
+    int64_t start = 0;
+    for (; start + BLOCK <= call.columns; start += BLOCK, to += LANES) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < BLOCK; i += 16) __builtin_prefetch(row + start + i + FETCHED_AHEAD, 0, 2);
+        const Floats numbers = highest_of(row + start);
+        std::memcpy(to, &numbers, sizeof(numbers));
+    }
+    if (start == call.columns) return;
+    float last[BLOCK];
+    std::fill(std::copy(row + start, row + call.columns, last), last + BLOCK, -HIGHEST);
+    const Floats numbers = highest_of(last);
+    std::memcpy(to, &numbers, sizeof(numbers));
 }
 
 // Collects the numbers of a row that are not below `least`.
-void collect(const Call& call, const float* row, float least, std::vector<uint64_t>& collected) {
-    collected.clear();
-    int64_t start = 0;
-    for (; start + GROUP <= call.columns; start += GROUP) {
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < GROUP; i += 16) __builtin_prefetch(row + start + i + FETCHED_AHEAD, 0, 2);
-        for (uint64_t bits = not_below(row + start, least); bits; bits &= bits - 1) {
-            const int64_t column = start + __builtin_ctzll(bits);
-            collected.push_back(ranked(row[column], column));
+void collect(const Call& call, const float* row, float least, Memory& memory) {
+    memory.collected.clear();
+    const float* highest = memory.highest.data();
+    for (int64_t start = 0; start < call.columns; start += BLOCK, highest += LANES) {
+        if (*std::max_element(highest, highest + LANES) < least) continue;
+        const int64_t end = std::min(start + BLOCK, call.columns);
+        int64_t first = start;
+        for (; first + GROUP <= end; first += GROUP) {
+            for (uint64_t bits = not_below(row + first, least); bits; bits &= bits - 1) {
+                const int64_t column = first + __builtin_ctzll(bits);
+                memory.collected.push_back(ranked(row[column], column));
+            }
         }
-    }
-    for (; start < call.columns; start++) {
-        if (!(row[start] < least)) collected.push_back(ranked(row[start], start));
+        for (; first < end; first++) {
+            if (!(row[first] < least)) memory.collected.push_back(ranked(row[first], first));
+        }
     }
 }
 
 void choose(const Call& call, int64_t index) {
     thread_local Memory memory;
     const float* row = call.scores + index * call.stride;
-    const float least = estimated_least(call, row, memory);
-    collect(call, row, least, memory.collected);
-    if (int64_t(memory.collected.size()) < call.k) collect(call, row, -HIGHEST, memory.collected);
+    find_highest(call, row, memory.highest);
+    const int64_t lanes = memory.highest.size();
+    // Where that is as good, to collect a few more takes less time than to find out how high exactly.
+    const int64_t most = call.k + call.k / 4;
+    const float least = lanes < call.k ? -HIGHEST : reached_by(call.k, most, memory.highest.data(), lanes, memory.keys);
+    collect(call, row, least, memory);
     const auto first = memory.collected.begin(), end = first + call.k;
     std::nth_element(first, end - 1, memory.collected.end(), std::greater<uint64_t>());
     std::sort(first, end, std::greater<uint64_t>());

@@ -6,6 +6,8 @@ import torch
 
 from ..errors import UnsupportedError
 
+# Attention implementations that take any mask.
+_MASKED_ATTENTION = ("sdpa", "eager")
 # The kinds of attention layers, by transformers' names, that trees have masks for.
 _MASKED_KINDS = ("full_attention", "sliding_attention")
 
@@ -54,6 +56,20 @@ def attention_mask(
         visible = visible & (distances < window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+
+
+def require_tree_masks(model: Any) -> None:
+    """Make sure that the attention of a model takes the mask of a tree.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation not in _MASKED_ATTENTION:
+        raise UnsupportedError(
+            f"{type(model).__name__} uses the attention implementation {implementation!r}, which takes no tree mask. "
+            f"Load it with attn_implementation='sdpa', or draft chains with tree=False."
+        )
 
 
 def require_known_kinds(model: Any) -> None:

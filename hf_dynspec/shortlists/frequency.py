@@ -84,9 +84,9 @@ class FrequencyShortlist(ShortlistPolicy):
             vocabulary: what to select from.
             size: how many, in place of the policy's own size.
         """
-        eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64)
+        eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device="cpu")
         size = max(size or self.size, len(eos))
-        ranking = torch.arange(vocabulary.size) if self.ranking is None else self.ranking
+        ranking = torch.arange(vocabulary.size, device="cpu") if self.ranking is None else self.ranking
         ranking = ranking[vocabulary.can_draft(ranking.to(vocabulary.device)).cpu()]
         ranking = ranking[~torch.isin(ranking, eos)]
         leading = torch.cat([eos, ranking])[:size].to(vocabulary.device)
@@ -130,7 +130,7 @@ def as_ranking(ranking: Sequence[int] | torch.Tensor) -> torch.Tensor:
         ConfigurationError: not a one-dimensional list of unique, non-negative integer ids, or empty.
     """
     try:
-        tensor = torch.as_tensor(ranking).detach().cpu()
+        tensor = torch.as_tensor(ranking, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"a ranking must be a list or tensor of token ids: {error}") from error
     if tensor.dim() != 1 or tensor.numel() == 0:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..devices import is_free_to_look
 from ..protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistState
 
@@ -92,7 +93,8 @@ class RecentTokensState(ShortlistState):
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         if self._replaced:
             self._version += 1
-            self._shortlist = self._show(torch.cat(self._replaced))
+            one, *more = self._replaced
+            self._shortlist = self._show(torch.cat([one, *more]) if more else one)
         return self._shortlist
 
     def _show(self, replaced: torch.Tensor | None) -> Shortlist:
@@ -175,7 +177,7 @@ class RecentTokensState(ShortlistState):
         return torch.arange(start, self._position + 1, device=entries.device)
 
     def _push(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Take in `n` tokens, no more than the window has slots, and return the slots `[n]` that may have changed.
+        """Take in `n` tokens, no more than the window has slots. Returns the slots that may have changed, at most `n`.
 
         All of them are then the latest, so that none evicts another: the new ones take the slots of those that were
         seen longest ago.
@@ -185,12 +187,19 @@ class RecentTokensState(ShortlistState):
         # Of equal tokens the last one leads. What stands for nothing is held, by the slot past those that are shown.
         leads = self._last_seen.take(entries) == positions
         is_new = leads & (self._slots.take(held_slots) != entries)
+        looks = is_free_to_look(entries.device)
+        if looks:
+            # Most are held already, and the rows of those need not be moved.
+            entries = entries[is_new]
         last_seen = self._last_seen.take(self._window_ids)
         oldest = last_seen.topk(entries.shape[0], largest=False).indices + self._fixed_count
-        # The first new token takes the first of these slots, and so on; what the others find does not count.
-        free = oldest.take(is_new.cumsum(0) - 1)
         past_end = self._slots.shape[0] - 1
-        self._slot_of.scatter_(0, entries.where(is_new, self._nowhere), free.where(is_new, past_end))
+        if looks:
+            self._slot_of.scatter_(0, entries, oldest)
+        else:
+            # The first new token takes the first of these slots, and so on; what the others find does not count.
+            free = oldest.take(is_new.cumsum(0) - 1)
+            self._slot_of.scatter_(0, entries.where(is_new, self._nowhere), free.where(is_new, past_end))
         slots = self._slot_of.take(entries)
         self._slots = self._slots.scatter(0, slots, entries)
         return slots.clamp_max(past_end - 1)

@@ -85,7 +85,7 @@ def check_token_ranking(
         ArtifactError: it does not. Its `field` is `field`.
     """
     check_token_ids(field, ranking, tokenizer, eos_token_ids)
-    is_ranked = torch.zeros(tokenizer.size, dtype=torch.bool).index_fill(0, ranking.to(torch.int64), True)
+    is_ranked = ranking.new_zeros(tokenizer.size, dtype=torch.bool).index_fill(0, ranking.to(torch.int64), True)
     for token_id in eos_token_ids:
         if token_id >= tokenizer.size or not bool(is_ranked[token_id]):
             problem = f"lacks the end-of-sequence id {token_id}, so that no draft could ever end"

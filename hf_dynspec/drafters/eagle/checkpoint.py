@@ -89,7 +89,7 @@ class EagleCheckpoint:
         offsets = self.tensors.get("d2t")
         if offsets is None or (self.settings.draft_vocab_size == self.settings.vocab_size and not bool(offsets.any())):
             return None
-        return offsets.to(torch.int64) + torch.arange(offsets.shape[0])
+        return offsets.to(torch.int64) + torch.arange(offsets.shape[0], device=offsets.device)
 
 
 def read_checkpoint(

@@ -95,7 +95,7 @@ def check_contents(settings: EagleSettings, tensors: Mapping[str, torch.Tensor],
     if "d2t" not in tensors:
         return
     offsets, known = tensors["d2t"].to(torch.int64), tensors["t2d"]
-    ids = offsets + torch.arange(offsets.shape[0])
+    ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
     outside = ids[(ids < 0) | (ids >= settings.vocab_size)]
     if outside.numel():
         problem = f"leads to the id {int(outside[0])}, and ids run from 0 to {settings.vocab_size - 1}"

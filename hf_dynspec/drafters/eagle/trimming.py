@@ -43,9 +43,9 @@ def trim_checkpoint(
             problem = f"has shape {list(output_rows.shape)}, and the head draws on {list(shape)}"
             raise ArtifactError(f"target: {_HEAD}", problem, "Give the target that the head was made for.")
         rows = output_rows.index_select(0, ids).to(checkpoint.tensors["fc.weight"].dtype)
-    known = torch.zeros(settings.vocab_size, dtype=torch.bool)
+    known = ids.new_zeros(settings.vocab_size, dtype=torch.bool)
     known[ids] = True
-    maps = {_HEAD: rows, "d2t": ids - torch.arange(ids.numel()), "t2d": known}
+    maps = {_HEAD: rows, "d2t": ids - torch.arange(ids.numel(), device=ids.device), "t2d": known}
     named = replace(checkpoint, tensors={**checkpoint.tensors, **maps}).named_tensors()
     return EagleCheckpoint.from_parts({**checkpoint.config, "draft_vocab_size": ids.numel()}, named)
 
@@ -75,7 +75,7 @@ def are_copies(own: torch.Tensor, token_ids: torch.Tensor | None, output_rows: t
     """
     # A few rows first: comparing all of them is for those that are likely to agree.
     for rows in (slice(0, 8), slice(None)):
-        ids = torch.arange(own.shape[0])[rows] if token_ids is None else token_ids[rows]
+        ids = torch.arange(own.shape[0], device="cpu")[rows] if token_ids is None else token_ids[rows]
         theirs = output_rows.index_select(0, ids.to(output_rows.device))
         if not torch.equal(theirs.to(device="cpu", dtype=own.dtype), own[rows].cpu()):
             return False
@@ -87,8 +87,8 @@ def _own_rows(checkpoint: EagleCheckpoint, ids: torch.Tensor) -> torch.Tensor:
     own = checkpoint.token_ids()
     if own is None:
         return ids
-    row_of = torch.full((checkpoint.settings.vocab_size,), -1, dtype=torch.int64)
-    row_of[own] = torch.arange(own.numel())
+    row_of = own.new_full((checkpoint.settings.vocab_size,), -1)
+    row_of[own] = torch.arange(own.numel(), device=own.device)
     rows = row_of[ids]
     if bool((rows < 0).any()):
         problem = f"has no row for the token {int(ids[rows < 0][0])}"

@@ -217,7 +217,7 @@ class _Norm:
         self._is_split = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
         if self._is_split:
             self._scaled = weight * self._shape[0] ** 0.5
-            self._floor = torch.tensor((self._shape[0] * eps) ** 0.5, dtype=weight.dtype)
+            self._floor = weight.new_tensor((self._shape[0] * eps) ** 0.5)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if not self._is_split:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...artifacts.config import ARTIFACT_SYSTEM
 from ...drafting.tree_config import AUTO, TreeConfig
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, counted
 from ...shortlists import ShortlistPolicy
 from ..provenance import cpu_threads, describe_policies
 from ..tree_text import format_tree
@@ -81,7 +81,7 @@ def workload(data: dict[str, Any]) -> str:
     prompts, texts = len(data["prompts"]), data["settings"].get("continuations", 1)
     each = "" if texts == 1 else f", {texts} continuations each"
     stream = ", as a stream" if data["settings"].get("stream") else ""
-    return f"{files}, {prompts} prompt{'' if prompts == 1 else 's'}{each}{stream}"
+    return f"{files}, {counted(prompts, 'prompt')}{each}{stream}"
 
 
 def hardware_of(data: dict[str, Any]) -> str:
@@ -96,7 +96,7 @@ def generation_of(data: dict[str, Any]) -> str:
     settings = data["settings"]
     length = settings["num_assistant_tokens"]
     chains = "chains as long as pays" if length == AUTO else f"chains of {length}"
-    return f"{settings['max_new_tokens']} new tokens, {chains} unless trees"
+    return f"{counted(settings['max_new_tokens'], 'new token')}, {chains} unless trees"
 
 
 def decoding(temperature: float, top_k: int | None = None) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...errors import counted
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
 from .figures import BASELINE_POLICIES, summarize
@@ -30,7 +31,7 @@ def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     same = "; full and frequency are those of the same drafter and shape" if len(result.groups) > 1 else ""
     headings = ["system", "tokens/s", *(_HEADINGS.get(base, f"vs {base}") for base in compared), "acceptance\nlength"]
     table = FittedTable(
-        f"{_temperature_name(result, temperature)}, {prompts} prompt{'' if prompts == 1 else 's'}",
+        f"{_temperature_name(result, temperature)}, {counted(prompts, 'prompt')}",
         headings + ["identical"] * (temperature == 0),
         caption=f"{spread}; the acceptance length counts the target's own token of a round{same}",
     )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...drafters import Drafter, EagleDrafter
-from ...errors import ConfigurationError
+from ...fields import SettingError
 from ...protocol import VocabularyInfo
 from ...shortlists import ShortlistPolicy
 from ..pair import INTERRUPTION, Pair, generation_config, open_pair, utc_now
@@ -103,9 +103,10 @@ def measure_coverage(
 def _require_drafts(settings: CoverageSettings) -> None:
     """Refuse texts that leave an EAGLE head nothing to draft."""
     if settings.max_new_tokens < 3:
-        raise ConfigurationError(
-            "max_new_tokens must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor "
-            f"the last, got {settings.max_new_tokens}"
+        raise SettingError(
+            "max_new_tokens",
+            "must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor the last, got "
+            f"{settings.max_new_tokens}",
         )
 
 
@@ -125,9 +126,10 @@ class _Measurement:
         vocabularies = _vocabularies(pair, self._drafter, policies)
         self._vocabulary = vocabularies[0]
         if self._settings.recall_k > self._vocabulary.size:
-            raise ConfigurationError(
-                f"recall_k must be at most the size of the vocabulary, {self._vocabulary.size:,}, "
-                f"got {self._settings.recall_k:,}"
+            raise SettingError(
+                "recall_k",
+                f"must be at most the size of the vocabulary, {self._vocabulary.size:,}, got "
+                f"{self._settings.recall_k:,}",
             )
         self._states = States(policies, vocabularies, self._settings.stream)
         # Greedily, nothing is left to chance: the one course of rounds that there can be is what is expected.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...errors import counted
 from ...shortlists import ShortlistPolicy
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
@@ -125,7 +126,7 @@ def title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
     prompts = rows[0].prompts if rows else 0
     texts = f", {len(result.oracle_curves)} texts" if result.settings.continuations > 1 else ""
     stream = ", as a stream" if result.settings.stream else ""
-    return f"Coverage, {_temperature_name(result)}, {prompts} prompt{'' if prompts == 1 else 's'}{texts}{stream}"
+    return f"Coverage, {_temperature_name(result)}, {counted(prompts, 'prompt')}{texts}{stream}"
 
 
 def _temperature_name(result: CoverageResult) -> str:

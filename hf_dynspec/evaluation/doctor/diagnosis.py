@@ -9,9 +9,10 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ...drafting.tree_config import TreeConfig
+from ...errors import counted
 from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
-from ..tables import FittedTable
+from ..tables import FittedTable, parameter_count
 from ..tree_text import format_tree
 from .expectations import Expectation, MeasuredPair
 from .settings import FULL
@@ -68,7 +69,7 @@ def _described(measured: MeasuredPair) -> str:
     target, models = measured.models["target"], measured.models
     drafter = models["drafter"] if "drafter" in models else next(iter(models["eagle"].values()))
     return "; ".join(
-        f"{role}: {one['name'] or one['class']}, {one['parameters'] / 1e6:,.1f}M parameters, {one['dtype']} on "
+        f"{role}: {one['name'] or one['class']}, {parameter_count(one['parameters'])} parameters, {one['dtype']} on "
         f"{one['device']}"
         for role, one in (("Target", target), ("drafter", drafter))
     )
@@ -123,7 +124,7 @@ def speed_table(measured: MeasuredPair) -> FittedTable:
 def best_table(measured: MeasuredPair) -> FittedTable:
     """The best setting of each policy, with its reason."""
     table = FittedTable(
-        f"The best of each policy, for {measured.settings.max_new_tokens} new tokens",
+        f"The best of each policy, for {counted(measured.settings.max_new_tokens, 'new token')}",
         ["policy", "chain", "tokens/s", "vs plain", "tokens\n/round", "most of a round"],
         caption=(
             "tokens/round: beside it how many more or fewer they are than with the full vocabulary; ±: the standard "

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
 from ...errors import ConfigurationError, shown_value
-from ...fields import Number, WholeNumber
+from ...fields import Number, SettingError, WholeNumber
 from ...loading import load_config, shared_rows
 from ...modeling.parts import output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
@@ -110,7 +110,7 @@ class EstimateSettings:
             Number(0, 1, or_least=True).require("acceptance", rate)
         dtype = None if self.dtype is None else getattr(torch, self.dtype, None)
         if self.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(f"dtype must be a torch dtype such as bfloat16, got {shown_value(self.dtype)}")
+            raise SettingError("dtype", f"must be a torch dtype such as bfloat16, got {shown_value(self.dtype)}")
         self.resolved_policies()
 
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:

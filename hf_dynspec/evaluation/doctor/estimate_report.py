@@ -6,9 +6,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ...drafting.expected_speed import break_even_acceptance
+from ...errors import counted
 from ..operations.counting import Work
 from ..policy_text import policy_in_python
-from ..tables import FittedTable
+from ..tables import FittedTable, parameter_count
 from .estimate import Estimate, PolicyEstimate
 from .settings import FULL
 
@@ -69,7 +70,8 @@ def _best(estimate: Estimate) -> tuple[float, str, int, float]:
 def _basis(estimate: Estimate) -> str:
     machine = estimate.settings.machine
     models = ", ".join(
-        f"{role} {one['model_type']} of {_count(one['parameters'])} parameters ({one['dtype']}, {_size(one['bytes'])})"
+        f"{role} {one['model_type']} of {parameter_count(one['parameters'])} parameters ({one['dtype']}, "
+        f"{_size(one['bytes'])})"
         for role, one in estimate.models.items()
     )
     flops = "" if machine.flops is None else f", {machine.flops:g} TFLOP/s"
@@ -93,7 +95,7 @@ def _work_table(estimate: Estimate) -> FittedTable:
     )
     for rows in (1, _shown_rows(estimate)):
         work = estimate.verification[estimate.verified_rows.index(rows)]
-        _add_work(table, estimate, f"target, {rows} token{'' if rows == 1 else 's'}", work)
+        _add_work(table, estimate, f"target, {counted(rows, 'token')}", work)
     _add_work(table, estimate, "loop: plain", estimate.plain)
     _add_work(table, estimate, "layers", estimate.layers, ends_section=True)
     for label, policy in estimate.policies.items():
@@ -172,11 +174,6 @@ def _assumptions(estimate: Estimate) -> Iterator[str]:
             "Of a mixture's experts, as many different ones are taken to be read as there are on average if each "
             "token chooses at random."
         )
-
-
-def _count(number: int) -> str:
-    """Of parameters."""
-    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def _size(count: float) -> str:

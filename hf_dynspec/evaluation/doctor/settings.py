@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...drafting.tree_config import TreeConfig
-from ...errors import ConfigurationError, shown_value
+from ...errors import shown_value
+from ...fields import SettingError
 from ...shortlists import ShortlistPolicy
 from ..policy_text import named_policies, require_no_choice
 from ..settings import OneDrafterSettings, PairSettings, is_temperature
@@ -48,7 +49,7 @@ class DoctorSettings(OneDrafterSettings):
     def __post_init__(self):
         super().__post_init__()
         if not is_temperature(self.seconds) or self.seconds == 0:
-            raise ConfigurationError(f"seconds must be a number above 0, got {shown_value(self.seconds)}")
+            raise SettingError("seconds", f"must be a number above 0, got {shown_value(self.seconds)}")
         self.resolved_tree()
         self.resolved_policies()
 

@@ -48,7 +48,8 @@ SUITES = {
     "spec-bench": Suite(
         "Spec-Bench", fields=(QUESTION, CATEGORY, "turns"), merged=tuple((one, "mt_bench") for one in _MT_BENCH)
     ),
-    "speed-bench": Suite("SPEED-Bench", fields=(QUESTION, CATEGORY, "turns")),
+    # The last two tell its rows from those of Spec-Bench, which have the others too.
+    "speed-bench": Suite("SPEED-Bench", fields=(QUESTION, CATEGORY, "turns", "source", "multiturn")),
     "domains": Suite("Domains"),
     "topic-switch": Suite("A stream of requests that switches topics", learns_within=EVERYTHING, least_domains=2),
     "multi-turn": Suite("Conversations", learns_within=PROMPT, least_turns=2),
@@ -84,7 +85,10 @@ def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None)
     def require(row: PromptRow) -> None:
         missing = [field for field in suite.fields if field not in row.values]
         if missing:
-            raise WorkloadError(f"{row.place}: {suite.title} has the field {missing[0]!r} in every row; {_fix(name)}")
+            problem = f"lacks the field {missing[0]!r}, which {suite.title} has in every row"
+            raise WorkloadError(f"{row.place}: {problem}; {_fix(name)}")
+        if suite.fields and not isinstance(row.values["turns"], list):
+            raise WorkloadError(f"{row.place}: 'turns' is a list of texts in {suite.title}; {_fix(name)}")
         if len(row.turns) < suite.least_turns:
             problem = f"{len(row.turns)} turn, and {name} takes conversations of {suite.least_turns} at least"
             raise WorkloadError(f"{row.place}: {row.field} has {problem}; read it with --suite domains")
@@ -99,7 +103,7 @@ def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None)
     merged = dict(suite.merged)
     prompts = [
         replace(prompt, domain=merged.get(prompt.domain, prompt.domain))
-        for prompt in read_workload(paths, limit, require)
+        for prompt in read_workload(paths, limit, require, suite.fields)
     ]
     domains = dict.fromkeys(prompt.domain for prompt in prompts)
     if len(domains) < suite.least_domains:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import counted
 from ..prompts import WorkloadError, WorkloadPrompt
 
 
@@ -87,6 +88,7 @@ def require_room(dialogue: Dialogue, identifier: str, room: int | None, max_new_
     most = dialogue.truncated(most)
     if room is not None and most > room:
         raise WorkloadError(
-            f"prompt {identifier} may grow to {most:,} tokens in {answers} turns, and the models have room for "
-            f"{max(room, 0):,} before the last answer; shorten it with --max-prompt-tokens or leave it out"
+            f"prompt {identifier} may grow to {counted(most, 'token')} in {counted(answers, 'turn')}, and the models "
+            f"have room for {max(room, 0):,} before the last answer; shorten it with --max-prompt-tokens or leave it "
+            "out"
         )

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...errors import counted
 from ...files import replacing
 from ..bench.published_rows import BASELINES
 from ..bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
@@ -75,9 +76,9 @@ def conditions(evaluation: Evaluation) -> str:
     names = [models[role]["name"] for role in ("target", "drafter") if role in models]
     names += [one["name"] for one in models.get("eagle", {}).values()]
     parts = [
-        f"{len(evaluation.prompts)} prompt{'s' * (len(evaluation.prompts) != 1)} of {', '.join(evaluation.domains)}",
-        f"{settings['max_new_tokens']} new tokens" + (" a turn" if _has_turns(evaluation) else ""),
-        f"{settings['repeats']} repeat{'s' * (settings['repeats'] > 1)}",
+        f"{counted(len(evaluation.prompts), 'prompt')} of {', '.join(evaluation.domains)}",
+        counted(settings["max_new_tokens"], "new token") + (" a turn" if _has_turns(evaluation) else ""),
+        counted(settings["repeats"], "repeat"),
     ]
     parts += [f"chains of {settings['num_assistant_tokens']}"] * settings["chains"]
     parts += [f"trees of {one['total_tokens']}/{one['depth']}/{one['top_k']}" for one in settings["trees"]]
@@ -119,7 +120,7 @@ def shown_tables(evaluation: Evaluation) -> list[FittedTable]:
     else:
         count = len(evaluation.prompts)
         found = [
-            (f"{decoding(evaluation, value)}, {count} prompt{'s' * (count > 1)}", *_systems(evaluation, value))
+            (f"{decoding(evaluation, value)}, {counted(count, 'prompt')}", *_systems(evaluation, value))
             for value in evaluation.temperatures
         ]
     tables = []

@@ -64,8 +64,9 @@ def run_suite(
     share: Share = Share(),
     command: Sequence[str] | None = None,
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
-) -> None:
-    """Run what the folder lacks. Everything but the models is checked before they are loaded.
+) -> bool:
+    """Run what the folder lacks. Everything but the models is checked before they are loaded, and where nothing is
+    lacking they are not.
 
     Args:
         settings: what to run.
@@ -75,6 +76,9 @@ def run_suite(
         command: the words of the command line, for the record.
         report: called between generations with what is being done, how many of this process's are done, and how many
             there are.
+
+    Returns:
+        Whether something was lacking.
 
     Raises:
         ConfigurationError: the folder holds something else, or a model or head cannot be loaded.
@@ -88,6 +92,8 @@ def run_suite(
         folder.put_together(identifiers)
     share.wait()
     folder.read()
+    if folder.is_finished:
+        return False
     notes: list[str] = []
     with (
         open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as pair,
@@ -106,8 +112,9 @@ def run_suite(
                 folder.put_together(identifiers)
             raise
     if share.is_first:
-        folder.put_together(identifiers)
+        folder.put_together(identifiers, finished=utc_now())
     share.wait()
+    return True
 
 
 class _Run:

@@ -88,21 +88,30 @@ class RunFolder:
         """By label what each system is: its `drafter`, its `method` and its `tree`, all None for a baseline."""
         return {one["label"]: one for session in self.sessions for one in session["systems"]}
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether an evaluation came to its end here, and all lines that it left are there."""
+        return bool(self.sessions) and self.sessions[-1].get("lines_at_the_end") == len(self.lines)
+
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget lines, as what they are of has to be measured anew."""
         for key in keys:
             self.lines.pop(key, None)
 
-    def put_together(self, prompts: Sequence[str]) -> None:
+    def put_together(self, prompts: Sequence[str], finished: str | None = None) -> None:
         """Read all lines, and replace the files that they are in by one.
 
         Args:
             prompts: identifiers in their order.
+            finished: when the evaluation came to its end, UTC in ISO format (None: it has not).
 
         Raises:
             ArtifactError: a line is damaged.
         """
         self.read()
+        if finished is not None:
+            self.sessions[-1]["provenance"]["finished"] = finished
+            self.sessions[-1]["lines_at_the_end"] = len(self.lines)
         places = {name: number for number, name in enumerate(prompts)}
         columns = {name: number for number, name in enumerate(self.systems)}
 

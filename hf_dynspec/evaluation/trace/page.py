@@ -7,6 +7,7 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...errors import counted
 from ...files import replacing
 from .report import later, note, origin, shown_lines, shown_token, summary_rows, way_names, ways_of
 from .result import WAYS, Trace, TracedToken, TraceEntry, TraceEvent
@@ -154,10 +155,11 @@ def _events(trace: Trace) -> list[str]:
         )
         for n, one in shown
     )
+    rest = f"{counted(len(others), 'other position')} brought {counted(brought, 'token')}, of which none was accepted."
     return [
         "<h2>Where tokens were out of vocabulary, or something was found that was accepted later</h2>",
         _table(("position", "token in its context", "what was found"), rows),
-        f'<p class="dim">{len(others)} other positions brought {brought} tokens that were never accepted.</p>',
+        f'<p class="dim">{rest}</p>',
     ]
 
 
@@ -188,7 +190,7 @@ def _entries(trace: Trace) -> list[str]:
     return [
         "<h2>What came in from the context and was drafted</h2>",
         _table(headings, (_entry_cells(trace, n, one) for n, one in drafted)),
-        f'<p class="dim">{len(trace.entries) - len(drafted)} others were never drafted.</p>',
+        f'<p class="dim">{counted(len(trace.entries) - len(drafted), "other")} came in and never into a draft.</p>',
     ]
 
 

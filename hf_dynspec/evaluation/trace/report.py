@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ...errors import shown_text
+from ...errors import counted, shown_text
 from ..provenance import provenance
 from ..tables import FittedTable
 from .result import WAYS, Trace, TracedToken, TraceEntry, TraceEvent
@@ -45,18 +45,21 @@ def summary_rows(trace: Trace) -> list[tuple[str, str]]:
     one = trace.summary
     missed = f"{one.out_of_vocabulary} of {one.checked}"
     rows = [
-        ("new tokens", f"{one.tokens} in {one.rounds} rounds, acceptance length {one.acceptance_length:.2f}"),
+        (
+            "new tokens",
+            f"{one.tokens} in {counted(one.rounds, 'round')}, acceptance length {one.acceptance_length:.2f}",
+        ),
         ("out of vocabulary", f"{missed} ({_share(one.out_of_vocabulary, one.checked)})"),
-        ("active vocabulary", f"{one.active_vocabulary:,.0f} tokens"),
+        ("active vocabulary", f"{counted(round(one.active_vocabulary), 'token')}"),
     ]
     if one.entered is not None:
-        came_of_it = f"{one.entered_drafted:,} were drafted and {one.entered_accepted:,} accepted"
+        came_of_it = f"drafted {one.entered_drafted:,}, accepted {one.entered_accepted:,}"
         share = _share(one.accepted_by_context, one.accepted)
         by_context = f"{one.accepted_by_context} ({share}) only the context made possible"
         rows.append(("came in from the context", f"{one.entered:,}, of which {came_of_it}"))
         rows.append(("accepted drafts", f"{one.accepted}, of which {by_context}"))
     if one.results is not None:
-        late = f"{one.late} of {one.results} results came after the next round's begin"
+        late = f"{one.late} of {counted(one.results, 'result')} came after the next round's begin"
         rows.append(("retrieval", f"{one.retrieval_milliseconds:.2f} ms in the median; {late}"))
     return rows
 
@@ -75,7 +78,7 @@ def later(trace: Trace, entry: TraceEntry) -> str:
     if entry.event is None:
         return ""
     tokens = entry.accepted[0] - trace.events[entry.event].position
-    return f"{tokens} token{'' if tokens == 1 else 's'}"
+    return counted(tokens, "token")
 
 
 def origin(trace: Trace, entry: TraceEntry) -> str:
@@ -107,7 +110,9 @@ def _share(part: int, whole: int) -> str:
 
 def text_report(trace: Trace) -> Iterator[RenderableType]:
     """What a terminal shows, from the text to the figures."""
-    yield _heading(f"{trace.policy} on {trace.prompt['identifier']}, {trace.prompt['tokens']} tokens of prompt")
+    yield _heading(
+        f"{trace.policy} on {trace.prompt['identifier']}, {counted(trace.prompt['tokens'], 'token')} of prompt"
+    )
     yield _marked_text(trace)
     yield Text.assemble(
         _mark(_OUT, "out of vocabulary"), "   ", _mark(_THANKS, "accepted, thanks to the context alone"), style="dim"

@@ -107,7 +107,7 @@ class CooccurrenceGraph(Storable):
             raise ConfigurationError(f"a graph's successors are ids from 0 to {self.vocabulary_size - 1}")
         if not bool((probabilities > 0).all()) or not bool((probabilities <= 1).all()):
             raise ConfigurationError("a graph's probabilities are above 0 and at most 1")
-        sources = torch.repeat_interleave(torch.arange(self.vocabulary_size), degrees)
+        sources = torch.repeat_interleave(torch.arange(self.vocabulary_size, device=degrees.device), degrees)
         same = sources[1:] == sources[:-1]
         if bool((same & (probabilities[1:] > probabilities[:-1])).any()):
             raise ConfigurationError("a graph's successors of a token must stand with the likeliest first")

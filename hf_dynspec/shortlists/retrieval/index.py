@@ -119,7 +119,8 @@ class SemanticIndex:
                 part = rows[first : first + _BATCH_ROWS].float().cpu()
                 last = first + part.shape[0]
                 longer = torch.cat([part, missing[first:last].unsqueeze(1)], dim=1)
-                index.add_items(longer.numpy(), torch.arange(first, last).numpy(), num_threads=settings.threads)
+                labels = torch.arange(first, last, device="cpu").numpy()
+                index.add_items(longer.numpy(), labels, num_threads=settings.threads)
                 report_progress(last, count)
         made = cls(index, settings, recall=0.0)
         made.recall = made.measure_recall(rows)
@@ -257,8 +258,7 @@ def _progress(report: Report | None) -> Iterator[Report]:
 def _exact_search(rows: torch.Tensor, queries: torch.Tensor, count: int) -> torch.Tensor:
     """int64 `[n, count]` on the CPU: as `SemanticIndex.search`, by looking at all rows."""
     rows, queries = rows.detach(), queries.detach().to(rows.device, torch.float32)
-    best, ids = queries.new_full((queries.shape[0], 0), 0), torch.zeros(queries.shape[0], 0, dtype=torch.int64)
-    ids = ids.to(rows.device)
+    best, ids = queries.new_full((queries.shape[0], 0), 0), queries.new_zeros(queries.shape[0], 0, dtype=torch.int64)
     for first in range(0, rows.shape[0], 16 * _BATCH_ROWS):
         part = queries @ rows[first : first + 16 * _BATCH_ROWS].float().T
         best = torch.cat([best, part], dim=1)

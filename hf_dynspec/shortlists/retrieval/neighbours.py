@@ -20,8 +20,8 @@ class TokenNeighbours:
     def __init__(self, rows: torch.Tensor, count: int):
         self._rows = rows.detach()
         self._count = min(count, rows.shape[0] - 1)
-        self._known = torch.zeros(rows.shape[0], dtype=torch.bool)
-        self._table = torch.zeros(rows.shape[0], self._count, dtype=torch.int32)
+        self._known = torch.zeros(rows.shape[0], dtype=torch.bool, device="cpu")
+        self._table = torch.zeros(rows.shape[0], self._count, dtype=torch.int32, device="cpu")
         self._lock = threading.Lock()
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:

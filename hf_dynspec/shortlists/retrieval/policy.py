@@ -344,8 +344,8 @@ class RetrievalState(ShortlistState):
             if not changes:
                 return ()
             # Copied from here, so that the round does not wait for the copy.
-            places = torch.tensor(list(changes)).add(kept).to(device)
-            return places, torch.tensor(list(changes.values())).to(device)
+            places = torch.tensor(list(changes), device=device).add(kept)
+            return places, torch.tensor(list(changes.values()), device=device)
 
         self._worker.give(retrieve)
 

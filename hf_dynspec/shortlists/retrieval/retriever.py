@@ -151,7 +151,7 @@ class Retriever:
 
     def _found(self, event: RetrievalEvent) -> list[Retrieved]:
         """What each position that counts brings, in their order."""
-        chosen = torch.arange(event.token_ids.shape[0])
+        chosen = torch.arange(event.token_ids.shape[0], device="cpu")
         if event.is_trigger is not None:
             chosen = event.is_trigger.cpu().nonzero().squeeze(1)
         if not chosen.numel():

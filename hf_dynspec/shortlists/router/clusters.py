@@ -90,7 +90,7 @@ class ClusterShortlist(ShortlistPolicy):
     def _pinned_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor:
         """int64 `[p]`: the ids on every shortlist."""
         if not self.pinned:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return self.ranking[self.ranking < vocabulary.size][: self.pinned]
 
     @classmethod

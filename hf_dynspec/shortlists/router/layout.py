@@ -67,7 +67,7 @@ def lay_out(router: Router, pinned: torch.Tensor, vocabulary: VocabularyInfo) ->
     group = clusters[: vocabulary.size].clone()
     group[pinned] = count
     group[list(vocabulary.eos_token_ids)] = count
-    token_ids = torch.arange(vocabulary.size)
+    token_ids = torch.arange(vocabulary.size, device=group.device)
     can_draft = vocabulary.can_draft(token_ids.to(vocabulary.device)).cpu()
     token_ids, group = token_ids[can_draft], group[can_draft]
     # Pinned tokens first: their blocks are on every shortlist.
@@ -75,19 +75,20 @@ def lay_out(router: Router, pinned: torch.Tensor, vocabulary: VocabularyInfo) ->
     sizes = torch.bincount(group, minlength=count + 1)
     block_counts = (sizes + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_row = (block_counts.cumsum(0) - block_counts) * BLOCK_ROWS
-    rank = torch.arange(group.shape[0]) - (sizes.cumsum(0) - sizes)[group]
-    rows = torch.zeros(int(block_counts.sum()) * BLOCK_ROWS, dtype=torch.int64)
-    is_token = torch.zeros(rows.shape, dtype=torch.bool)
+    rank = torch.arange(group.shape[0], device=group.device) - (sizes.cumsum(0) - sizes)[group]
+    rows = group.new_zeros(int(block_counts.sum()) * BLOCK_ROWS)
+    is_token = torch.zeros_like(rows, dtype=torch.bool)
     rows[first_row[group] + rank] = token_ids[order]
     is_token[first_row[group] + rank] = True
     # A slot without a token holds some valid id.
     rows = torch.where(is_token, rows, token_ids[0]).view(-1, BLOCK_ROWS)
     largest_first = block_counts[1:].sort(descending=True).values.cumsum(0)
     pinned_blocks = int(block_counts[0])
+    numbers = (torch.arange(count + 1, device=group.device) + count) % (count + 1)
     device = vocabulary.device
     return ClusterLayout(
         BlockLayout(rows.to(device), is_token.view(-1, BLOCK_ROWS).to(device), vocabulary.size),
-        torch.repeat_interleave((torch.arange(count + 1) + count) % (count + 1), block_counts).to(device),
+        torch.repeat_interleave(numbers, block_counts).to(device),
         (pinned_blocks, *(pinned_blocks + int(blocks) for blocks in largest_first)),
         (sizes[1:] == 0).to(device),
     )

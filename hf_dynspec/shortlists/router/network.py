@@ -57,7 +57,7 @@ class Router:
             )
         # Looked at first, as a count is taken up to the largest number.
         is_in_range = int(clusters.min()) >= 0 and int(clusters.max()) < clusters.numel()
-        sizes = torch.bincount(clusters) if is_in_range else torch.zeros(1)
+        sizes = torch.bincount(clusters) if is_in_range else clusters.new_zeros(1)
         if not bool((sizes > 0).all()):
             raise ConfigurationError("clusters must be numbered from 0 without gaps, so that each of them has a token")
         self._require_shapes(sizes.shape[0])
@@ -114,7 +114,7 @@ class Router:
     def without(self, is_empty: torch.Tensor) -> "Router":
         """A router with the same scores, but for some clusters, bool `[M]`, which it scores −inf. Centroids become one
         layer."""
-        bar = torch.zeros(is_empty.shape, device=is_empty.device).masked_fill(is_empty, -torch.inf)
+        bar = torch.zeros_like(is_empty, dtype=torch.float32).masked_fill(is_empty, -torch.inf)
         if self.centroids is not None:
             return Router(self.clusters, output_weight=self.centroids, output_bias=bar)
         return replace(self, output_bias=self.output_bias + bar)

@@ -174,6 +174,6 @@ def _require_budgets(schedule: str, router: Router, budgets: Any) -> None:
     count = router.num_clusters
     if budgets.shape[0] != count or not budgets.shape[1]:
         raise ConfigurationError(f"budgets must have a row for each of {count} clusters, got {described(budgets)}")
-    firsts = torch.arange(1, count + 1, dtype=budgets.dtype)
+    firsts = torch.arange(1, count + 1, dtype=budgets.dtype, device=budgets.device)
     if int(budgets.min()) < 1 or int(budgets.max()) > count or not torch.equal(budgets[:, 0].cpu(), firsts):
         raise ConfigurationError(f"budgets must run from 1 to {count}, and begin with the number of their row")

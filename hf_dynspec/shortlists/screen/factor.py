@@ -181,7 +181,8 @@ def _root_of_covariance(hidden_states: torch.Tensor) -> torch.Tensor:
     mean_variance = mean.diagonal().mean()
     if mean_variance == 0:
         raise ConfigurationError("hidden_states are all zero, so that nothing can be learnt from them")
-    return torch.linalg.cholesky(mean + _LEAST_VARIANCE * mean_variance * torch.eye(mean.shape[0]).double())
+    in_all_directions = torch.eye(mean.shape[0], dtype=mean.dtype, device=mean.device)
+    return torch.linalg.cholesky(mean + _LEAST_VARIANCE * mean_variance * in_all_directions)
 
 
 def _leading_directions(
@@ -199,7 +200,7 @@ def _leading_directions(
         if root is not None:
             squares = root.T @ squares @ root
         return torch.linalg.eigh(squares).eigenvectors[:, -rank:]
-    basis = torch.randn(width, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    basis = torch.randn(width, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     for left in range(_PASSES, 0, -1):
         basis = torch.linalg.qr(basis).Q
         image = _squared(weight, basis if root is None else root @ basis, progress, passes=left + 1)

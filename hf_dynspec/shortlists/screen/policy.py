@@ -198,7 +198,8 @@ class Screen:
     def queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 `[m, r + 1]` for hidden states `[m, d]`."""
         hidden = hidden.float()
-        return torch.cat([functional.linear(hidden, self.projection), hidden.square().sum(1, keepdim=True)], dim=1)
+        lengths = torch.linalg.vecdot(hidden, hidden).unsqueeze(1)
+        return torch.cat([functional.linear(hidden, self.projection), lengths], dim=1)
 
 
 def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
