@@ -27,6 +27,7 @@ from hf_dynspec.drafting import automatic_call
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
+from hf_dynspec.drafting.expected_speed import expected_tokens
 from hf_dynspec.drafting.round_times import RoundTimes
 from hf_dynspec.generation.feedback import TargetFeedback
 from hf_dynspec.shortlists import POLICIES
@@ -232,6 +233,32 @@ def test_the_sizes_of_trees_are_told_apart():
         call.end_round(accepted)
     latest = chosen[-100:]
     assert max(set(latest), key=latest.count) == DraftShape(3, 7)
+
+
+@pytest.mark.parametrize("power", [0.1, 0.2, 0.3])
+def test_little_is_lost_to_the_best_size_of_trees(power):
+    """Larger ones miss less often, by a power of their size; which power that is nobody knows beforehand."""
+    shapes, speeds = shapes_of(TreeConfig(60, 5, 10)), []
+
+    def acceptance(shape: DraftShape) -> float:
+        return 1.0 - 0.45 * (7 / shape.nodes) ** power
+
+    def seconds(shape: DraftShape) -> float:
+        return 10.0 + 0.5 * shape.steps + 0.05 * shape.nodes
+
+    best = max(expected_tokens([acceptance(one)], one.steps) / seconds(one) for one in shapes)
+    for seed in range(5):
+        drafting, rng, now = AutomaticDrafting(shapes), random.Random(seed), [0.0]
+        call, took, tokens = AutomaticCall(drafting, lambda now=now: now[0]), 0.0, 0
+        for _ in range(300):
+            shape, accepted = call.begin_round(99), 0
+            while accepted < shape.steps and rng.random() < acceptance(shape):
+                accepted += 1
+            now[0] += seconds(shape) * rng.lognormvariate(0, 0.05)
+            took, tokens = took + seconds(shape), tokens + accepted + 1
+            call.end_round(accepted)
+        speeds.append(tokens / took)
+    assert sum(speeds) / len(speeds) > 0.94 * best
 
 
 @pytest.mark.parametrize(

@@ -718,8 +718,8 @@ def test_commands_do_not_replace_what_they_should_not(byte_level, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("--size", 10**8, "size: must be a whole number from 1 to 4194304"),
-        ("--seed", 2**63, "seed: must be a whole number from 0 to 9223372036854775807"),
+        ("--size", 10**8, "--size must be a whole number from 1 to 4194304"),
+        ("--seed", 2**63, "--seed must be a whole number from 0 to 9223372036854775807"),
     ],
 )
 def test_what_no_artifact_may_have_is_refused_before_anything_is_counted(byte_level, tmp_path, option, value, problem):

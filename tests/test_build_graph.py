@@ -665,7 +665,7 @@ def test_texts_without_tokens_or_edges_are_told(tokenizer_folder, tmp_path):
     assert isinstance(result.exception, ConfigurationError) and "--minimum-count" in str(result.exception)
     # The counts are kept, so that a lower limit needs no second counting.
     result = invoke(*command(tokenizer_folder, tmp_path / "few.txt", tmp_path / "out", "--minimum-count", 1))
-    assert result.exit_code == 0 and "continuing: 1 of 1 parts" in result.output, result.output
+    assert result.exit_code == 0 and "continuing: 1 of 1 part and 5 tokens" in result.output, result.output
 
 
 def test_a_disk_that_is_too_small_is_told(tokenizer_folder, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_dynspec import DynSpecAssistant, EagleDrafter, RouterShortlist, TreeConfig, UnsupportedError
 from hf_dynspec.drafters import traced_step
 from hf_dynspec.drafters.weights_watch import WeightsWatch
+from hf_dynspec.kernels import cpu
 
 POLICIES = ("full", "hybrid", "router", "in_context", "frequency")
 
@@ -283,7 +284,8 @@ def test_an_eagle_head_follows_the_targets_dtype(dtype, layout, tmp_path):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_target_that_changes_between_calls(name, target, drafter):
+def test_a_target_that_changes_between_calls(name, target, drafter, monkeypatch):
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
     assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target)
     before = greedy(target)
     assert torch.equal(greedy(target, assistant), before)
@@ -294,6 +296,50 @@ def test_a_target_that_changes_between_calls(name, target, drafter):
         assert output.shape == expected.shape
         return
     assert torch.equal(output, expected)
+
+
+def cap(target):
+    target.config.final_logit_softcapping = 0.5
+
+
+def scale(target):
+    target.logit_scale = -1.0
+
+
+def divisor(target):
+    target.config.logits_scaling = -1.0
+
+
+def bias_through_data(target):
+    target.lm_head.bias.data = torch.randn(301, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def other_class(target):
+    class Contrary(type(target)):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = -outputs.logits
+            return outputs
+
+    target.__class__ = Contrary
+
+
+@pytest.mark.parametrize(
+    ("change", "family"),
+    [(cap, "gemma2"), (scale, "cohere"), (divisor, "granite"), (bias_through_data, "phi"), (other_class, "llama")],
+)
+def test_what_a_target_makes_of_its_projection_changes_between_calls(change, family, compiled_kernels, monkeypatch):
+    """The faster product with a large head says what the model says, as it is in the call."""
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
+    target = tiny(family)
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    greedy(target, assistant)
+    assert assistant.forward._head.fast(target) is not None
+    change(target)
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    expected, output = greedy(target, **asked), greedy(target, assistant, **asked)
+    assert torch.equal(output.sequences, expected.sequences)
+    torch.testing.assert_close(torch.cat(output.logits), torch.cat(expected.logits), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

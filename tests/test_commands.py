@@ -1,5 +1,6 @@
 """What all commands have in common: tables that fit, how they end, what they refuse to write to, help and version."""
 
+import inspect
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from hf_dynspec.commands import app
 from hf_dynspec.commands.common import Pace, duration
 from hf_dynspec.commands.running import Commands, _noted_interrupts, describe_os_error, raise_lost_interrupt
 from hf_dynspec.errors import ConfigurationError, DynSpecError
-from hf_dynspec.evaluation.tables import FittedTable
+from hf_dynspec.evaluation.tables import FittedTable, parameter_count
 from hf_dynspec.files import replacing
 from hf_dynspec.shortlists import POLICIES, as_policy
 
@@ -162,6 +164,11 @@ def test_letters_that_take_two_columns_hide_no_figure(width):
     assert all(cell_len(line) <= width for line in lines)
     ((found, heading), figure) = parsed(lines, 1).popitem()
     assert (found.replace(" ", ""), heading.replace(" ", ""), figure) == (label, "tokens/s", "12.5")
+
+
+@pytest.mark.parametrize(("count", "said"), [(8_190_735_360, "8.2B"), (45_200_000, "45.2M"), (14_592, "14.6k")])
+def test_numbers_of_parameters(count, said):
+    assert parameter_count(count) == said
 
 
 def test_a_table_that_fits_is_one_block_and_folds_nothing():
@@ -429,6 +436,58 @@ def test_a_command_that_ends_well_in_spite_of_an_interrupt_has_ended_well():
     assert interrupted_in_process(work).exit_code == 0
 
 
+# Options -------------------------------------------------------------------------------------------------------------
+
+_PAIR = "--target target --drafter drafter"
+_WORDS = {
+    "bench": f"{_PAIR} --prompts prompts.jsonl",
+    "coverage": f"{_PAIR} --prompts prompts.jsonl",
+    "doctor": f"{_PAIR} --prompts prompts.jsonl",
+    "doctor --config target drafter": "--device-memory-bandwidth 100 --launch-latency 5",
+    "evaluate": f"{_PAIR} --data prompts.jsonl --out out",
+    "trace": f"{_PAIR} --prompts prompts.jsonl",
+    "train router": f"{_PAIR} --data texts-0.jsonl --out out",
+    "build frequency": "--tokenizer target --text texts-0.jsonl --out out",
+    "build clusters": "--target target --num-clusters 5 --out out",
+    "build graph": "--tokenizer target --text texts-0.jsonl --out out",
+}
+
+
+def numeric_options(command: str) -> list[str]:
+    """The options of a command that take a number, but for those that `doctor` has for its other half alone."""
+    found = typer.main.get_command(app)
+    for word in command.split(" --", maxsplit=1)[0].split():
+        found = found.commands[word]
+    estimated = ("device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
+    of_both = ("num_assistant_tokens", "temperature")
+    types = get_type_hints(inspect.unwrap(found.callback))
+    numbers = (int, float, int | None, float | None, list[float] | None)
+    numeric = [one for one in found.params if types[one.name] in numbers]
+    if "--config" in command:
+        numeric = [one for one in numeric if one.name in (*estimated, *of_both)]
+    elif command == "doctor":
+        numeric = [one for one in numeric if one.name not in estimated]
+    return [one.opts[0] for one in numeric]
+
+
+@pytest.mark.parametrize("command", list(_WORDS))
+def test_numbers_out_of_range_are_told_by_the_names_of_their_options(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    for loader in ("load_model", "find_eos_token_ids", "load_config"):
+        monkeypatch.setattr(f"hf_dynspec.loading.{loader}", lambda *_, **__: pytest.fail("work was begun"))
+    options = numeric_options(command)
+    assert len(options) >= 2
+    for option in options:
+        result = CliRunner().invoke(app, [*command.split(), *_WORDS[command].split(), f"{option}=-7"])
+        # Some are refused by click itself.
+        said = result.stderr if result.exit_code == 2 else str(result.exception)
+        if result.exit_code == 1:
+            assert isinstance(result.exception, ConfigurationError), (option, result.exception)
+        assert result.exit_code in (1, 2) and option in said, (option, said)
+        assert "must be" in said or "Invalid value" in said, said
+        assert option.lstrip("-").replace("-", "_") not in said or "-" not in option.lstrip("-"), said
+
+
 # What the operating system refuses -----------------------------------------------------------------------------------
 
 
@@ -462,6 +521,42 @@ def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path
     assert result.exit_code == 1 and isinstance(result.exception, ConfigurationError)
     assert str(out[place]) in str(result.exception) and "\n" not in str(result.exception)
     assert (tmp_path / "file").read_text() == "mine" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "build frequency --tokenizer target --text texts.jsonl --out",
+        "build frequency-import list.pt --tokenizer target --out",
+        "build clusters --target target --num-clusters 5 --out",
+        "build graph --tokenizer target --text texts.jsonl --out",
+        "evaluate --target target --drafter drafter --data prompts.jsonl --out",
+        "export vllm head --ranking ranking --target target --out",
+        "export custom-generate ranking --out",
+        "convert eagle head --to official",
+        "train router --target target --drafter drafter --data texts.jsonl --out",
+    ],
+)
+def test_a_folder_with_other_files_is_refused_before_work(folder, tmp_path, monkeypatch, words):
+    for name in ("target", "drafter", "prompts.jsonl"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "texts.jsonl").symlink_to(folder / "texts-0.jsonl")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    for loader in ("load_model", "load_tokenizer", "find_eos_token_ids"):
+        monkeypatch.setattr(f"hf_dynspec.loading.{loader}", lambda *_, **__: pytest.fail("work was begun"))
+    result = CliRunner().invoke(app, [*words.split(), "mine"])
+    assert isinstance(result.exception, ConfigurationError), result.output
+    assert "mine holds files that are not of this command, such as notes.txt; name a new folder" in str(
+        result.exception
+    )
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_hidden_files_are_nobodys(folder, tmp_path):
+    (tmp_path / ".gitattributes").write_text("")
+    assert CliRunner().invoke(app, [*map(str, writers(folder)["clusters"]), str(tmp_path)]).exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["bench", "coverage"])
@@ -521,7 +616,7 @@ def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, comm
     assert isinstance(result.exception, DynSpecError)
     line = str(result.exception)
     assert "\n" not in line and str(tmp_path / "out") in line
-    assert "File too large; write to another disk" in line
+    assert "File too large; write to another disk" in line and "not lost: nothing" not in line
 
 
 def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):

@@ -1319,7 +1319,7 @@ def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, argument
         (["--drafter", "no-model", "--eagle", "no-head"], "name a drafter or an EAGLE head, not both"),
         (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
         (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
-        (["--eagle", "empty", "--max-new-tokens", "2"], "max_new_tokens must be at least 3 for an EAGLE head"),
+        (["--eagle", "empty", "--max-new-tokens", "2"], "--max-new-tokens must be at least 3 for an EAGLE head"),
     ],
 )
 def test_bad_drafters_end_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):

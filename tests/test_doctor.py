@@ -541,7 +541,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch):
         (("--target", "nowhere", "--drafter", "x", "--tree", "tall"), "total_tokens/depth/top_k"),
         (("--target", "nowhere", "--drafter", "x", "--temperature", -1), "temperature must be"),
         (("--target", "nowhere", "--drafter", "x", "--seconds", 0), "seconds must be"),
-        (("--target", "nowhere", "--drafter", "x", "--num-assistant-tokens", 2), "num_assistant_tokens must be"),
+        (("--target", "nowhere", "--drafter", "x", "--num-assistant-tokens", 2), "--num-assistant-tokens must be"),
         (("--target", "nowhere", "--drafter", "x", "--json", "none/x.json"), "--json takes a file"),
     ],
 )

@@ -426,7 +426,7 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
     titles = [line for line in result.output.splitlines() if line.startswith("Estimate: ")]
     assert len(titles) >= 4 and "ESTIMATE" in result.output and "Tokenizers were not compared" in result.output
     # A small model has parameters too.
-    assert re.search(r"of\s+0\.\d*[1-9]\d*M\s+parameters", result.output)
+    assert re.search(r"of\s+[1-9][\d.]*k\s+parameters", result.output)
     saved = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert saved["is_estimate"] and saved["vocabulary"] == 512
     assert saved["models"]["target"]["dtype"] == "bfloat16" and saved["models"]["drafter"]["dtype"] == "float32"
@@ -439,7 +439,7 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
     [
         (["--launch-latency", "5"], "--device-memory-bandwidth"),
         (["--device-memory-bandwidth", "100"], "--launch-latency"),
-        (["--device-memory-bandwidth", "0", "--launch-latency", "5"], "memory_bandwidth"),
+        (["--device-memory-bandwidth", "0", "--launch-latency", "5"], "--device-memory-bandwidth must be"),
         (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--eagle", "head"], "--eagle"),
         (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--seconds", "9"], "so leave --seconds out"),
         (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--tree", "none"], "so leave --tree out"),

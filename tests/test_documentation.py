@@ -451,4 +451,5 @@ def test_the_readmes_picture_is_what_the_command_draws(tmp_path):
         re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text(encoding="utf-8"))
         for file in (tmp_path / "a.svg", ROOT / "docs/speed.svg")
     )
-    assert shipped == drawn and "116  (2.00×)" in drawn
+    hybrid = measured(0.0)["hybrid"]
+    assert shipped == drawn and f"{hybrid['tokens_per_second']['median']:.0f}  ({ratio(hybrid, PLAIN)})" in drawn

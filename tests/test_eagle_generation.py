@@ -448,9 +448,9 @@ def test_wrong_features_would_be_noticed(target, drafter, rounds, monkeypatch):
     """The drafts of a call whose features are those of the tokens before are not those of its texts."""
     features = TargetFeedback._features
 
-    def late(self, outputs, outcome):
+    def late(self, outputs, *others):
         outputs.hidden_states = [None if state is None else state.roll(1, -2) for state in outputs.hidden_states]
-        return features(self, outputs, outcome)
+        return features(self, outputs, *others)
 
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
     with monkeypatch.context() as patch:

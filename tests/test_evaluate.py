@@ -34,7 +34,6 @@ from hf_dynspec.evaluation.suites.paper_tables import GIVEN, PAPER_TABLES, table
 from hf_dynspec.evaluation.suites.runner import Share
 from hf_dynspec.evaluation.suites.runs import RUNS, SETTINGS, TIMED, RunFolder, key_of
 from hf_dynspec.files import append_json_line, read_whole_lines
-from hf_dynspec.generation.binding import TargetHook
 from hf_dynspec.protocol import VocabularyInfo
 
 ROOT = Path(__file__).parents[1]
@@ -257,12 +256,26 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been_killed(data, evalua
     assert {key: without_times(line) for key, line in after.items()} == expected
 
 
-def test_a_run_that_is_over_is_not_run_again(data, evaluated, monkeypatch):
-    monkeypatch.setattr(TargetHook, "forward_of", lambda *_: pytest.fail("something was generated"))
-    before = lines_of(evaluated)
-    result = evaluate(*words_of_run(data, evaluated))
+def test_a_run_that_is_over_loads_nothing_and_is_drawn_anew(data, evaluated, tmp_path, monkeypatch):
+    shutil.copytree(evaluated, tmp_path / "out")
+    before = (tmp_path / "out" / RUNS).read_bytes()
+    (tmp_path / "out" / "coverage.png").unlink()
+    with monkeypatch.context() as patches:
+        patches.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+        result = evaluate(*words_of_run(data, tmp_path / "out"))
     assert result.exit_code == 0, result.exception
-    assert lines_of(evaluated) == before
+    assert "all of it was measured before; nothing is run" in result.stderr and "0/0" not in result.stderr
+    assert (tmp_path / "out" / RUNS).read_bytes() == before
+    assert (tmp_path / "out" / "coverage.png").exists()
+
+
+def test_a_line_that_was_deleted_is_measured_again(data, evaluated, tmp_path):
+    shutil.copytree(evaluated, tmp_path / "out")
+    session, *lines = read_whole_lines(tmp_path / "out" / RUNS)
+    write_rows(tmp_path / "out" / RUNS, [session, *lines[1:]])
+    result = evaluate(*words_of_run(data, tmp_path / "out"))
+    assert result.exit_code == 0, result.exception
+    assert list(map(key_of, lines_of(tmp_path / "out"))) == list(map(key_of, lines))
 
 
 @pytest.mark.parametrize(
@@ -499,9 +512,9 @@ def test_texts_that_speed_bench_has_not_fetched_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("suite", "row", "problem"),
     [
-        ("spec-bench", {"question_id": 1, "turns": ["a"]}, "line 2: Spec-Bench has the field 'category' in every row"),
-        ("spec-bench", {"category": "qa", "prompt": "a"}, "line 2: Spec-Bench has the field 'question_id'"),
-        ("speed-bench", {"question_id": "1", "category": "qa", "prompt": "a"}, "SPEED-Bench has the field 'turns'"),
+        ("spec-bench", {"question_id": 1, "turns": ["a"]}, "line 2: lacks the field 'category', which Spec-Bench has"),
+        ("spec-bench", {"category": "qa", "prompt": "a"}, "line 2: lacks the field 'question_id', which Spec-Bench"),
+        ("spec-bench", {"question_id": 1, "category": "qa", "turns": "a"}, "line 2: 'turns' is a list of texts"),
         ("spec-bench", {"question_id": 1, "category": "qa", "turns": ["a", ""]}, "line 2: a turn is empty"),
         ("domains", {"question_id": 1, "category": "qa", "turns": "a", "x": 1}, None),
         ("domains", {"question": "a"}, "line 2.*a row needs turns"),
@@ -518,6 +531,34 @@ def test_rows_of_another_kind_are_refused_by_their_line(tmp_path, suite, row, pr
         return
     with pytest.raises(WorkloadError, match=problem):
         read_suite(suite, [path])
+
+
+SPEED_BENCH_ROW = {name: column[0] for name, column in SPEED_BENCH.items()}
+
+
+@pytest.mark.parametrize("field", ["question_id", "category", "turns", "source", "multiturn"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_is_no_speed_bench_is_refused_by_the_field_that_it_lacks(tmp_path, kind, field):
+    whole = [SPEED_BENCH_ROW, {**SPEED_BENCH_ROW, "question_id": "x2"}]
+    lacking = [{("text" if name == field == "turns" else name): one[name] for name in one} for one in whole]
+    for one in lacking:
+        one.pop(field, None)
+    path, number = tmp_path / f"rows.{kind}", 2
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(lacking), path)
+        number = 1
+    else:
+        write_rows(path, [whole[0], lacking[1]])
+    problem = rf"rows\.{kind}, line {number}: lacks the field '{field}', which SPEED-Bench has in every row"
+    with pytest.raises(WorkloadError, match=problem):
+        read_suite("speed-bench", [path])
+
+
+def test_files_of_another_suite_are_refused_before_models_are_loaded(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    result = evaluate("--suite", "speed-bench", "--data", data / "code.jsonl", "--out", tmp_path / "out")
+    assert "code.jsonl, line 1: lacks the field 'source', which SPEED-Bench has" in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 # Tables of papers ----------------------------------------------------------------------------------------------------
@@ -604,10 +645,10 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
         (("--router", "path/to/router"), "--router is for --table; name it in a --policy"),
         (("--table", "dynaspec-1", "--router", "path/to/nothing"), "path/to/nothing"),
         (("--policy", "frequency:ranking=path/to/without-{domain}"), "path/to/without-code"),
-        (("--temperature", -1), "temperatures must be numbers of at least 0"),
+        (("--temperature", -1), "--temperature must be numbers of at least 0, got -1.0"),
         (("--no-chain",), "there is nothing to draft"),
         (("--tree", "6/5"), "write total_tokens/depth/top_k"),
-        (("--repeats", 0), "repeats must be a whole number"),
+        (("--repeats", 0), "--repeats must be a whole number"),
         (("--data", "path/to/nothing.jsonl"), "path/to/nothing.jsonl"),
     ],
 )

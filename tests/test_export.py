@@ -39,6 +39,7 @@ from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.artifacts.exports import shortlist_generate
 from hf_dynspec.artifacts.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
+from hf_dynspec.errors import counted
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +109,7 @@ def test_a_token_map_is_what_sglang_loads(tmp_path, artifact, tokenizer, ranking
     ids = torch.tensor(loaded, dtype=torch.int64)  # as SGLang goes on
     size = size or 700
     expected = ranking.tolist() if size == VOCABULARY_SIZE else [*ranking[: size - 1].tolist(), tokenizer.eos_token_id]
-    assert ids.tolist() == expected and f"{len(expected):,} token ids" in printed
+    assert ids.tolist() == expected and f"{counted(len(expected), 'token id')}, most" in printed
     assert int(ids.min()) >= 0 and int(ids.max()) < len(tokenizer)
     assert [one.name for one in out.parent.iterdir()] == ["map.pt"]
 

@@ -42,6 +42,7 @@ from hf_dynspec import (
     UnsupportedError,
 )
 from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.kernels import cpu
 
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
@@ -723,6 +724,21 @@ def test_the_targets_fast_head_may_be_switched_off(drafter, target):
     assert_same(target, assistant)
     assistant.fast_target_head = True
     assert_same(target, assistant)
+
+
+def test_logits_under_autocast_are_plain_generations(drafter, target, compiled_kernels, monkeypatch):
+    """Rounded as there, though the weights are fp32, and a target is no other one in it."""
+    monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
+    outside = DynSpecAssistant(drafter, target=target)
+    assert outside.forward._head.fast(target) is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = DynSpecAssistant(drafter, target=target, tree=True)
+        asked = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+        expected, *logits = (
+            target.generate(prompt(), assistant_model=one, **asked).logits[0] for one in (None, outside, inside)
+        )
+    assert torch.equal(expected, expected.bfloat16().float())
+    assert all(torch.equal(one, expected) for one in logits)
 
 
 @pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])

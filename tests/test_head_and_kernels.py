@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from full_disk import largest_file
 from models import FAMILIES, tiny
 
 from hf_dynspec import DynSpecAssistant, UnsupportedError
@@ -353,6 +354,12 @@ def test_without_a_compiler_that_works_the_plain_twin_runs_and_one_line_says_so(
     assert "scored by plain torch" in line and "install g++, or set CXX" in line
 
 
+def test_a_cache_that_cannot_be_written_is_said_to_be_the_reason(tmp_path):
+    with largest_file(1000):
+        (line,) = lines_said("plain", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert "scored by plain torch" in line and "name another folder by TORCHINDUCTOR_CACHE_DIR" in line
+
+
 def test_compiling_is_said_once_with_its_time(compiled_kernels, tmp_path):
     (line,) = lines_said("compiled", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert re.fullmatch(r"compiled the CPU kernels, once on this computer: \d+ s", line)
@@ -534,6 +541,10 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
                 lambda self, *args, **kwargs: (forwards.append(1), forward(self, *args, **kwargs))[1],
             )
             arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 300}
+            # A patched forward is one more change: what it says is compared in the first call.
+            target.generate(some_ids(9)[None], assistant_model=assistant, **arguments)
+            forwards.clear()
+            calls.clear()
             output = target.generate(some_ids(9)[None], assistant_model=assistant, **arguments)
             counts = len(forwards), len(calls)
             assert torch.equal(output, target.generate(some_ids(9)[None], **arguments))

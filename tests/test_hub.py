@@ -11,6 +11,7 @@ from local_hub import Hub, Repository, running_hub
 from hf_dynspec.artifacts import push_artifact, read_artifact, write_artifact
 from hf_dynspec.artifacts.card import is_unedited_card
 from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig, weights_files
+from hf_dynspec.drafters.eagle.checkpoint import read_checkpoint
 from hf_dynspec.errors import ArtifactError
 from hf_dynspec.shortlists import FrequencyShortlist, UnionShortlist
 from hf_dynspec.vocabulary import TokenizerFingerprint
@@ -147,6 +148,16 @@ def test_what_is_missing_is_named(hub, api, old):
     (old / "pytorch_model.bin").unlink()
     hub.publish(REPO, old)
     assert refusal(REPO, api=api).field == "config.json"
+
+
+def test_a_name_that_may_be_a_folders_is_said_to_be_none(hub, api, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    said = str(refusal("acme/nothing", api=api))
+    assert "there is no folder acme/nothing here, and acme/nothing does not exist on the Hub" in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for read in (read_artifact, read_checkpoint):
+        with pytest.raises(ArtifactError, match=r"of nowhere is not in the cache.*nor is there a folder nowhere here"):
+            read("nowhere")
 
 
 def test_files_of_the_wrong_size_are_not_downloaded(hub, api, old):

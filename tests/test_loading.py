@@ -1,14 +1,17 @@
 """The one place that loads models and tokenizers and finds the ids that end a text."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from eagle_heads import random_head
 from models import EOS, perturbed, prompt, tiny, word_tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant
+from hf_dynspec.errors import counted
 from hf_dynspec.loading import find_eos_token_ids, load_config, load_model, load_tokenizer, local_tokenizer
 
 
@@ -80,6 +83,21 @@ def test_a_model_that_lacks_weights_is_refused(folder, changes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes, "layer_types": None}))
     with pytest.raises(ConfigurationError, match=r"the target .* has \d+ weights that .* such as model\.layers\."):
         load_model(tmp_path, device="cpu", role="target")
+
+
+def test_a_single_weight_that_is_lacking_is_told_as_one(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"has 1 weight that its files lack .* such as model\.norm\.weight\."):
+        load_model(tmp_path / "model", device="cpu", role="target")
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 tokens"), (1, "1 token"), (1024, "1,024 tokens")])
+def test_numbers_of_things(count, said):
+    assert counted(count, "token") == said
+    assert counted(count, "token id", "ids") == said.replace("tokens", "ids").replace("1 token", "1 token id")
 
 
 def test_a_model_without_a_tokenizer_has_none(folder, tmp_path):

@@ -17,6 +17,7 @@ from hf_dynspec import (
     HybridShortlist,
     InContextShortlist,
     UnionShortlist,
+    devices,
 )
 from hf_dynspec.protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy
@@ -90,7 +91,10 @@ def select(state: RecentTokensState) -> Shortlist:
 @pytest.mark.parametrize(
     ("core_size", "window"), [(1, 1), (1, 7), (40, 12), (30, 60), (90, 3), (5, 10**4), (10**4, 50)]
 )
-def test_core_and_window_are_disjoint_and_hold_what_they_should(core_size, window, eos, draftable):
+@pytest.mark.parametrize("looks", [True, False], ids=["looks at numbers", "waits for none"])
+def test_core_and_window_are_disjoint_and_hold_what_they_should(core_size, window, eos, draftable, looks, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
     info = VocabularyInfo(VOCABULARY, eos, torch.device("cpu"), draftable)
     # A ranking without most tokens: the window begins with others then.
     ranking = torch.randperm(PADDED, generator=torch.Generator().manual_seed(0))[:120].tolist()

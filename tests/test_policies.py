@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import POLICY_CASES, VOCABULARY, RandomShortlist, random_router
 
-from hf_dynspec import ConfigurationError
+from hf_dynspec import ConfigurationError, devices
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import (
     POLICIES,
@@ -223,9 +223,12 @@ def test_the_window_is_the_published_one(window, eos, eviction):
         assert ids_of(select(state)) == set(eos)
 
 
+@pytest.mark.parametrize("looks", [True, False], ids=["looks at numbers", "waits for none"])
 @pytest.mark.parametrize("eviction", ["stream", "lru"])
-def test_tokens_that_repeat_and_hardly_change(eviction):
+def test_tokens_that_repeat_and_hardly_change(eviction, looks, monkeypatch):
     """A tiny alphabet: nearly every token is held already, is a repeat, an EOS or padding."""
+    if not looks:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
     info = vocabulary((2,))
     for window in (1, 2, 3, 5):
         state = InContextShortlist(window, 0, 2, eviction).start(info)

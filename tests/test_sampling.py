@@ -15,11 +15,14 @@ import torch
 from draft_trees import Path, drawn_tree, verify
 from eagle_heads import random_head
 from models import POLICY_CASES, REMEMBERING, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
+from pocket import POCKET
 from scipy import stats as scipy_stats
 from transformers import (
+    AutoTokenizer,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
@@ -35,6 +38,7 @@ from hf_dynspec import (
     FrequencyShortlist,
     InContextShortlist,
     ScreenShortlist,
+    TargetError,
     TreeConfig,
     UnionShortlist,
     devices,
@@ -653,6 +657,62 @@ def test_a_chain_is_verified_alike_by_few_weights_and_by_all(q_of, shortlist_is_
             accepted += outcome.accepted
         assert int(counts.sum()) == rounds and 0 < accepted < rounds
         assert chi_square(counts, expected, at_least=6) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("processed_is_few", [False, True])
+@pytest.mark.parametrize("shortlist_is_few", [False, True])
+def test_drafts_of_a_drafter_that_computes_no_numbers_have_no_say(shortlist_is_few, processed_is_few):
+    """As one of 16 bits whose hidden states overflow: its logits are NaN."""
+    torch.manual_seed(21)
+    rounds, drafted, p = 2000, torch.tensor([0, 2, 3]), torch.tensor([0.3, 0.1, 0.4, 0.2])
+    logits = torch.full((4,), -torch.inf).index_fill(0, drafted, torch.nan)
+    few = FewWeights(drafted.tolist(), [torch.nan] * 3) if shortlist_is_few else None
+    chain = Candidates(drafted[:1], (Shortlist(torch.arange(4), 0),), (logits,), drawn_from=(few,))
+    processed = FewWeights([0, 1, 2, 3], p.tolist()) if processed_is_few else p.log().unsqueeze(0)
+    drawn = [verify(chain, lambda row, path: processed, True).token_ids[0] for _ in range(rounds)]
+    assert chi_square(torch.bincount(torch.stack(drawn), minlength=4), p.double(), at_least=4) > FALSE_ALARM
+
+
+class BarsAll(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+
+def one_row(value: float) -> Callable[[PreTrainedModel], None]:
+    return lambda target: target.lm_head.weight[7].fill_(value)
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["looks at numbers", "waits for none"])
+@pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "spoil", [one_row(torch.nan), one_row(torch.inf), None], ids=["NaN", "infinity", "all barred"]
+)
+def test_where_plain_generate_has_nothing_to_draw_from_neither_is_anything_drawn(
+    spoil, tree, top_k, looks, monkeypatch
+):
+    """As by fp16 logits that overflow. The next call goes on as if nothing had happened."""
+    if not looks:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    target, drafter = tiny("llama", tie_word_embeddings=False), tiny("llama")
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
+    sound = target.lm_head.weight.detach().clone()
+    barred = LogitsProcessorList([] if spoil else [BarsAll()])
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_k": top_k, "logits_processor": barred}
+    with torch.no_grad():
+        if spoil:
+            spoil(target)
+        with pytest.raises(RuntimeError, match="probability"):
+            target.generate(prompt(), **settings)
+        with pytest.raises(TargetError, match="no token can be drawn"):
+            target.generate(prompt(), assistant_model=assistant, **settings)
+        # Criteria that look tokens up are not shown what stands for none.
+        stops = {"stop_strings": ["zz"], "tokenizer": AutoTokenizer.from_pretrained(POCKET / "target")}
+        with pytest.raises(TargetError, match="no token can be drawn"):
+            target.generate(prompt(), assistant_model=assistant, **settings, **stops)
+        target.lm_head.weight.copy_(sound)
+    plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant), plain)
 
 
 # The draw itself -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Sessions: what is kept from call to call is bounded, holds no text, and may be used in any mode of torch."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -11,6 +12,7 @@ from models import POLICY_CASES, perturbed, prompt, tiny
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, TreeConfig
+from hf_dynspec.shortlists import POLICIES
 
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "neither": torch.enable_grad}
 
@@ -43,6 +45,41 @@ def test_modes_of_torch_follow_each_other_in_any_order(policy, tree, target, dra
                     penalty = {"repetition_penalty": 1.2, "do_sample": turn == 3}
                     output = greedy(target, one, turn, **penalty)
                     assert turn == 3 or torch.equal(output, greedy(target, None, turn, **penalty)), (order, mode)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# A device on which nothing can be computed stands for any that the models are not on.
+DEFAULTS = {"bfloat16": lambda: default_dtype(torch.bfloat16), "another device": lambda: torch.device("meta")}
+
+
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torchs_defaults_have_no_say(policy, tree, target, drafter):
+    """Another thread may set the default dtype at any time, as transformers does while it loads a model, and many set
+    the default device once for all."""
+
+    def texts() -> list[list[int]]:
+        assistant = DynSpecAssistant(drafter, made, target=target, tree=tree)
+        arguments = {"max_new_tokens": 9, "assistant_model": assistant, "repetition_penalty": 1.1}
+        torch.manual_seed(3)
+        return [
+            target.generate(text, do_sample=top_k is not None, top_k=top_k, **arguments)[0].tolist()
+            for top_k in (None, 0, 9)
+        ]
+
+    made, text = POLICY_CASES[policy](), prompt()
+    expected = texts()
+    for name, default in DEFAULTS.items():
+        with default():
+            assert texts() == expected, name
 
 
 def tensors_in(thing, seen: set[int]) -> int:

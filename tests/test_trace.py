@@ -489,7 +489,7 @@ def test_a_picture_that_nothing_can_be_drawn_in_is_left_out_and_that_is_said(tmp
         (("--prompts", POCKET / "prompts.jsonl"), "name the drafter"),
         ((*WITH_DRAFTER, "--tree", "wide"), "total_tokens/depth/top_k"),
         ((*WITH_DRAFTER, "--temperature", -1), "temperature"),
-        ((*WITH_DRAFTER, "--max-new-tokens", 2), "max_new_tokens must be a whole number of at least 3"),
+        ((*WITH_DRAFTER, "--max-new-tokens", 2), "--max-new-tokens must be a whole number of at least 3"),
         ((*WITH_DRAFTER, "--timeline", "round.txt"), "no suffix of an image"),
         ((*WITH_DRAFTER, "--html", "nowhere/page.html"), "existing folder"),
     ],

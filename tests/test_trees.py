@@ -944,6 +944,25 @@ def test_another_attention_implementation_is_refused_by_name(attention, drafter)
             target.generate(prompt(), assistant_model=assistant)
 
 
+@pytest.mark.parametrize("is_later", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_attention_that_takes_no_mask_is_refused_whenever_it_is_set(role, is_later, drafter):
+    """Flex attention would read past the memory of the mask."""
+    models = {"target": tiny(), "drafter": drafter}
+
+    def assistant() -> DynSpecAssistant:
+        return DynSpecAssistant(drafter, target=models["target"], tree=True)
+
+    made = assistant() if is_later else None
+    models[role].set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedError, match="uses the attention implementation 'flex_attention'"):
+        models["target"].generate(prompt(), assistant_model=made or assistant())
+    models[role].set_attn_implementation("sdpa")
+    made = made or assistant()
+    expected = models["target"].generate(prompt(), do_sample=False)
+    assert torch.equal(models["target"].generate(prompt(), assistant_model=made, do_sample=False), expected)
+
+
 def test_a_refused_target_keeps_its_chains(drafter):
     """An assistant that drafts chains needs no mask, and stays bound when one that drafts trees is refused."""
     target = tiny()
