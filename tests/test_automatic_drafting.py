@@ -1,11 +1,13 @@
 """`num_assistant_tokens="auto"`: what is chosen, what it costs to find out, and that it never shows in the tokens."""
 
 import copy
+import functools
 import random
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from hf_dynspec.drafting import automatic_call
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
+from hf_dynspec.drafting.early_ends import EarlyEnd
 from hf_dynspec.drafting.expected_speed import expected_tokens
 from hf_dynspec.drafting.round_times import RoundTimes
 from hf_dynspec.generation.feedback import TargetFeedback
@@ -60,21 +63,37 @@ class Machine:
         self.now += self.pace * self.seconds(steps) * self.random.lognormvariate(0, self.noise) * stall
 
 
-def text(acceptance: float, tokens: int, seed: int) -> list[bool]:
-    """For each token of a text whether the drafter knows it."""
+class Token(NamedTuple):
+    """One of a text: whether the drafter knows it, and how probable it finds it."""
+
+    is_known: bool
+    probability: float
+
+
+def text(acceptance: float, tokens: int, seed: int) -> list[Token]:
+    """A text whose drafter is never more sure than at other times."""
     rng = random.Random(seed)
-    return [rng.random() < acceptance for _ in range(tokens)]
+    return [Token(rng.random() < acceptance, 0.6) for _ in range(tokens)]
+
+
+def uneven_text(acceptance: float, tokens: int, seed: int) -> list[Token]:
+    """One whose drafter is sure of some tokens, and guesses others. `acceptance` is that of all of them."""
+    rng = random.Random(seed)
+    return [
+        Token(rng.random() < probability ** (1 / acceptance - 1), probability)
+        for probability in (rng.random() for _ in range(tokens))
+    ]
 
 
 def generate_text(
-    machine: Machine, known: Sequence[bool], draft: Callable[[], int], tell=lambda accepted: None
+    machine: Machine, known: Sequence[Token], draft: Callable[[Sequence[Token]], int], tell=lambda accepted: None
 ) -> list:
     """Speculative decoding of one text. Returns how many steps each round drafted."""
     done, steps = 0, []
     while done < len(known):
-        steps.append(min(draft(), len(known) - done - 1))
+        steps.append(min(draft(known[done:]), len(known) - done - 1))
         accepted = 0
-        while accepted < steps[-1] and known[done + accepted]:
+        while accepted < steps[-1] and known[done + accepted].is_known:
             accepted += 1
         machine.run(steps[-1])
         tell(accepted)
@@ -82,22 +101,31 @@ def generate_text(
     return steps
 
 
-def automatically(machine: Machine, texts: Sequence[Sequence[bool]], drafting: AutomaticDrafting) -> list[int]:
+def automatically(machine: Machine, texts: Sequence[Sequence[Token]], drafting: AutomaticDrafting) -> list[int]:
     """One call for each text. Returns how many steps each round drafted."""
+
+    def draft(call: AutomaticCall, coming: Sequence[Token]) -> int:
+        most = call.begin_round(len(coming) - 1).steps
+        if call.ends_early:
+            for step, token in enumerate(coming[:most], start=1):
+                if not call.goes_on(token.probability):
+                    return step
+        return most
+
     steps = []
     for known in texts:
         call = AutomaticCall(drafting, lambda: machine.now)
-        steps += generate_text(machine, known, lambda call=call: call.begin_round(99).steps, call.end_round)
+        steps += generate_text(machine, known, functools.partial(draft, call), call.end_round)
     return steps
 
 
-def best_fixed(machine: Machine, texts: Sequence[Sequence[bool]]) -> float:
+def best_fixed(machine: Machine, texts: Sequence[Sequence[Token]]) -> float:
     """Seconds of the best fixed length, on the same machine without noise."""
     seconds = []
     for length in range(LONGEST + 1):
         quiet = Machine(machine.alone, machine.fixed, machine.step, noise=0.0, stalls=0.0)
         for known in texts:
-            generate_text(quiet, known, lambda length=length: length)
+            generate_text(quiet, known, lambda _, length=length: length)
         seconds.append(quiet.now)
     return min(seconds)
 
@@ -110,45 +138,51 @@ def quiet():
         yield
 
 
+@pytest.fixture(params=[False, True], ids=["as long as chosen", "ending early"])
+def chains(request) -> Callable[..., AutomaticDrafting]:
+    """Makes what chooses chains, for so many policies."""
+    return lambda policies=1: AutomaticDrafting(shapes_of(None, request.param), policies, request.param)
+
+
 COSTS = {"cheap drafts": (10.0, 0.7, 1.0), "dear drafts": (12.0, 1.0, 3.0), "flat": (20.0, 0.0, 1.5)}
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("cost", COSTS)
-def test_little_is_lost_to_the_best_fixed_length_known_in_hindsight(cost, acceptance):
+def test_little_is_lost_to_the_best_fixed_length_known_in_hindsight(cost, acceptance, chains):
     """What was not known at first included: over 12 calls of 200 tokens on a machine without noise."""
     texts = [text(acceptance, 200, seed) for seed in range(12)]
     machine = Machine(*COSTS[cost], noise=0.0, stalls=0.0)
-    automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+    automatically(machine, texts, chains())
     assert machine.now < best_fixed(machine, texts) / 0.96
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("cost", COSTS)
-def test_neither_noise_nor_stalls_mislead_it(cost, acceptance):
+def test_neither_noise_nor_stalls_mislead_it(cost, acceptance, chains):
     """The same choices on average, priced without the noise that nobody can help."""
     texts = [text(acceptance, 200, seed) for seed in range(12)]
     ratios = []
     for seed in range(5):
         machine = Machine(*COSTS[cost], noise=0.1, stalls=0.02, seed=seed)
-        steps = automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+        steps = automatically(machine, texts, chains())
         ratios.append(best_fixed(machine, texts) / sum(map(machine.seconds, steps)))
     assert sum(ratios) / len(ratios) > 0.94
     assert min(ratios) > 0.88
 
 
 @pytest.mark.parametrize("cost", COSTS)
-def test_it_follows_texts_that_change(cost):
+def test_it_follows_texts_that_change(cost, chains):
     """No fixed length suits all of these: it loses little to the best of them, and learns anew what is right."""
     texts = [text(acceptance, 300, seed) for seed, acceptance in enumerate([0.9, 0.2, 0.9, 0.05, 0.9, 0.2])]
     machine = Machine(*COSTS[cost], noise=0.0, stalls=0.0)
-    automatically(machine, texts, AutomaticDrafting(shapes_of(None)))
+    automatically(machine, texts, chains())
     assert machine.now < best_fixed(machine, texts) / 0.95
 
 
-def test_other_work_on_the_machine_changes_no_choice():
+def test_other_work_on_the_machine_changes_no_choice(chains):
     """Everything takes three times as long from one round on, and only what is being drafted is seen to."""
-    machine, drafting = Machine(noise=0.03, stalls=0.0), AutomaticDrafting(shapes_of(None))
+    machine, drafting = Machine(noise=0.03, stalls=0.0), chains()
     automatically(machine, [text(0.8, 600, 1)], drafting)
     machine.pace = 3.0
     steps = automatically(machine, [text(0.8, 600, 2)], drafting)
@@ -156,13 +190,26 @@ def test_other_work_on_the_machine_changes_no_choice():
     assert sum(steps) / len(steps) > 4
 
 
-def test_while_it_loses_next_to_nothing_is_drafted():
+def test_while_it_loses_next_to_nothing_is_drafted(chains):
     """The trials that find out whether it still does take their share of the time at most, after the first ones."""
-    machine, drafting = Machine(fixed=2.0, step=4.0), AutomaticDrafting(shapes_of(None))
+    machine, drafting = Machine(fixed=2.0, step=4.0), chains()
     automatically(machine, [text(0.1, 200, 1)], drafting)
     steps = automatically(machine, [text(0.1, 2000, 2), text(0.1, 2000, 3)], drafting)
     lost = sum(machine.seconds(one) - machine.alone for one in steps if one)
     assert 0 < lost < 0.015 * sum(map(machine.seconds, steps))
+
+
+def test_drafts_that_end_early_bring_more_than_the_best_length():
+    """Where drafters are sure of some tokens and guess others; on a machine with its noise, priced without."""
+    ratios = []
+    for cost in COSTS.values():
+        for acceptance in (0.5, 0.7, 0.85):
+            texts = [uneven_text(acceptance, 200, seed) for seed in range(12)]
+            machine = Machine(*cost, noise=0.1, stalls=0.02)
+            steps = automatically(machine, texts, AutomaticDrafting(shapes_of(None, True), ends_early=True))
+            ratios.append(best_fixed(machine, texts) / sum(map(machine.seconds, steps)))
+    assert min(ratios) > 0.97
+    assert sum(ratios) / len(ratios) > 1.0
 
 
 # Where drafting is seldom or never worth it: what a round alone takes, and how much longer one with a draft does.
@@ -171,25 +218,25 @@ LOSING = {"as small as its drafter": (5.0, 1.0, 5.0), "half as small": (5.0, 0.7
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.1])
 @pytest.mark.parametrize("cost", LOSING)
-def test_a_first_call_in_which_drafting_loses_is_hardly_slower_than_without(cost, acceptance):
+def test_a_first_call_in_which_drafting_loses_is_hardly_slower_than_without(cost, acceptance, chains):
     """Nothing is known before it, and it is short. The time is priced without the noise that nobody can help."""
     shares = []
     for seed in range(16):
         machine, known = Machine(*LOSING[cost], seed=seed), text(acceptance, 128, 100 + seed)
-        steps = automatically(machine, [known], AutomaticDrafting(shapes_of(None), 2))
+        steps = automatically(machine, [known], chains(2))
         shares.append(len(known) * machine.alone / sum(map(machine.seconds, steps)))
     assert sum(shares) / len(shares) > 0.96
 
 
-def test_where_no_acceptance_would_do_next_to_nothing_is_drafted():
+def test_where_no_acceptance_would_do_next_to_nothing_is_drafted(chains):
     """The costs alone tell, so that it does not matter that the drafter is always right."""
     machine = Machine(*LOSING["as small as its drafter"], noise=0.0, stalls=0.0)
-    steps = automatically(machine, [text(1.0, 128, 1)], AutomaticDrafting(shapes_of(None), 2))
+    steps = automatically(machine, [text(1.0, 128, 1)], chains(2))
     assert sum(steps) <= 4
 
 
-def test_it_drafts_again_when_drafts_are_good_again():
-    machine, drafting = Machine(), AutomaticDrafting(shapes_of(None))
+def test_it_drafts_again_when_drafts_are_good_again(chains):
+    machine, drafting = Machine(), chains()
     automatically(machine, [text(0.0, 300, 1)], drafting)
     assert drafting.is_resting
     steps = automatically(machine, [text(0.9, 1500, 2)], drafting)
@@ -198,8 +245,8 @@ def test_it_drafts_again_when_drafts_are_good_again():
 
 
 @pytest.mark.parametrize("change", ["weights", "time"])
-def test_a_change_ends_a_rest(change, monkeypatch):
-    machine, drafting = Machine(), AutomaticDrafting(shapes_of(None))
+def test_a_change_ends_a_rest(change, monkeypatch, chains):
+    machine, drafting = Machine(), chains()
     automatically(machine, [text(0.0, 600, 1)], drafting)
     assert automatically(machine, [text(0.9, 10, 2)], drafting).count(0) == 10
     if change == "weights":
@@ -209,8 +256,8 @@ def test_a_change_ends_a_rest(change, monkeypatch):
     assert automatically(machine, [text(0.9, 10, 2)], drafting)[0] > 0
 
 
-def test_it_says_once_that_drafting_rests():
-    machine, drafting = Machine(fixed=5.0), AutomaticDrafting(shapes_of(None))
+def test_it_says_once_that_drafting_rests(chains):
+    machine, drafting = Machine(fixed=5.0), chains()
     with pytest.warns(UserWarning, match="drafting does not pay here") as said:
         automatically(machine, [text(0.0, 500, seed) for seed in range(3)], drafting)
         drafting.renew()
@@ -448,7 +495,7 @@ def test_what_was_learnt_is_read_by_one_call_at_a_time(monkeypatch):
         RoundTimes, "expected", lambda self, shape: read_alone.append(drafting._lock.locked()) or expected(self, shape)
     )
     with pytest.warns(UserWarning, match="rests"):
-        automatically(machine, [[False] * 20] * 10, drafting)
+        automatically(machine, [text(0.0, 20, 1)] * 10, drafting)
     assert read_alone and all(read_alone)
 
 
@@ -458,8 +505,8 @@ def test_what_was_learnt_is_read_by_one_call_at_a_time(monkeypatch):
 class Whim(AutomaticDrafting):
     """Drafts something else every few rounds, and rests in between, whatever it costs."""
 
-    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1):
-        super().__init__(shapes, policies)
+    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
+        super().__init__(shapes, policies, ends_early)
         self._random = random.Random(5)
         self._plan: list[DraftShape] = []
         self._left = 0
@@ -482,6 +529,11 @@ class Whim(AutomaticDrafting):
             self._left = self._random.choice([0, 1, 7])
             return ALONE
         return self._random.choice(self._shapes)
+
+    def early_end(self, shape: DraftShape) -> EarlyEnd | None:
+        if self._confidence is None:
+            return None
+        return EarlyEnd((0.3, *9 * (self._random.uniform(0.2, 0.9),)), self._random.random())
 
 
 class Overtaken(Whim):
@@ -508,8 +560,9 @@ def even_pace(monkeypatch):
     """Rounds take what their shape says, whatever else the machine does meanwhile."""
     record = AutomaticDrafting.record
 
-    def record_evenly(self, shape, accepted, began, ended, is_usual):
-        record(self, shape, accepted, began, began + 10.0 + 1.7 * shape.steps, is_usual)
+    def record_evenly(self, shape, accepted, began, ended, is_usual, end=None):
+        steps = shape.steps if end is None else end.steps
+        record(self, shape, accepted, began, began + 10.0 + 1.7 * steps, is_usual, end)
 
     monkeypatch.setattr(AutomaticDrafting, "record", record_evenly)
 
@@ -579,7 +632,7 @@ def test_tokens_are_the_same_whichever_policy_drafts(drafter, tree, length, targ
         expected = target.generate(text, **arguments)
         assert torch.equal(target.generate(text, assistant_model=assistant_model, **arguments), expected)
         text = expected
-    assert len(assistant.stats_total.rounds_of) >= 4
+    assert len(assistant.stats_total.rounds_of) >= 3
     assert "rounds drafted with" in str(assistant.stats_total)
 
 

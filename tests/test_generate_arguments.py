@@ -542,8 +542,8 @@ def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, m
     lengths = []
     draft = DraftSession.draft_chain
 
-    def checking(self, prefix, count, choose, threshold=0.0):
-        candidates = draft(self, prefix, count, choose, threshold)
+    def checking(self, prefix, count, choose, goes_on):
+        candidates = draft(self, prefix, count, choose, goes_on)
         for depth, (token, logits, shortlist) in enumerate(
             zip(candidates.token_ids, candidates.logits, candidates.shortlists, strict=True)
         ):

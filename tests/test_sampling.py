@@ -45,6 +45,7 @@ from hf_dynspec import (
 )
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
+from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.generation import acceptance, decoding
@@ -259,6 +260,26 @@ def test_every_token_of_long_texts(policy, processors, target, drafter, monkeypa
     # What a top-k leaves is what is drawn from, and not the whole row.
     has_top_k = PROCESSORS[processors].get("top_k") != 0
     assert (shortened[0] >= assistant.stats_total.tokens) == has_top_k
+
+
+@pytest.mark.parametrize("processors", ["everything", "temperature"])
+@pytest.mark.parametrize("ends", ["below a threshold", "by itself"])
+def test_every_token_of_long_texts_from_drafts_that_end_early(ends, processors, target, drafter, monkeypatch):
+    """By what was drawn so far, which says nothing of how the target will judge it."""
+    record = AutomaticDrafting.record
+
+    def record_cheap_drafts(self, shape, accepted, began, ended, is_usual, end=None):
+        record(self, shape, accepted, began, began + 1.0 + 0.2 * (end.steps if end else 0), is_usual, end)
+
+    monkeypatch.setattr(AutomaticDrafting, "record", record_cheap_drafts)
+    torch.manual_seed(27)
+    arguments = {"num_assistant_tokens": "auto"} if ends == "by itself" else {"num_assistant_tokens": 6}
+    threshold = 0.15 if ends == "below a threshold" else None
+    assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold, **arguments)
+    numbers = sampled_numbers(target, drafter, assistant, PROCESSORS[processors])
+    assert uniformity(numbers) > FALSE_ALARM
+    stats = assistant.stats_total
+    assert 0 < stats.accepted < stats.drafted < 6 * stats.rounds
 
 
 @pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])

@@ -9,19 +9,25 @@ import threading
 import warnings
 from collections.abc import Sequence
 
-from .draft_shapes import ALONE, DraftShape, are_chains
+from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
+from .early_ends import EarlyEnd, RunningConfidence
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
 from .trials import Trials
 
 # The most rounds that earlier calls count for in a new one.
 _ROUNDS_OF_EARLIER_CALLS = 8
+# Drafted tokens that a round counts for, where it is tokens that are counted.
+_TOKENS_PER_ROUND = 3
 
 # How much is drafted is settled anew after so many rounds, and with which policy, if at all, after so many.
 _ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
+
+# A token is drafted where it is worth so much of its time: others can follow it.
+_WORTH_OF_STEP = 0.8
 
 # Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
 _TIMED_AT_FIRST = 2
@@ -52,13 +58,14 @@ class AutomaticDrafting:
     Args:
         shapes: those to choose from besides `ALONE`, of the policy 0.
         policies: how many there are to choose from. All of them draft each of the shapes.
+        ends_early: the shape is a chain, which ends before a token that is not worth its time (`EarlyEnd`).
     """
 
-    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1):
+    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
         self._lock = threading.Lock()
+        self._confidence = RunningConfidence() if ends_early else None
         self._policies = policies
         self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
-        self._features = {shape: _features(shape, policies) for shape in (ALONE, *self._shapes)}
         self._times = RoundTimes()
         sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
@@ -85,16 +92,22 @@ class AutomaticDrafting:
             now: the time in seconds.
         """
         with self._lock:
-            self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
+            self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
             if self._rest is not None and now - self._ended > _FORGETS_AFTER:
-                self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
+                self._fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._wake()
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
         with self._lock:
-            self._acceptance.fade_to(_ROUNDS_BEFORE_CHANGE)
+            self._fade_to(_ROUNDS_BEFORE_CHANGE)
             self._wake()
+
+    def _fade_to(self, rounds: int) -> None:
+        """Let what was accepted before count for no more than so many rounds."""
+        self._acceptance.fade_to(rounds)
+        if self._confidence is not None:
+            self._confidence.fade_to(_TOKENS_PER_ROUND * rounds)
 
     def _wake(self) -> None:
         self._rest, self._rested, self._retrials = None, 0, 0
@@ -144,13 +157,49 @@ class AutomaticDrafting:
         first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens)
         return first or self._best_or_trial((ALONE, *self._shapes))
 
+    def early_end(self, shape: DraftShape) -> EarlyEnd | None:
+        """What ends the draft of the next round, with what was chosen for it; None where drafts are as long as was
+        chosen."""
+        if self._confidence is None:
+            return None
+        with self._lock:
+            confidence = self._confidence
+            least = _WORTH_OF_STEP * self._least_reach(shape) if self._ends_early(shape) else 0.0
+            return EarlyEnd(confidence.acceptances(), least / confidence.mean_acceptance())
+
+    def _least_reach(self, shape: DraftShape) -> float:
+        """How likely a drafted token has to be accepted to be worth its time: as many tokens as that time brings
+        otherwise."""
+        # Between lengths that no draft has: along the line through all of them.
+        least, most = (self._seconds(shape._replace(steps=steps, nodes=steps)) for steps in (0.5, LONGEST + 0.5))
+        return (most - least) / LONGEST * max(self._promised, 1 / self._seconds(ALONE))
+
     def _count(self, shape: DraftShape) -> int:
         """How often it was timed."""
-        return self._times.count(self._features[shape])
+        return self._times.count(self._features(shape))
 
     def _seconds(self, shape: DraftShape) -> float:
-        """How long a round of it takes."""
-        return self._times.expected(self._features[shape])
+        """How long a round takes that drafts just this."""
+        return self._times.expected(self._features(shape))
+
+    def _tokens_and_seconds(self, shape: DraftShape) -> tuple[float, float]:
+        """What a round is expected to bring, and to take. One that ends early brings at least what the best length
+        does."""
+        tokens, seconds = self._acceptance.expected_tokens, self._seconds
+        lengths = [shape]
+        if self._ends_early(shape):
+            lengths = [shape._replace(steps=steps, nodes=steps) for steps in range(1, LONGEST + 1)]
+        return max(((tokens(one), seconds(one)) for one in lengths), key=lambda expected: expected[0] / expected[1])
+
+    def _ends_early(self, shape: DraftShape) -> bool:
+        """Whether drafts of this shape end where another token is not worth its time."""
+        return self._confidence is not None and shape.steps == LONGEST
+
+    def _features(self, shape: DraftShape) -> tuple[float, ...]:
+        """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
+        one of the first policy."""
+        longer = (shape.steps * (policy == shape.policy) for policy in range(1, self._policies))
+        return (shape.steps, shape.nodes, *longer)
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
@@ -165,10 +214,10 @@ class AutomaticDrafting:
         if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
             self._rest, self._rested, self._lost = self._first_rest(), 0, 0.0
             # What comes later counts from its first round on.
-            self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
+            self._fade_to(_ROUNDS_BEFORE_REST)
             return ALONE
         if compares:
-            tokens = self._acceptance.expected_tokens(self._choice)
+            tokens, _ = self._tokens_and_seconds(self._choice)
             if (trial := self._trials.begin(speeds, self._choice, tokens)) is not None:
                 return trial
             self._compare_again_at = self._rounds + _ROUNDS_PER_COMPARISON
@@ -178,7 +227,8 @@ class AutomaticDrafting:
     def _first_rest(self) -> int:
         """Tokens from now until drafting is tried again: as many as pay for it, should it bring nothing."""
         alone = self._seconds(ALONE)
-        lost = _ROUNDS_OF_RETRIAL * (self._seconds(self._best_drafted()) - alone)
+        _, drafted = self._tokens_and_seconds(self._best_drafted())
+        lost = _ROUNDS_OF_RETRIAL * (drafted - alone)
         return max(_FIRST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL)))
 
     def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
@@ -194,14 +244,16 @@ class AutomaticDrafting:
 
     def _speeds(self, among: Sequence[DraftShape]) -> dict[DraftShape, float]:
         """Tokens per second to expect of these shapes."""
-        tokens, seconds, features = self._acceptance.expected_tokens, self._times.expected, self._features
-        return {shape: tokens(shape) / seconds(features[shape]) for shape in among}
+        expected = {shape: self._tokens_and_seconds(shape) for shape in among}
+        return {shape: tokens / seconds for shape, (tokens, seconds) in expected.items()}
 
     def _best_drafted(self) -> DraftShape:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
 
-    def record(self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool) -> None:
+    def record(
+        self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool, end: EarlyEnd | None = None
+    ) -> None:
         """A round is over.
 
         Args:
@@ -210,27 +262,29 @@ class AutomaticDrafting:
             began: the time in seconds.
             ended: the time at which the next one began.
             is_usual: it read no more than rounds do, and so has taken as long as another one would.
+            end: what ended the draft, where drafts end early.
         """
         with self._lock:
             self._ended, seconds = ended, ended - began
             self._rounds += 1
-            if shape not in self._features:
-                return
+            drafted = shape if end is None else shape._replace(steps=end.steps, nodes=end.steps)
             if is_usual:
-                self._times.add(self._features[shape], seconds)
+                self._times.add(self._features(drafted), seconds)
             if shape != ALONE:
-                self._acceptance.add(shape, accepted)
+                self._acceptance.add(drafted, accepted)
+                if end is not None:
+                    self._confidence.add(end.probabilities, accepted)
             if self._rest is not None:
                 self._record_rest(shape, accepted, seconds)
             else:
-                self._trials.record(shape, seconds, self._lost_by(shape, seconds, is_usual))
+                self._trials.record(shape, seconds, self._lost_by(shape, drafted, seconds, is_usual))
 
-    def _lost_by(self, shape: DraftShape, seconds: float, is_usual: bool) -> float:
+    def _lost_by(self, shape: DraftShape, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
         if shape == self._choice or not self._promised:
             return 0.0
-        usual = self._seconds(shape) if is_usual else seconds
-        return usual - self._acceptance.expected_tokens(shape) / self._promised
+        usual = self._seconds(drafted) if is_usual else seconds
+        return usual - self._tokens_and_seconds(shape)[0] / self._promised
 
     def _record_rest(self, shape: DraftShape, accepted: int, seconds: float) -> None:
         """A round is over while drafting rests or is tried again."""
@@ -247,7 +301,7 @@ class AutomaticDrafting:
             paid = int(self._lost / (alone * _SHARE_OF_TRIALS))
             self._rest = max(min(2 * self._rest, _LONGEST_REST), paid)
             self._rested, self._retrials, self._lost = 0, 0, 0.0
-            self._acceptance.fade_to(_ROUNDS_BEFORE_REST)
+            self._fade_to(_ROUNDS_BEFORE_REST)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""
@@ -258,9 +312,3 @@ class AutomaticDrafting:
             f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "
             "when weights, policy or drafter change; this is said once."
         )
-
-
-def _features(shape: DraftShape, policies: int) -> tuple[int, ...]:
-    """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than one
-    of the first policy."""
-    return (shape.steps, shape.nodes, *(shape.steps * (policy == shape.policy) for policy in range(1, policies)))

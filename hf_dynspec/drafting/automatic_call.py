@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 
 from .automatic import AutomaticDrafting
 from .draft_shapes import ALONE, DraftShape, shapes_of
+from .early_ends import EarlyEnd
 from .tree_config import TreeConfig
 
 # Settings of which it is remembered what was learnt.
@@ -25,9 +26,12 @@ class AutomaticCall:
         self._drafting = drafting
         drafting.begin_call(clock())
         self._clock = clock
-        # The round that was begun last: what it drafts, when it began, whether it reads no more than rounds do, and
-        # how many tokens were accepted in it, None until that is known.
-        self._shape: DraftShape | None = None
+        # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, when it
+        # began, whether it reads no more than rounds do, and how many tokens were accepted in it, None until that is
+        # known.
+        self._shape = ALONE
+        self._end: EarlyEnd | None = None
+        self._most = 0
         self._began = 0.0
         self._is_usual = False
         self._accepted: int | None = None
@@ -59,12 +63,12 @@ class AutomaticCall:
         """
         now = self._clock()
         if self._accepted is not None:
-            self._drafting.record(self._shape, self._accepted, self._began, now, self._is_usual)
+            self._drafting.record(self._shape, self._accepted, self._began, now, self._is_usual, self._end)
         self._began, self._accepted = now, None
         shape = self._drafting.choose(fixed) if most > 0 else ALONE
-        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short.
-        self._shape = shape if shape.steps <= most and most > 0 else None
         is_drafting = shape.steps > 0
+        self._shape, self._most = shape, most
+        self._end = self._drafting.early_end(shape) if is_drafting else None
         # Another policy than before has to be shown the text first, and its rows have to be packed.
         has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
         self._is_usual = has_read and not self._is_first
@@ -75,9 +79,20 @@ class AutomaticCall:
             self._unread += 1
         return shape
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether `goes_on` is to be asked in this round."""
+        return self._end is not None
+
+    def goes_on(self, probability: float) -> bool:
+        """See `EarlyEnd.goes_on`."""
+        return self._end.goes_on(probability)
+
     def end_round(self, accepted: int) -> None:
         """The target has spoken: so many drafted tokens were accepted, one below the other."""
-        if self._shape is not None:
+        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short.
+        needed = self._shape.steps if self._end is None else min(self._shape.steps, self._end.steps + 1)
+        if 0 < self._most >= needed:
             self._accepted = accepted
 
 
@@ -89,7 +104,12 @@ class LearntDrafting:
         self._learnt: OrderedDict[Hashable, tuple[AutomaticDrafting, int]] = OrderedDict()
 
     def under(
-        self, setting: Hashable, tree: TreeConfig | None, weights_version: int, policies: int = 1
+        self,
+        setting: Hashable,
+        tree: TreeConfig | None,
+        weights_version: int,
+        policies: int = 1,
+        ends_early: bool = False,
     ) -> AutomaticDrafting:
         """What was learnt under a setting.
 
@@ -98,11 +118,12 @@ class LearntDrafting:
             tree: the largest trees to draft, None for chains.
             weights_version: of the drafter. Where it is another one than before, drafting is tried again.
             policies: how many there are to choose from.
+            ends_early: see `AutomaticDrafting`.
         """
-        key = (setting, tree)
+        key = (setting, tree, ends_early)
         with self._lock:
             learnt, version = self._learnt.pop(key, None) or (
-                AutomaticDrafting(shapes_of(tree), policies),
+                AutomaticDrafting(shapes_of(tree, ends_early), policies, ends_early),
                 weights_version,
             )
             self._learnt[key] = learnt, weights_version

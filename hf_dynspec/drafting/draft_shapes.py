@@ -29,8 +29,11 @@ class DraftShape(NamedTuple):
 ALONE = DraftShape(0, 0)
 
 
-def shapes_of(tree: TreeConfig | None) -> tuple[DraftShape, ...]:
-    """The shapes to choose from, `ALONE` not among them: chains, or trees of at most the given size and depth."""
+def shapes_of(tree: TreeConfig | None, ends_early: bool = False) -> tuple[DraftShape, ...]:
+    """The shapes to choose from, `ALONE` not among them: chains, or trees of at most the given size and depth; one
+    chain where it ends early by itself."""
+    if ends_early:
+        return (DraftShape(LONGEST, LONGEST),)
     if tree is None:
         return tuple(DraftShape(steps, steps) for steps in range(1, LONGEST + 1))
     deepest, largest = min(tree.depth + 1, LONGEST), tree.total_tokens - 1

@@ -24,6 +24,8 @@ from .unread_features import UnreadFeatures
 ChooseToken = Callable[
     [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, FewWeights | None]
 ]
+# Whether a draft goes on after a token, int64 [1], given what `ChooseToken` returned and the shortlist.
+GoesOn = Callable[[torch.Tensor, torch.Tensor, Shortlist, FewWeights | None], bool]
 
 # Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
 # to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
@@ -186,14 +188,17 @@ class DraftSession:
 
     @closes_on_error
     @while_weights_stand
-    def draft_chain(self, prefix: torch.Tensor, count: int, choose: ChooseToken, threshold: float = 0.0) -> Candidates:
+    def draft_chain(
+        self, prefix: torch.Tensor, count: int, choose: ChooseToken, goes_on: GoesOn | None = None
+    ) -> Candidates:
         """Draft a chain.
 
         Args:
             prefix: int64 `[n]`: all verified tokens, without padding, on the drafter's device.
-            count: how many tokens to draft, at least 1.
+            count: how many tokens to draft at most, at least 1.
             choose: picks a token from the logits of a draft step.
-            threshold: stop after a token that was less probable than this. Above 0 it waits for the device each step.
+            goes_on: whether another token is drafted after one, which may wait for the device (None: as many as
+                `count` are).
         """
         token_ids, used_logits, shortlists, drawn_from = [], [], [], []
         hidden, fresh = self._advance(prefix), prefix[-1:]
@@ -205,9 +210,9 @@ class DraftSession:
             used_logits.append(used)
             drawn_from.append(few)
             shortlists.append(shortlist)
-            if len(token_ids) == count:
+            if goes_on is not None and not goes_on(fresh, used, shortlist, few):
                 break
-            if threshold > 0 and bool((_probability(used, shortlist, fresh) < threshold).item()):
+            if len(token_ids) == count:
                 break
             with self.stopwatch.section("backbone"):
                 hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
@@ -352,9 +357,3 @@ def _close_all(selectors: tuple[Selector, ...]) -> None:
     with ExitStack() as stack:
         for selector in selectors:
             stack.callback(selector.state.close)
-
-
-def _probability(logits: torch.Tensor, shortlist: Shortlist, token_id: torch.Tensor) -> torch.Tensor:
-    """`[1]`: the probability that the logits `[width]` give to a token of the shortlist."""
-    is_token = shortlist.scored_slots == token_id
-    return logits.softmax(-1).masked_fill(~is_token, 0.0).amax(keepdim=True)

@@ -72,6 +72,18 @@ class TokenChoice:
         place = draw_place(few.weights)
         return token_ids[place : place + 1], used, few
 
+    def probability(
+        self, token_id: torch.Tensor, used: torch.Tensor, shortlist: Shortlist, few: FewWeights | None
+    ) -> float:
+        """How probable a token, int64 `[1]`, was when it was chosen from a shortlist, with the rest as it was returned
+        then. Waits for the device."""
+        if few is not None:
+            return few.weights[few.token_ids.index(int(token_id))] / sum(few.weights)
+        probabilities = used.softmax(-1)
+        if self.do_sample:
+            probabilities = probabilities.masked_fill(shortlist.scored_slots != token_id, 0.0)
+        return float(probabilities.amax())
+
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
+from ..devices import is_free_to_look
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.session import DraftSession
 from ..drafting.settings import require_drafting_settings
@@ -112,7 +113,12 @@ class GenerateCall(Call):
         sampling = [getattr(generation_config, name) for name in names]
         setting = (config.num_assistant_tokens == AUTO, config.assistant_confidence_threshold, *sampling)
         version = self._assistant.drafter.weights_version
-        learnt = self._assistant.learnt_drafting.under(setting, self._assistant.tree, version, policies)
+        tree = self._assistant.tree
+        # How probable a token is can be asked for nothing only where nobody has to be waited for.
+        ends_early = (
+            config.num_assistant_tokens == AUTO and tree is None and is_free_to_look(self._session.vocabulary.device)
+        )
+        learnt = self._assistant.learnt_drafting.under(setting, tree, version, policies, ends_early)
         return AutomaticCall(learnt)
 
     def close(self, has_failed: bool = False) -> None:

@@ -153,10 +153,18 @@ class Drafting:
             draw = self._choice.draw_children if self._choice.do_sample else None
             self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
-            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, self._threshold)
+            watches = self._threshold > 0 or (self._automatic is not None and self._automatic.ends_early)
+            goes_on = self._goes_on if watches else None
+            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
         return self._candidates
+
+    def _goes_on(self, *chosen: Any) -> bool:
+        """See `session.GoesOn`."""
+        probability = self._choice.probability(*chosen)
+        is_worth_it = self._automatic is None or not self._automatic.ends_early or self._automatic.goes_on(probability)
+        return is_worth_it and probability >= self._threshold
 
     def _most_steps(self, length: int) -> int:
         """How long a path may be drafted after a text of that length, padding included; none where it is below 1."""
