@@ -13,6 +13,11 @@ _SHARE_OF_TRIALS, _LOST_BY_TRIAL = 0.02, 0.5
 # The target alone is timed once more where it took longer than such a part of a round with a short draft, as that may
 # have been a stall.
 _SURPRISINGLY_LONG = 0.9
+# Where a short draft takes so many times as long as the target alone, and its tokens were missed, no longer one is
+# tried.
+_DEAR = 1.5
+# Tokens of a round with a short draft below which it is not timed once more.
+_MISSED = 1.5
 # Draft steps with which a policy is tried first: fewer tell too little of what one costs, and more cost too much where
 # it is dear.
 _STEPS_OF_POLICY_TRIAL = 3
@@ -61,11 +66,12 @@ class Trials:
             seconds: tells how long a round of one takes.
             tokens: tells how many are to be expected of a round of one.
         """
+        is_dear = count(ALONE) > 0 and seconds(self._short) > _DEAR * seconds(ALONE)
         for shape, enough in self._first:
-            if not count(shape):
-                return shape
-            if count(shape) < enough and tokens(shape) * seconds(ALONE) > seconds(self._short):
-                # It would pay if it took no longer than a short draft.
+            # Whether it would pay if it took no longer than a short draft.
+            may_pay = count(ALONE) > 0 and tokens(shape) * seconds(ALONE) > seconds(self._short)
+            is_left_out = is_dear and not may_pay and shape.steps > 1
+            if count(shape) < (enough if may_pay else 1) and not is_left_out:
                 return shape
             if shape == ALONE:
                 alone, short = seconds(ALONE), seconds(self._short)
@@ -74,7 +80,7 @@ class Trials:
                 if short > (1 + self._short.steps) * alone:
                     # A draft step takes longer than the target alone: nothing longer can be worth it. Unless it was a
                     # stall.
-                    return self._short if count(self._short) < 2 else None
+                    return self._short if count(self._short) < 2 and tokens(self._short) > _MISSED else None
         return None
 
     def go_on(self) -> DraftShape | None:
