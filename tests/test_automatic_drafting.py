@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import re
 import sys
 import threading
 import warnings
@@ -263,6 +264,16 @@ def test_it_says_once_that_drafting_rests(chains):
         drafting.renew()
         automatically(machine, [text(0.0, 500, 4)], drafting)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_says_by_how_much_drafting_loses(seed, chains):
+    """By what it rests for, also where drafts are nearly worth it."""
+    machine = Machine(alone=0.010, fixed=0.002, step=0.003, noise=0.1, stalls=0.0, seed=seed)
+    with pytest.warns(UserWarning, match="drafting does not pay here") as said:
+        automatically(machine, [text(0.5, 500, 10 * seed + one) for one in range(4)], chains())
+    alone, drafted = map(float, re.findall(r"([\d.]+) ms", str(said[0].message)))
+    assert 8 < alone < drafted < 16
 
 
 def test_the_sizes_of_trees_are_told_apart():

@@ -81,6 +81,8 @@ class AutomaticDrafting:
         self._rested = 0
         self._retrials = 0
         self._lost = 0.0
+        # What is still to be said, and whether it was said.
+        self._warning: str | None = None
         self._has_warned = False
 
     # A call ---------------------------------------------------------------------------------------------------------
@@ -135,9 +137,7 @@ class AutomaticDrafting:
         """
         with self._lock:
             shape = self._choose() if fixed is None else self._choose_policy(fixed)
-            warns = fixed is None and self.is_resting and not self._has_warned
-            warning = self._what_is_lost() if warns else None
-            self._has_warned |= warns
+            warning, self._warning = self._warning, None
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
         return shape
@@ -212,6 +212,8 @@ class AutomaticDrafting:
         self._choice = self._best_of(speeds)
         self._promised = speeds[self._choice]
         if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
+            if not self._has_warned:
+                self._warning, self._has_warned = self._what_is_lost(), True
             self._rest, self._rested, self._lost = self._first_rest(), 0, 0.0
             # What comes later counts from its first round on.
             self._fade_to(_ROUNDS_BEFORE_REST)

@@ -13,8 +13,7 @@ _SHARE_OF_TRIALS, _LOST_BY_TRIAL = 0.02, 0.5
 # The target alone is timed once more where it took longer than such a part of a round with a short draft, as that may
 # have been a stall.
 _SURPRISINGLY_LONG = 0.9
-# Where a short draft takes so many times as long as the target alone, and its tokens were missed, no longer one is
-# tried.
+# Where a draft of one token takes so many times as long as the target alone, and was missed, no longer one is tried.
 _DEAR = 1.5
 # Tokens of a round with a short draft below which it is not timed once more.
 _MISSED = 1.5
@@ -66,7 +65,7 @@ class Trials:
             seconds: tells how long a round of one takes.
             tokens: tells how many are to be expected of a round of one.
         """
-        is_dear = count(ALONE) > 0 and seconds(self._short) > _DEAR * seconds(ALONE)
+        is_dear = self._short.nodes == 1 and count(ALONE) > 0 and seconds(self._short) > _DEAR * seconds(ALONE)
         for shape, enough in self._first:
             # Whether it would pay if it took no longer than a short draft.
             may_pay = count(ALONE) > 0 and tokens(shape) * seconds(ALONE) > seconds(self._short)
