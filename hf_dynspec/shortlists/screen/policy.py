@@ -129,7 +129,8 @@ class ScreenShortlist(ShortlistPolicy):
                 self._last = _Made(weakref.ref(head.weight), count, *self._tiles(head.weight, count))
             made = self._last
         bias = _bias(vocabulary, count, made.factor.levels.shape[0])
-        return Screen(made.projection, made.factor, bias), min(self.candidates, int((bias > -torch.inf).sum()))
+        chosen = min(self.candidates + len(vocabulary.eos_token_ids), int((bias > -torch.inf).sum()))
+        return Screen(made.projection, made.factor, bias), chosen
 
     def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, TiledFactor]:
         """The projection and the tiled rows of a factor of the first `count` rows of a head, on its device."""
@@ -178,18 +179,17 @@ class _Made:
 
 
 def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
-    """fp32 `[tiles, T]`: the head's bias, and −inf for rows that must not be chosen: padding, and the EOS ids, which
-    are on every shortlist."""
+    """fp32 `[tiles, T]`: the head's bias; −inf for rows that must not be chosen, the padding, and +inf for those that
+    always are, the EOS ids'."""
     head = vocabulary.drafter_rows
     ids = torch.arange(count, device=vocabulary.device) if head.token_ids is None else head.token_ids
-    is_barred = ~vocabulary.can_draft(ids)
-    for token_id in vocabulary.eos_token_ids:
-        is_barred |= ids == token_id
+    eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=ids.device)
     bias = (
         torch.zeros(count, dtype=torch.float32, device=ids.device) if head.bias is None else head.bias[:count].float()
     )
     # A token whose own bias is −inf is a bad choice, and not barred.
-    bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(is_barred, -torch.inf)
+    bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(torch.isin(ids, eos), torch.inf)
+    bias = bias.masked_fill(~vocabulary.can_draft(ids), -torch.inf)
     return functional.pad(bias, (0, tiles * TILE_ROWS - count), value=-torch.inf).view(tiles, TILE_ROWS)
 
 
@@ -199,7 +199,6 @@ class ScreenState(ShortlistState):
     def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo):
         self._policy = policy
         self._version = 0
-        self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         self._best_rows = best_rows_for(vocabulary.device)
         if vocabulary.device.type == "cpu":
             prepare_best_rows()
@@ -224,4 +223,4 @@ class ScreenState(ShortlistState):
         rows = self._best_rows(features, self._screen, self._count)
         ids = rows if self._token_ids is None else self._token_ids.index_select(0, rows)
         self._version += 1
-        return Shortlist(torch.cat([self._eos, ids]), self._version, is_transient=True)
+        return Shortlist(ids, self._version, is_transient=True)
