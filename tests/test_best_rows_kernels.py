@@ -80,7 +80,7 @@ def scores_of(hidden: torch.Tensor, screen: Screen) -> torch.Tensor:
 
 def rounding(hidden: torch.Tensor, screen: Screen) -> float:
     """By how much a score may be off that was summed in fp32, the levels and the lowest numbers apart, with a query
-    whose numbers, in units of levels, are rounded to 65,024ths of the largest one."""
+    whose numbers, in units of levels, are rounded to 32,512ths of the largest one."""
     factor = screen.factor
     finite = hidden[hidden.isfinite().all(1)].double()
     if not len(finite):

@@ -71,10 +71,10 @@ _checked: "weakref.WeakKeyDictionary[Screen, _Checked]" = weakref.WeakKeyDiction
 def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
     """`reference.best_rows`, compiled where a compiler is at hand; in the first call, unless prepared.
 
-    The rows are in ascending order, and of several that are equally good at the end the first ones are chosen. Queries
-    are rounded, as the factor is: each number to a multiple of a 65,024th of the largest one, both in units of the
-    levels that it is multiplied with. The tensors of a screen are read once for what stays the same from call to call,
-    and must not be changed in place after the first one.
+    The rows are in ascending order, and of several that are equally good at the end the first ones are chosen. Where
+    the processor multiplies bytes, queries are rounded as the factor is: in units of the levels that they are
+    multiplied with, each number to a multiple of a 32,512th of the largest one. What stays the same from call to call
+    is read once of a screen, whose tensors must not be changed in place after its first call.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, something is not contiguous or not on the CPU, or fewer than

@@ -270,11 +270,10 @@ void score_columns(
     int64_t d, int64_t n, [[maybe_unused]] int64_t threads) {
     // The fewest groups of queries, of about equal size.
     const int64_t groups = (m + MOST_QUERIES - 1) / MOST_QUERIES;
-    // CPUs fetch by themselves, though only within a page; for few queries that is enough where a row fills one. Rows in
-    // order that are smaller than this together are often in the cache, and scattered ones rarely are.
+    // CPUs fetch by themselves, though only within a page; for few queries that is enough where a row fills one. What
+    // is smaller than this is often in the cache.
     const int64_t row_bytes = d * sizeof(Number);
-    const bool is_far = columns.blocks || n * row_bytes > FEWEST_FETCHED_BYTES;
-    const bool fetches = is_far && (m > 3 || row_bytes < PAGE_BYTES);
+    const bool fetches = n * row_bytes > FEWEST_FETCHED_BYTES && (m > 3 || row_bytes < PAGE_BYTES);
     const int64_t looked_up = fetches ? 2 * CHUNK + 1 : CHUNK;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < n; first += CHUNK) {
