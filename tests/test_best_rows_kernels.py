@@ -18,7 +18,7 @@ from torch._inductor.codecache import CppCodeCache
 
 from hf_dynspec.kernels import (
     TILE_ROWS,
-    TiledFactor,
+    Screen,
     best_rows_for,
     cpu,
     cpu_best_rows,
@@ -43,45 +43,63 @@ LOWEST = torch.finfo(torch.float32).min
 SAMPLED_FROM = 512 * TILE_ROWS
 
 
-Problem = tuple[torch.Tensor, TiledFactor, torch.Tensor]
+Problem = tuple[torch.Tensor, Screen]
 
 
 def problem(m: int, n: int, rank: int, seed: int = 0) -> Problem:
-    """Queries, a factor whose last tile is padded, and a bias that bars the padding and every seventh row."""
+    """Hidden states, a factor whose last tile is padded, and a bias that bars the padding and every seventh row."""
     generator = torch.Generator().manual_seed(seed)
     factor = tiled(torch.randn(n, rank, generator=generator).to(DEVICE))
     bias = torch.full((factor.levels.shape[0], TILE_ROWS), -torch.inf)
     bias.view(-1)[:n] = torch.randn(n, generator=generator)
     bias.view(-1)[::7] = -torch.inf
-    return torch.randn(m, rank, generator=generator).to(DEVICE), factor, bias.to(DEVICE)
+    # Widths that fill registers and that do not; queries that are about as long for all of them.
+    width = 3 * rank + 40
+    projection = torch.randn(rank - 1, width, generator=generator)
+    hidden = torch.randn(m, width, generator=generator) / width**0.5
+    return hidden.to(DEVICE), Screen(projection.to(DEVICE), factor, bias.to(DEVICE))
 
 
-def scores_of(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor) -> torch.Tensor:
+def queries_of(hidden: torch.Tensor, screen: Screen) -> torch.Tensor:
+    """fp64 `[m, r]`, in an obvious way."""
+    hidden = hidden.double()
+    return torch.cat([hidden @ screen.projection.double().T, hidden.square().sum(1, keepdim=True)], dim=1)
+
+
+def scores_of(hidden: torch.Tensor, screen: Screen) -> torch.Tensor:
     """fp64 `[B · T]`, in an obvious way."""
+    factor, bias = screen.factor, screen.bias.flatten()
     tiles, groups = factor.levels.shape[:2]
     levels = factor.levels.permute(0, 2, 1, 3).reshape(tiles * TILE_ROWS, groups * TILE_COLUMNS)
     rows = factor.lowest.double() + factor.scale.double() * levels[:, : factor.scale.shape[0]].double()
-    asked = queries[queries.isfinite().all(1)].double()
+    asked = queries_of(hidden[hidden.isfinite().all(1)], screen)
     products = (asked @ rows.T).amax(0) if len(asked) else rows.new_full((len(rows),), LOWEST)
-    scores = (products + bias.flatten()).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).clamp_min(LOWEST)
-    return scores.masked_fill(bias.flatten() == -torch.inf, -torch.inf)
+    scores = (products + bias).nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=torch.inf).clamp_min(LOWEST)
+    return scores.masked_fill(bias == -torch.inf, -torch.inf)
 
 
-def rounding(queries: torch.Tensor, factor: TiledFactor) -> float:
-    """By how much a score may be off that was summed in fp32, the levels and the lowest numbers apart."""
-    asked = torch.where(queries.isfinite(), queries, 0.0).abs()
-    return 1e-6 * float((asked @ (255 * factor.scale + factor.lowest.abs())).amax()) + 1e-6
+def rounding(hidden: torch.Tensor, screen: Screen) -> float:
+    """By how much a score may be off that was summed in fp32, the levels and the lowest numbers apart, with a query
+    whose numbers, in units of levels, are rounded to 32,512ths of the largest one."""
+    factor = screen.factor
+    finite = hidden[hidden.isfinite().all(1)].double()
+    if not len(finite):
+        return 0.0
+    largest = queries_of(finite.abs(), replace(screen, projection=screen.projection.abs()))
+    of_sums = 1e-6 * float((largest @ (255 * factor.scale + factor.lowest.abs()).double()).amax()) + 1e-6
+    in_levels = queries_of(finite, screen).abs() * factor.scale.double()
+    return of_sums + 255 * factor.scale.shape[0] * float(in_levels.amax()) / 65_024
 
 
-def check(chosen: torch.Tensor, queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> None:
+def check(chosen: torch.Tensor, hidden: torch.Tensor, screen: Screen, count: int) -> None:
     """They are the best, up to what is rounded."""
     assert chosen.dtype == torch.int64 and chosen.shape == (count,)
     assert chosen.unique().shape == (count,), "a row was chosen twice"
-    scores = scores_of(queries, factor, bias)
-    assert (bias.flatten()[chosen] > -torch.inf).all(), "a row was chosen that is barred"
+    scores = scores_of(hidden, screen)
+    assert (screen.bias.flatten()[chosen] > -torch.inf).all(), "a row was chosen that is barred"
     best = scores.sort(descending=True).values[:count]
     found = scores[chosen].sort(descending=True).values
-    torch.testing.assert_close(found, best, rtol=1e-6, atol=rounding(queries, factor))
+    torch.testing.assert_close(found, best, rtol=1e-6, atol=rounding(hidden, screen))
 
 
 def must_not_run(*args):
@@ -93,14 +111,14 @@ def must_not_run(*args):
 SIZES = [(1, 5, 1), (1, 64, 16), (3, 333, 17), (4, 1000, 3), (5, 700, 130), (20, 257, 33)]
 
 
-def allowed(bias: torch.Tensor) -> int:
-    return int((bias > -torch.inf).sum())
+def allowed(screen: Screen) -> int:
+    return int((screen.bias > -torch.inf).sum())
 
 
 @pytest.mark.parametrize(("m", "n", "rank"), SIZES)
 def test_the_plain_kernel(m, n, rank, poisoned_memory):
     arguments = problem(m, n, rank)
-    for count in {0, 1, allowed(arguments[2]) // 2, allowed(arguments[2])}:
+    for count in {0, 1, allowed(arguments[1]) // 2, allowed(arguments[1])}:
         check(plain(*arguments, count), *arguments, count)
 
 
@@ -140,7 +158,7 @@ def threads(request, monkeypatch):
 @pytest.mark.parametrize(("m", "n", "rank"), [*SIZES, (1, SAMPLED_FROM + 11, 5), (6, 2 * SAMPLED_FROM + 1, 4)])
 def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, threads, natively, poisoned_memory):
     arguments = problem(m, n, rank)
-    most = allowed(arguments[2])
+    most = allowed(arguments[1])
     for count in {1, most // 100, most // 2, most - 1, most} - {0}:
         chosen = best_rows_for(DEVICE)(*arguments, count)
         check(chosen, *arguments, count)
@@ -148,7 +166,7 @@ def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, t
         twin = plain(*arguments, count)
         scores = scores_of(*arguments)
         found, expected = (scores[one].sort().values for one in (chosen, twin))
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=rounding(*arguments[:2]))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=rounding(*arguments))
 
 
 # What the compiler is told to leave out, in whose place the kernels have other instructions.
@@ -176,7 +194,7 @@ def test_the_kernels_of_older_processors(left_out, natively, monkeypatch):
         monkeypatch.setattr(module, "_kernel", lambda loaded=loaded: loaded)
     for m, n, rank in (*SIZES, (2, SAMPLED_FROM + 11, 17)):
         arguments = problem(m, n, rank)
-        count = max(1, allowed(arguments[2]) // 50)
+        count = max(1, allowed(arguments[1]) // 50)
         check(cpu_best_rows.best_rows(*arguments, count), *arguments, count)
     scores = torch.randn(3, 30_001, generator=torch.Generator().manual_seed(0))
     for k in (1, 7, 3000):
@@ -184,26 +202,43 @@ def test_the_kernels_of_older_processors(left_out, natively, monkeypatch):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30])
-def test_queries_of_any_size(size, natively):
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e15])
+def test_hidden_states_of_any_size(size, natively):
     """The largest number of a query decides what its other numbers are rounded to."""
-    queries, factor, bias = problem(2, 3000, 9)
-    queries *= size
-    bias[bias > -torch.inf] = 0.0
-    check(cpu_best_rows.best_rows(queries, factor, bias, 100), queries, factor, bias, 100)
+    hidden, screen = problem(2, 3000, 9)
+    hidden *= size
+    screen.bias[screen.bias > -torch.inf] = 0.0
+    check(cpu_best_rows.best_rows(hidden, screen, 100), hidden, screen, 100)
+
+
+@on_the_cpu
+def test_hidden_states_of_16_bits(natively):
+    hidden, screen = problem(2, 3000, 9)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = hidden.to(dtype)
+        check(cpu_best_rows.best_rows(rounded, screen, 100), rounded.float(), screen, 100)
+
+
+@on_the_cpu
+def test_wide_hidden_states_are_projected_by_all_threads(threads, natively):
+    hidden, screen = problem(4, 700, 130)
+    width = 2 * 2**18 // (4 * 130) + 3
+    hidden, projection = torch.randn(4, width) / width**0.5, torch.randn(129, width)
+    screen = replace(screen, projection=projection)
+    check(cpu_best_rows.best_rows(hidden, screen, 50), hidden, screen, 50)
 
 
 @on_the_cpu
 @pytest.mark.parametrize("n", [1000, 2 * SAMPLED_FROM])
 def test_of_equals_the_first_are_chosen(n, threads, natively):
-    queries, factor, bias = torch.ones(1, 4), tiled(torch.ones(n, 4)), torch.zeros(-(-n // TILE_ROWS), TILE_ROWS)
+    hidden, factor, bias = torch.ones(1, 4), tiled(torch.ones(n, 4)), torch.zeros(-(-n // TILE_ROWS), TILE_ROWS)
     bias.view(-1)[n:] = -torch.inf
     bias[0, :3] = -torch.inf
     bias[1, 5] = 1.0
-    chosen = cpu_best_rows.best_rows(queries, factor, bias, 50)
+    chosen = cpu_best_rows.best_rows(hidden, Screen(torch.ones(3, 4), factor, bias), 50)
     assert chosen.tolist() == list(range(3, 53))
     bias[10, 7] = 1.0
-    chosen = cpu_best_rows.best_rows(queries, factor, bias, 50)
+    chosen = cpu_best_rows.best_rows(hidden, Screen(torch.ones(3, 4), factor, bias), 50)
     assert chosen.tolist() == [*range(3, 52), 10 * TILE_ROWS + 7]
 
 
@@ -212,38 +247,42 @@ def test_of_equals_the_first_are_chosen(n, threads, natively):
 def test_a_sample_that_misleads_costs_time_and_nothing_else(misled, threads, natively):
     """The tiles that are sampled score far better than all others, or far worse."""
     tiles, count = 1024, 2000
-    queries, factor, bias = problem(1, tiles * TILE_ROWS, 6)
-    bias[torch.arange(128) * tiles // 128] += 50.0 if misled == "too few" else -50.0
-    chosen = cpu_best_rows.best_rows(queries, factor, bias, 6000)
-    check(chosen, queries, factor, bias, 6000)
-    check(cpu_best_rows.best_rows(queries, factor, bias, count), queries, factor, bias, count)
+    hidden, screen = problem(1, tiles * TILE_ROWS, 6)
+    sampled = (2 * torch.arange(128) + 1) * tiles // 256
+    screen.bias[sampled] += 50.0 if misled == "too few" else -50.0
+    for one in (6000, count):
+        check(cpu_best_rows.best_rows(hidden, screen, one), hidden, screen, one)
 
 
 @on_the_cpu
 def test_what_is_no_number_is_the_worst_choice_and_none_that_is_barred(natively):
-    queries, factor, bias = problem(3, 400, 8)
-    most = allowed(bias)
+    hidden, screen = problem(3, 400, 8)
+    most, bias = allowed(screen), screen.bias
     for bad in (torch.nan, torch.inf, -torch.inf):
         for which in ((0,), (0, 1, 2)):
-            spoilt = queries.clone()
+            spoilt = hidden.clone()
             spoilt[list(which), 2] = bad
             for count in (20, most):
-                check(cpu_best_rows.best_rows(spoilt, factor, bias, count), spoilt, factor, bias, count)
-                check(plain(spoilt, factor, bias, count), spoilt, factor, bias, count)
-    bias[3, 4], bias[2, 1] = LOWEST, torch.inf
-    chosen = cpu_best_rows.best_rows(queries, factor, bias, 1)
-    assert chosen.tolist() == [2 * TILE_ROWS + 1] == plain(queries, factor, bias, 1).tolist()
-    check(cpu_best_rows.best_rows(queries, factor, bias, allowed(bias)), queries, factor, bias, allowed(bias))
+                check(cpu_best_rows.best_rows(spoilt, screen, count), spoilt, screen, count)
+                check(plain(spoilt, screen, count), spoilt, screen, count)
+    bias[3, 4], bias[2, 1], bias[2, 2], bias[5, :] = LOWEST, torch.inf, torch.nan, LOWEST
+    screen = replace(screen)
+    chosen = cpu_best_rows.best_rows(hidden, screen, 1)
+    assert chosen.tolist() == [2 * TILE_ROWS + 1] == plain(hidden, screen, 1).tolist()
+    for count in (20, 200):
+        check(cpu_best_rows.best_rows(hidden, screen, count), hidden, screen, count)
 
 
 @on_the_cpu
 @pytest.mark.parametrize(
     "change",
     [
-        {"queries": torch.zeros(2, 7)},
-        {"queries": torch.zeros(0, 8)},
-        {"queries": torch.zeros(2, 8, dtype=torch.float64)},
-        {"queries": torch.zeros(2, 8, device="meta")},
+        {"hidden": torch.zeros(2, 63)},
+        {"hidden": torch.zeros(0, 64)},
+        {"hidden": torch.zeros(2, 64, device="meta")},
+        {"projection": torch.zeros(6, 64)},
+        {"projection": torch.zeros(7, 64, dtype=torch.float64)},
+        {"projection": torch.zeros(64, 7).T},
         {"levels": torch.zeros(3, 2, TILE_ROWS, TILE_COLUMNS)},
         {"levels": torch.zeros(3, 2, 16, TILE_COLUMNS, dtype=torch.uint8)},
         {"levels": torch.zeros(3, TILE_ROWS, 2, TILE_COLUMNS, dtype=torch.uint8).transpose(1, 2)},
@@ -255,12 +294,16 @@ def test_what_is_no_number_is_the_worst_choice_and_none_that_is_barred(natively)
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change, natively):
-    arguments = dict(zip(("queries", "factor", "bias"), problem(2, 80, 8), strict=True))
-    cpu_best_rows.best_rows(**arguments, count=3)
-    if not change.keys() <= arguments.keys():
-        change = {"factor": replace(arguments["factor"], **change)}
-    with pytest.raises(ValueError, match="do not fit each other"):
-        cpu_best_rows.best_rows(**arguments | change, count=3)
+    hidden, screen = problem(2, 80, 8)
+    cpu_best_rows.best_rows(hidden, screen, 3)
+    if "hidden" in change:
+        hidden = change["hidden"]
+    elif change.keys() & {"projection", "bias"}:
+        screen = replace(screen, **change)
+    else:
+        screen = replace(screen, factor=replace(screen.factor, **change))
+    with pytest.raises(ValueError, match="do not fit"):
+        cpu_best_rows.best_rows(hidden, screen, 3)
 
 
 @on_the_cpu
@@ -268,7 +311,7 @@ def test_what_the_kernel_would_misread_is_refused(change, natively):
 def test_more_rows_than_there_are_cannot_be_chosen(n, natively):
     arguments = problem(1, n, 4)
     with pytest.raises(ValueError, match="fewer may be"):
-        cpu_best_rows.best_rows(*arguments, allowed(arguments[2]) + 1)
+        cpu_best_rows.best_rows(*arguments, allowed(arguments[1]) + 1)
 
 
 @on_the_cpu
@@ -312,7 +355,7 @@ def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, poisone
 
     monkeypatch.setattr(reference, "best_rows", must_not_run)
     arguments = problem(m, n, rank)
-    for count in {1, allowed(arguments[2]) // 2, allowed(arguments[2])}:
+    for count in {1, allowed(arguments[1]) // 2, allowed(arguments[1])}:
         check(triton_best_rows.best_rows(*arguments, count), *arguments, count)
 
 
@@ -320,12 +363,12 @@ def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(m, n, rank, poisone
 def test_triton_kernel_makes_the_worst_of_what_is_no_number():
     from hf_dynspec.kernels import triton_best_rows
 
-    queries, factor, bias = problem(3, 400, 8)
+    hidden, screen = problem(3, 400, 8)
     for which in ((0,), (0, 1, 2)):
-        spoilt = queries.clone()
+        spoilt = hidden.clone()
         spoilt[list(which), 2] = torch.nan
-        for count in (20, allowed(bias)):
-            check(triton_best_rows.best_rows(spoilt, factor, bias, count), spoilt, factor, bias, count)
+        for count in (20, allowed(screen)):
+            check(triton_best_rows.best_rows(spoilt, screen, count), spoilt, screen, count)
 
 
 @needs_triton

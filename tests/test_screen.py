@@ -213,7 +213,7 @@ def test_the_shortlist_is_what_the_factor_finds_best(given, rows, trimmed, with_
         hidden = random(rows, 32, seed=20 + seed)
         shortlist = state.select(seed, torch.zeros(rows, dtype=torch.int64), hidden)
         ids = shortlist.ids().tolist()
-        assert len(ids) == len(set(ids)) == 27 and ids[:2] == list(eos)
+        assert len(ids) == len(set(ids)) == 27
         assert set(ids) == expected_ids(factor, vocabulary, hidden, 25)
         assert shortlist.is_transient and shortlist.occupied is None
 
@@ -304,7 +304,7 @@ def test_other_eos_ids_are_on_the_shortlists_of_their_call(target, drafter):
     for eos in ([EOS], [EOS, 9, 300], [EOS]):
         session = assistant.take_session(tuple(eos))
         shortlist = session._selector.state.select(0, torch.tensor([3]), random(1, 32))
-        assert shortlist.ids().tolist()[: len(eos)] == eos and shortlist.count == 5 + len(eos)
+        assert set(eos) <= set(shortlist.ids().tolist()) and shortlist.count == 5 + len(eos)
 
 
 def test_weights_that_change_get_a_factor_of_their_own(target, counted_factors):

@@ -12,6 +12,7 @@ from .cpu_best_rows import prepare_best_rows
 from .reference import (
     TILE_COLUMNS,
     TILE_ROWS,
+    Screen,
     TiledFactor,
     block_scores,
     packed_scores,
@@ -23,6 +24,7 @@ from .reference import (
 __all__ = [
     "TILE_COLUMNS",
     "TILE_ROWS",
+    "Screen",
     "TiledFactor",
     "argmax_rows",
     "argmax_rows_for",

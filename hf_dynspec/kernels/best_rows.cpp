@@ -50,19 +50,17 @@ inline Vector load(const Number* numbers) {
     return loaded;
 }
 
-inline Floats choose(const Mask& mask, const Floats& yes, const Floats& no) {
-    return (Floats)(((Bits)mask & (Bits)yes) | (~(Bits)mask & (Bits)no));
-}
-
 // The arguments of a call, laid out as `cpu_best_rows.py` packs them.
 struct Call {
-    const float* queries;   // [m, r]
-    const uint8_t* levels;  // [tiles, groups, TILE, GROUP]
-    const float* scale;     // [r]
-    const float* lowest;    // [r]
-    const float* bias;      // [tiles, TILE]
-    int64_t* rows;          // [count]
-    int64_t m, r, groups, tiles, count, threads;
+    const float* hidden;      // [m, d]
+    const float* projection;  // [r - 1, d]
+    const uint8_t* levels;    // [tiles, groups, TILE, GROUP]
+    const float* scale;       // [r]
+    const float* lowest;      // [r]
+    const float* bias;        // [tiles, TILE]
+    const float* highest;     // [tiles]: the largest bias of each tile, at least 0
+    int64_t* rows;            // [count]
+    int64_t m, d, r, groups, tiles, count, threads;
 };
 
 #if defined(__AVX512VNNI__)
@@ -80,16 +78,17 @@ inline Integers add_products(const Integers& sums, const Bits& levels, const Int
 }
 #endif
 
-// Digits of a number to the base of 256, each a signed byte: as many as fp32 has of precision; and the largest number.
-constexpr int DIGITS = 3;
-constexpr float LARGEST = 127 << 16;
+// Digits of a number to the base of 256, each a signed byte, and the largest number. What two of them leave of a query
+// is a hundredth of what the levels leave of the rows.
+constexpr int DIGITS = 2;
+constexpr float LARGEST = 127 << 8;
 
 // What the levels of a row are multiplied with, so that the sum and `base` are its product with the query.
 struct Query {
     float base;
     std::vector<float> numbers;  // [groups * GROUP]
-    // The numbers once more, in units of `unit`: of each group the first digits of its columns, then the second ones.
-    // CPUs multiply and add four times as many bytes as floats at a time.
+    // The numbers once more, rounded to units of `unit`: of each group the first digits of its columns, then the second
+    // ones. CPUs multiply and add four times as many bytes as floats at a time.
     float unit;
     std::vector<int32_t> digits;  // [groups, DIGITS]
 
@@ -109,17 +108,51 @@ struct Query {
     }
 };
 
+// Projections of less than this take one thread less time than others need to wake.
+constexpr int64_t FEWEST_SHARED_PRODUCTS = 1 << 18;
+
+float product_of(const float* first, const float* second, int64_t count) {
+    Floats sums[4] = {};
+    int64_t k = 0;
+    for (; k + 4 * LANES <= count; k += 4 * LANES) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) sums[i] += load<Floats>(first + k + i * LANES) * load<Floats>(second + k + i * LANES);
+    }
+    const Floats lanes = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float sum = 0;
+    for (; k < count; k++) sum += first[k] * second[k];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
 // What a call multiplies with; kept for the next one of the same thread.
 struct Queries {
+    std::vector<float> projected;  // [m, r]
     std::vector<Query> asked;
     int64_t count;
 
+    // The projections of the hidden states, and their squared lengths.
+    void project(const Call& call) {
+        projected.resize(call.m * call.r);
+        float* const into = projected.data();
+        const bool shares = call.threads > 1 && call.m * call.r * call.d >= FEWEST_SHARED_PRODUCTS;
+#pragma omp parallel for num_threads(call.threads) schedule(static) if (shares)
+        for (int64_t k = 0; k < call.r; k++) {
+            for (int64_t i = 0; i < call.m; i++) {
+                const float* const state = call.hidden + i * call.d;
+                const float* const other = k + 1 < call.r ? call.projection + k * call.d : state;
+                into[i * call.r + k] = product_of(state, other, call.d);
+            }
+        }
+    }
+
     // Leaves out those with a number that is not finite.
     void read(const Call& call) {
+        project(call);
         if (int64_t(asked.size()) < call.m) asked.resize(call.m);
         count = 0;
         for (int64_t i = 0; i < call.m; i++) {
-            const float* query = call.queries + i * call.r;
+            const float* query = projected.data() + i * call.r;
             Query& one = asked[count];
             one.base = 0;
             one.numbers.assign(call.groups * GROUP, 0.0f);
@@ -180,52 +213,71 @@ inline void raise_to_products(const Queries& queries, const uint8_t* tile, int64
 #ifdef MULTIPLIES_BYTES
     for (int q = 0; q < QUERIES; q++) {
         for (int v = 0; v < VECTORS; v++) {
-            for (int digit = 0; digit < DIGITS; digit++) {
-                sums[q][v] = 256 * sums[q][v] + __builtin_convertvector(whole[q][digit][v], Floats);
-            }
-            sums[q][v] *= asked[q]->unit;
+            const Floats first = __builtin_convertvector(whole[q][0][v], Floats);
+            const Floats second = __builtin_convertvector(whole[q][1][v], Floats);
+            sums[q][v] = (256 * first + second) * asked[q]->unit;
         }
     }
 #endif
     for (int q = 0; q < QUERIES; q++) {
         for (int v = 0; v < VECTORS; v++) {
             const Floats product = sums[q][v] + asked[q]->base;
-            best[v] = choose(product > best[v], product, best[v]);
+            best[v] = product > best[v] ? product : best[v];
         }
     }
 }
 
-// The scores of a tile's rows: the best product and the bias. What is no number is the lowest; what is barred, lower.
-inline void score_tile(const Call& call, const Queries& queries, int64_t index, Floats* scores) {
+// The best product of each of a tile's rows; the lowest number where none is a number.
+inline void find_products(const Call& call, const Queries& queries, int64_t index, Floats* best) {
     const uint8_t* tile = call.levels + index * call.groups * TILE * GROUP;
-    for (int v = 0; v < VECTORS; v++) scores[v] = Floats{} + LOWEST;
+    for (int v = 0; v < VECTORS; v++) best[v] = Floats{} + LOWEST;
     if (queries.count == 1) {
-        raise_to_products<1>(queries, tile, call.groups, 0, scores);
+        raise_to_products<1>(queries, tile, call.groups, 0, best);
     } else {
         for (int64_t q = 0; q < queries.count; q += MOST_QUERIES) {
-            raise_to_products<MOST_QUERIES>(queries, tile, call.groups, q, scores);
+            raise_to_products<MOST_QUERIES>(queries, tile, call.groups, q, best);
         }
-    }
-    for (int v = 0; v < VECTORS; v++) {
-        const Floats bias = load<Floats>(call.bias + index * TILE + v * LANES), sum = scores[v] + bias;
-        scores[v] = choose(bias == NONE, Floats{} + NONE, choose(sum > LOWEST, sum, Floats{} + LOWEST));
     }
 }
 
-// A bit for each row whose score is at least `least`.
-inline uint32_t rows_from(const Floats* scores, float least) {
-    uint32_t bits = 0;
+// The score of a row, or of several side by side, given the best product. What is no number is the lowest; what is
+// barred, lower.
+template <typename Number>
+inline Number score_of(const Number& product, const Number& bias) {
+    const Number sum = product + bias;
+    return bias == NONE ? Number{} + NONE : (sum > LOWEST ? sum : Number{} + LOWEST);
+}
+
+// Appends the numbers of a tile that reach `least`, after a bias that is added to all of them, and their rows, from
+// `first` on. Beyond them it may write to as many places as the tile has rows. Returns how many they are.
+inline int64_t append(const Floats* numbers, float bias, float least, int64_t first, float* into, int32_t* rows) {
+    int64_t count = 0;
     for (int v = 0; v < VECTORS; v++) {
-#if defined(__AVX512F__)
-        bits |= uint32_t(_mm512_cmp_ps_mask((__m512)scores[v], _mm512_set1_ps(least), _CMP_GE_OQ)) << v * LANES;
-#elif defined(__AVX2__)
-        const __m256 mask = _mm256_cmp_ps((__m256)scores[v], _mm256_set1_ps(least), _CMP_GE_OQ);
-        bits |= uint32_t(_mm256_movemask_ps(mask)) << v * LANES;
+        const Floats most = numbers[v] + bias;
+        const int32_t start = int32_t(first + v * LANES);
+#ifdef __AVX512F__
+        // Without a branch, as about every second tile has one.
+        const __mmask16 reached = _mm512_cmp_ps_mask((__m512)most, _mm512_set1_ps(least), _CMP_GE_OQ);
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        _mm512_storeu_ps(into + count, _mm512_maskz_compress_ps(reached, (__m512)numbers[v]));
+        _mm512_storeu_si512(
+            rows + count, _mm512_maskz_compress_epi32(reached, _mm512_add_epi32(lanes, _mm512_set1_epi32(start))));
+        count += __builtin_popcount(reached);
 #else
-        for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(scores[v][lane] >= least) << (v * LANES + lane);
+#ifdef __AVX2__
+        uint32_t bits = _mm256_movemask_ps(_mm256_cmp_ps((__m256)most, _mm256_set1_ps(least), _CMP_GE_OQ));
+#else
+        uint32_t bits = 0;
+        for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(most[lane] >= least) << lane;
+#endif
+        for (; bits; bits &= bits - 1, count++) {
+            const int lane = __builtin_ctz(bits);
+            into[count] = numbers[v][lane];
+            rows[count] = start + lane;
+        }
 #endif
     }
-    return bits;
+    return count;
 }
 
 // What one thread collected: a part of memory that has room for all of its rows.
@@ -248,10 +300,14 @@ float estimated_least(const Call& call, Memory& memory) {
     std::vector<float>& sampled = memory.copied;
     sampled.resize(SAMPLED_TILES * TILE);
     for (int64_t i = 0; i < SAMPLED_TILES; i++) {
-        Floats scores[VECTORS];
         // From the middle of each stretch: many of the best tokens are among the very first.
-        score_tile(call, memory.queries, (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES), scores);
-        std::memcpy(sampled.data() + i * TILE, scores, sizeof(scores));
+        const int64_t index = (2 * i + 1) * call.tiles / (2 * SAMPLED_TILES);
+        Floats products[VECTORS];
+        find_products(call, memory.queries, index, products);
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats scores = score_of(products[v], load<Floats>(call.bias + index * TILE + v * LANES));
+            std::memcpy(sampled.data() + i * TILE + v * LANES, &scores, sizeof(scores));
+        }
     }
     const double expected = double(call.count) / double(call.tiles) * SAMPLED_TILES;
     const int64_t wanted = int64_t(expected + MARGIN * std::sqrt(expected)) + 1;
@@ -270,19 +326,19 @@ int64_t collect(const Call& call, float least, Memory& memory) {
         const int64_t first = thread * call.tiles / call.threads, end = (thread + 1) * call.tiles / call.threads;
         int64_t next = first * TILE;
         for (int64_t index = first; index < end; index++) {
-            Floats tile[VECTORS];
-            score_tile(call, queries, index, tile);
-            uint32_t bits = rows_from(tile, least);
-            if (!bits) continue;
-            float values[TILE];
-            std::memcpy(values, tile, sizeof(values));
-            for (; bits; bits &= bits - 1, next++) {
-                const int lane = __builtin_ctz(bits);
-                scores[next] = values[lane];
-                rows[next] = int32_t(index * TILE + lane);
-            }
+            Floats products[VECTORS];
+            find_products(call, queries, index, products);
+            // Those that the tile's largest bias lifts to `least`, so that few of the biases are read.
+            next += append(products, call.highest[index], least, index * TILE, scores + next, rows + next);
         }
-        parts[thread] = {first * TILE, next - first * TILE};
+        int64_t count = 0;
+        for (int64_t i = first * TILE; i < next; i++) {
+            const float score = score_of(scores[i], call.bias[rows[i]]);
+            scores[first * TILE + count] = score;
+            rows[first * TILE + count] = rows[i];
+            count += score >= least;
+        }
+        parts[thread] = {first * TILE, count};
     }
     int64_t total = 0;
     for (const Part& part : memory.parts) total += part.count;
@@ -299,13 +355,19 @@ void choose_best(const Call& call, Memory& memory) {
     const float least = reached_by(call.count, call.count, memory.copied.data(), memory.copied.size(), memory.keys);
     const auto is_better = [least](float score) { return score > least; };
     int64_t equals = call.count - std::count_if(memory.copied.begin(), memory.copied.end(), is_better);
-    int64_t* into = call.rows;
+    // In place, as what is not chosen is written too: every fifth is none, which no CPU can foresee.
+    int32_t* const rows = memory.rows.data();
+    int64_t chosen = 0;
     for (const Part& part : memory.parts) {
         for (int64_t i = part.first; i < part.first + part.count; i++) {
             const float score = memory.scores[i];
-            if (score > least || (score == least && equals-- > 0)) *into++ = memory.rows[i];
+            const bool is_equal = score == least;
+            rows[chosen] = rows[i];
+            chosen += (score > least) | (is_equal & (equals > 0));
+            equals -= is_equal;
         }
     }
+    std::copy_n(rows, call.count, call.rows);
 }
 
 }  // namespace

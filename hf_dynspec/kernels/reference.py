@@ -46,6 +46,28 @@ def tiled(rows: torch.Tensor) -> TiledFactor:
     return TiledFactor(tiles.contiguous(), scale, lowest)
 
 
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """What `best_rows` holds hidden states of width `d` against.
+
+    Args:
+        projection: fp32 `[r - 1, d]`: what a hidden state becomes the first numbers of a query by. The last number is
+            its squared length.
+        factor: of `r` columns, see `tiled`.
+        bias: fp32 `[B, T]`: what is added to the score of each row; −inf bars it from being chosen.
+    """
+
+    projection: torch.Tensor
+    factor: TiledFactor
+    bias: torch.Tensor
+
+    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 `[m, r]` for hidden states, floating-point `[m, d]`."""
+        hidden = hidden.float()
+        lengths = torch.linalg.vecdot(hidden, hidden).unsqueeze(1)
+        return torch.cat([functional.linear(hidden, self.projection), lengths], dim=1)
+
+
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Score rows that lie side by side.
 
@@ -130,21 +152,22 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.topk(k, dim=-1).indices
 
 
-def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> torch.Tensor:
+def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
     """Choose the rows of a low-rank factor that score best: a row's score is its bias and the largest of its products
-    with the queries, summed in fp32. What is no number, or −inf, counts as the lowest finite score.
+    with the queries that hidden states become, summed in fp32. What is no number, or −inf, counts as the lowest finite
+    score.
 
     Args:
-        queries: fp32 `[m, r]`, `m >= 1`. One with numbers that are not finite counts for nothing.
-        factor: of `r` columns, see `tiled`.
-        bias: fp32 `[B, T]`; −inf bars a row from being chosen.
+        hidden: floating-point `[m, d]`, `m >= 1`. One whose query has numbers that are not finite counts for nothing.
+        screen: the factor, and what belongs to it.
         count: how many rows, of which at least as many are not barred.
 
     Returns:
         int64 `[count]`: different rows, in any order. Of rows that score the same, any.
     """
     lowest = torch.finfo(torch.float32).min
-    products = functional.linear(queries, factor.rows())
+    queries, bias = screen.queries(hidden), screen.bias
+    products = functional.linear(queries, screen.factor.rows())
     products = products.masked_fill(~queries.isfinite().all(1, keepdim=True), lowest)
     scores = (products.amax(0).view_as(bias) + bias).nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
     return scores.masked_fill(bias == -torch.inf, -torch.inf).flatten().topk(count, sorted=False).indices

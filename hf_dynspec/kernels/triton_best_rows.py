@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .reference import TILE_COLUMNS, TILE_ROWS, TiledFactor
+from .reference import TILE_COLUMNS, TILE_ROWS, Screen
 
 # The queries that are multiplied at once: the narrowest matrix that a product takes; likewise ranks.
 QUERY_ROWS = 16
@@ -66,8 +66,9 @@ def _rough_scores_kernel(
     tl.store(scores + row, tl.where(own == float("-inf"), own, total), mask=is_row)
 
 
-def best_rows(queries: torch.Tensor, factor: TiledFactor, bias: torch.Tensor, count: int) -> torch.Tensor:
+def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
     """`reference.best_rows` for tensors on one GPU. The kernel is compiled once for each rank."""
+    queries, factor, bias = screen.queries(hidden), screen.factor, screen.bias
     (m, rank), tiles = queries.shape, factor.levels.shape[0]
     scores = torch.empty_like(bias)
     # Triton launches on torch's current device, which need not be the tensors'.

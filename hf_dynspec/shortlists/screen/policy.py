@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ...errors import ConfigurationError
 from ...fields import WholeNumber
-from ...kernels import TILE_ROWS, TiledFactor, best_rows_for, prepare_best_rows, tiled
+from ...kernels import TILE_ROWS, Screen, TiledFactor, best_rows_for, prepare_best_rows, tiled
 from ...protocol import HeadRows, Needs, Shortlist, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
 from ..base import ShortlistPolicy, ShortlistState
@@ -114,8 +114,9 @@ class ScreenShortlist(ShortlistPolicy):
         """
         return ScreenState(self, vocabulary)
 
-    def screen_for(self, vocabulary: VocabularyInfo) -> "Screen":
-        """What the hidden states of a vocabulary's head are held against. Sessions of one head share its factor.
+    def screen_for(self, vocabulary: VocabularyInfo) -> tuple[Screen, int]:
+        """What the hidden states of a vocabulary's head are held against, and how many of its rows to choose. Sessions
+        of one head share its factor.
 
         Raises:
             ConfigurationError: the factor was made for another drafter.
@@ -128,8 +129,8 @@ class ScreenShortlist(ShortlistPolicy):
                 self._last = _Made(weakref.ref(head.weight), count, *self._tiles(head.weight, count))
             made = self._last
         bias = _bias(vocabulary, count, made.factor.levels.shape[0])
-        chosen = min(self.candidates, int((bias > -torch.inf).sum()))
-        return Screen(made.projection, made.factor, bias, head.token_ids, chosen)
+        chosen = min(self.candidates + len(vocabulary.eos_token_ids), int((bias > -torch.inf).sum()))
+        return Screen(made.projection, made.factor, bias), chosen
 
     def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, TiledFactor]:
         """The projection and the tiled rows of a factor of the first `count` rows of a head, on its device."""
@@ -177,44 +178,18 @@ class _Made:
         return self.weight() is head.weight and self.count == count
 
 
-@dataclass(frozen=True, eq=False)
-class Screen:
-    """What hidden states are held against at each draft step.
-
-    Args:
-        projection: fp32 `[r, d]`.
-        factor: of `r + 1` columns, see `kernels.reference.best_rows`.
-        bias: fp32 `[B, T]`, likewise.
-        token_ids: int64 `[n]`: the token id of each row, None where row `i` is id `i`.
-        count: how many rows to choose.
-    """
-
-    projection: torch.Tensor
-    factor: TiledFactor
-    bias: torch.Tensor
-    token_ids: torch.Tensor | None
-    count: int
-
-    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 `[m, r + 1]` for hidden states `[m, d]`."""
-        hidden = hidden.float()
-        lengths = torch.linalg.vecdot(hidden, hidden).unsqueeze(1)
-        return torch.cat([functional.linear(hidden, self.projection), lengths], dim=1)
-
-
 def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
-    """fp32 `[tiles, T]`: the head's bias, and −inf for rows that must not be chosen: padding, and the EOS ids, which
-    are on every shortlist."""
+    """fp32 `[tiles, T]`: the head's bias; −inf for rows that must not be chosen, the padding, and +inf for those that
+    always are, the EOS ids'."""
     head = vocabulary.drafter_rows
     ids = torch.arange(count, device=vocabulary.device) if head.token_ids is None else head.token_ids
-    is_barred = ~vocabulary.can_draft(ids)
-    for token_id in vocabulary.eos_token_ids:
-        is_barred |= ids == token_id
+    eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=ids.device)
     bias = (
         torch.zeros(count, dtype=torch.float32, device=ids.device) if head.bias is None else head.bias[:count].float()
     )
     # A token whose own bias is −inf is a bad choice, and not barred.
-    bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(is_barred, -torch.inf)
+    bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(torch.isin(ids, eos), torch.inf)
+    bias = bias.masked_fill(~vocabulary.can_draft(ids), -torch.inf)
     return functional.pad(bias, (0, tiles * TILE_ROWS - count), value=-torch.inf).view(tiles, TILE_ROWS)
 
 
@@ -224,14 +199,14 @@ class ScreenState(ShortlistState):
     def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo):
         self._policy = policy
         self._version = 0
-        self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         self._best_rows = best_rows_for(vocabulary.device)
         if vocabulary.device.type == "cpu":
             prepare_best_rows()
         self.follow_weights(vocabulary)
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        self._screen = self._policy.screen_for(vocabulary)
+        self._screen, self._count = self._policy.screen_for(vocabulary)
+        self._token_ids = vocabulary.drafter_rows.token_ids
         self.restart()
 
     def restart(self) -> None:
@@ -245,8 +220,7 @@ class ScreenState(ShortlistState):
         return self._shortlist
 
     def _shortlist_for(self, features: torch.Tensor) -> Shortlist:
-        screen = self._screen
-        rows = self._best_rows(screen.queries(features), screen.factor, screen.bias, screen.count)
-        ids = rows if screen.token_ids is None else screen.token_ids.index_select(0, rows)
+        rows = self._best_rows(features, self._screen, self._count)
+        ids = rows if self._token_ids is None else self._token_ids.index_select(0, rows)
         self._version += 1
-        return Shortlist(torch.cat([self._eos, ids]), self._version, is_transient=True)
+        return Shortlist(ids, self._version, is_transient=True)
