@@ -70,8 +70,13 @@ class _Turn(GenerateCall):
         self._conversation = conversation
 
     def kept_session(self) -> DraftSession | None:
-        return self._conversation.session
+        # Taken out for as long as the turn lasts: a turn within this one begins with a session of its own.
+        session, self._conversation.session = self._conversation.session, None
+        return session
 
     def leave_session(self, session: DraftSession) -> None:
+        of_turn_within, self._conversation.session = self._conversation.session, None
+        if of_turn_within is not None:
+            self._conversation.assistant.return_session(of_turn_within)
         self._conversation.assistant.hold_session(session)
         self._conversation.session = None if session.is_closed else session

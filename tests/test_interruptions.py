@@ -1,0 +1,124 @@
+"""What is left behind by calls that end in an error, and by calls within calls: nothing that changes a later token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eagle_heads import agreeing_head, drafter_of, soft
+from models import VOCABULARY, perturbed, prompt, tiny
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec.drafting.tree_config import TreeConfig
+from hf_dynspec.generation.call import Bindable
+
+SHAPES = pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+
+
+def greedy(
+    target: PreTrainedModel, input_ids: torch.Tensor, assistant: Bindable | None = None, **arguments: Any
+) -> torch.Tensor:
+    arguments = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCABULARY - 1} | arguments
+    return target.generate(input_ids, assistant_model=assistant, **arguments)
+
+
+class Stop(Exception):
+    """What users raise to end a text."""
+
+
+class Caller:
+    """A streamer, criterion and processor that calls something each time, and keeps what is streamed."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+        self.streamed: list[int] = []
+        self.arguments: dict[str, dict[str, Any]] = {
+            "streamer": {"streamer": self},
+            "criterion": {"stopping_criteria": [self._criterion]},
+            "processor": {"logits_processor": [self._processor]},
+        }
+
+    def put(self, token_ids: torch.Tensor) -> None:
+        self.streamed += token_ids.flatten().tolist()
+        self._call()
+
+    def end(self) -> None:
+        """The text is over."""
+
+    def _criterion(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
+        self._call()
+        return torch.zeros(1, dtype=torch.bool)
+
+    def _processor(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._call()
+        return scores
+
+
+PAIRS: dict[str, Callable[[], tuple[PreTrainedModel, Any]]] = {
+    "llama": lambda: _with_copy(tiny()),
+    # Its cache forgets what lies before the windows.
+    "gemma3": lambda: _with_copy(tiny("gemma3")),
+    "eagle3": lambda: _with_head(soft(), "eagle3"),
+}
+
+
+def _with_copy(target: PreTrainedModel) -> tuple[PreTrainedModel, Any]:
+    return target, perturbed(target, 0.2)
+
+
+def _with_head(target: PreTrainedModel, layout: str) -> tuple[PreTrainedModel, Any]:
+    return target, drafter_of(agreeing_head(layout), target)
+
+
+@SHAPES
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("raises", ["streamer", "criterion", "processor"])
+def test_a_cache_of_a_call_that_was_ended_by_an_error(raises, pair, tree):
+    """As of a chat whose streamer raises where the user stops the text, and goes on with the cache."""
+    target, drafter = PAIRS[pair]()
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=tree)
+    text = greedy(target, prompt())
+    drafts_were_there = 0
+    for at in (1, 3, 4):
+        calls, cache = 0, DynamicCache(config=target.config.get_text_config())
+
+        def stop():
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Stop
+
+        with pytest.raises(Stop):
+            greedy(target, prompt(), assistant, past_key_values=cache, **Caller(stop).arguments[raises])
+        drafts_were_there += assistant.stats.drafted > 0
+        assert cache.get_seq_length() < text.shape[1]
+        assert len({layer.get_seq_length() for layer in cache.layers if layer.is_initialized}) <= 1
+        text_so_far = text[:, : cache.get_seq_length() + 1]
+        following = torch.cat([text_so_far, prompt(9, seed=5)], dim=1)
+        assert torch.equal(greedy(target, following, assistant, past_key_values=cache), greedy(target, following))
+    assert drafts_were_there
+
+
+@SHAPES
+@pytest.mark.parametrize("caller", ["streamer", "criterion", "processor"])
+@pytest.mark.parametrize("inner", ["plain", "assistant", "conversation"])
+def test_a_call_within_a_call(inner, caller, tree, target):
+    assistant = DynSpecAssistant(perturbed(target), "hybrid", target=target, tree=tree)
+    conversation = assistant.conversation()
+    expected = {seed: greedy(target, prompt(20, seed=seed)) for seed in (0, 1)}
+    model = {"plain": None, "assistant": assistant, "conversation": conversation}[inner]
+    within: list[torch.Tensor] = []
+
+    def call():
+        if len(within) < 2:
+            within.append(greedy(target, prompt(20, seed=1), model))
+
+    for outer in (assistant, conversation):
+        within.clear()
+        output = greedy(target, prompt(20), outer, **Caller(call).arguments[caller])
+        assert torch.equal(output, expected[0])
+        assert len(within) == 2 and all(torch.equal(one, expected[1]) for one in within)
+    following = torch.cat([expected[0], prompt(5, seed=3)], dim=1)
+    assert torch.equal(greedy(target, following, conversation), greedy(target, following))
+    assert assistant.stats.accepted > 0
