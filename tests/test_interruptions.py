@@ -1,15 +1,21 @@
-"""What is left behind by calls that end in an error, and by calls within calls: nothing that changes a later token."""
+"""What is left behind by calls that end in an error, by calls within calls, by forks and by copies: nothing that
+changes a later token, and nothing that is waited for."""
 
+import copy
+import os
+import pickle
+import signal
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from eagle_heads import agreeing_head, drafter_of, soft
-from models import VOCABULARY, perturbed, prompt, tiny
+from models import POLICY_CASES, VOCABULARY, perturbed, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant
+from hf_dynspec import DynSpecAssistant, RetrievalShortlist, UnsupportedError
 from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.generation.call import Bindable
 
@@ -55,6 +61,17 @@ class Caller:
         return scores
 
 
+def _stops(at: int) -> Callable[[], None]:
+    """Raises `Stop` when it is called for the so many-th time."""
+    calls = iter(range(1, at + 1))
+
+    def call() -> None:
+        if next(calls) == at:
+            raise Stop
+
+    return call
+
+
 PAIRS: dict[str, Callable[[], tuple[PreTrainedModel, Any]]] = {
     "llama": lambda: _with_copy(tiny()),
     # Its cache forgets what lies before the windows.
@@ -81,16 +98,9 @@ def test_a_cache_of_a_call_that_was_ended_by_an_error(raises, pair, tree):
     text = greedy(target, prompt())
     drafts_were_there = 0
     for at in (1, 3, 4):
-        calls, cache = 0, DynamicCache(config=target.config.get_text_config())
-
-        def stop():
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                raise Stop
-
+        cache = DynamicCache(config=target.config.get_text_config())
         with pytest.raises(Stop):
-            greedy(target, prompt(), assistant, past_key_values=cache, **Caller(stop).arguments[raises])
+            greedy(target, prompt(), assistant, past_key_values=cache, **Caller(_stops(at)).arguments[raises])
         drafts_were_there += assistant.stats.drafted > 0
         assert cache.get_seq_length() < text.shape[1]
         assert len({layer.get_seq_length() for layer in cache.layers if layer.is_initialized}) <= 1
@@ -122,3 +132,65 @@ def test_a_call_within_a_call(inner, caller, tree, target):
     following = torch.cat([expected[0], prompt(5, seed=3)], dim=1)
     assert torch.equal(greedy(target, following, conversation), greedy(target, following))
     assert assistant.stats.accepted > 0
+
+
+# Forks and copies ----------------------------------------------------------------------------------------------------
+
+
+def in_a_fork(run: Callable[[], bool]) -> bool:
+    """Whether it is so in a forked process, within a minute."""
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            os._exit(0 if run() else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("policy", ["hybrid", "retrieval"])
+def test_a_forked_process_waits_for_no_thread_of_the_other(policy, target, drafter):
+    retrieval = RetrievalShortlist(size=40, dynamic=20, likely=8)
+    assistant = DynSpecAssistant(drafter, retrieval if policy == "retrieval" else policy, target=target)
+    conversation = assistant.conversation()
+    text = greedy(target, prompt(), conversation)
+    following = torch.cat([text, prompt(9, seed=5)], dim=1)
+    expected = greedy(target, following)
+    # Leaves a session that waits, with its thread.
+    greedy(target, prompt(), assistant)
+
+    def goes_on() -> bool:
+        is_same = all(torch.equal(greedy(target, following, one), expected) for one in (conversation, assistant))
+        assistant.unbind()
+        return is_same
+
+    def forks() -> None:
+        if not forked:
+            forked.append(in_a_fork(goes_on))
+
+    forked: list[bool] = []
+    output = greedy(target, following, conversation, **Caller(forks).arguments["criterion"])
+    assert forked[0] and in_a_fork(goes_on)
+    assert torch.equal(output, expected) and torch.equal(greedy(target, following, conversation), expected)
+
+
+@pytest.mark.parametrize("policy", POLICY_CASES)
+def test_policies_are_immutable_and_so_are_their_copies(policy):
+    policy = POLICY_CASES[policy]()
+    assert copy.deepcopy([policy])[0] is policy
+
+
+def test_what_belongs_to_models_is_not_pickled_and_copies_of_a_conversation_begin_anew(target, drafter):
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target)
+    conversation = assistant.conversation()
+    text = greedy(target, prompt(), conversation)
+    for one in (assistant, conversation):
+        with pytest.raises(UnsupportedError, match="in the other process"):
+            pickle.dumps(one)
+    for twin in (copy.copy(conversation), copy.deepcopy(conversation)):
+        assert twin.session is None is not conversation.session
+        following = torch.cat([text, prompt(9, seed=5)], dim=1)
+        assert torch.equal(greedy(target, following, twin), greedy(target, following))

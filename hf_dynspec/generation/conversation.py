@@ -1,5 +1,6 @@
 """A conversation: what may be passed as `assistant_model` in each of its turns."""
 
+import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +34,9 @@ class Conversation(Bindable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
         # Starts anew: models and caches are not copied.
+        return copy.copy(self)
+
+    def __copy__(self) -> "Conversation":
         return Conversation(self.assistant)
 
     @property
