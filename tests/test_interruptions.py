@@ -111,6 +111,19 @@ def test_a_cache_of_a_call_that_was_ended_by_an_error(raises, pair, tree):
 
 
 @SHAPES
+def test_a_cache_of_a_call_that_was_interrupted_within_a_forward(tree, target, drafter):
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=tree)
+    cache, stop = DynamicCache(config=target.config), _stops(3)
+    # One layer has read the candidates then, and the other has not.
+    hook = target.model.layers[0].register_forward_hook(lambda *unused: stop())
+    with pytest.raises(Stop):
+        greedy(target, prompt(), assistant, past_key_values=cache)
+    hook.remove()
+    following = torch.cat([prompt(), prompt(9, seed=5)], dim=1)
+    assert torch.equal(greedy(target, following, assistant, past_key_values=cache), greedy(target, following))
+
+
+@SHAPES
 @pytest.mark.parametrize("caller", ["streamer", "criterion", "processor"])
 @pytest.mark.parametrize("inner", ["plain", "assistant", "conversation"])
 def test_a_call_within_a_call(inner, caller, tree, target):

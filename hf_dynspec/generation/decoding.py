@@ -107,6 +107,7 @@ def decode(
             of_round.is_read(outputs.past_key_values, candidates)
             logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
             outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, drafting.best_tokens)
+            of_round.is_changing()
             cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
@@ -145,11 +146,17 @@ class _CacheOfRound:
     def __init__(self, cache: Any):
         self._cache = cache
         self._verified = cache.get_seq_length()
+        self._is_whole = False
 
     def is_read(self, returned: Any, candidates: Candidates | None) -> None:
         """Note that the target has read all that is verified, and the candidates."""
         self._cache = returned
         self._verified = returned.get_seq_length() - (0 if candidates is None else candidates.token_ids.shape[0])
+        self._is_whole = True
+
+    def is_changing(self) -> None:
+        """Note that from now on layers may differ in what they hold, whatever the first of them says."""
+        self._verified, self._is_whole = -1, False
 
     def __enter__(self) -> "_CacheOfRound":
         return self
@@ -157,11 +164,12 @@ class _CacheOfRound:
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:
             return
-        # Layer by layer, as some may have read or forgotten what others have not. Those of a model whose layers share
-        # keys and values may hold none.
-        for layer in self._cache.layers:
-            if layer.is_initialized and layer.get_seq_length() > self._verified:
-                layer.crop(self._verified - layer.get_seq_length())
+        change = self._verified - self._cache.get_seq_length()
+        if self._is_whole:
+            self._cache.crop(change)
+        elif change:
+            # Nobody knows what each layer has read: the text is read again.
+            self._cache.reset()
 
 
 def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:
