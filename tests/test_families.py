@@ -130,6 +130,21 @@ def test_the_head_follows_the_model(family):
     CausalLMDrafter(model)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"])
+def test_damaged_weights_are_called_that(where, number):
+    target, drafter = tiny(), perturbed(tiny())
+    for model in (drafter, target):
+        with torch.no_grad():
+            model.get_submodule(where).weight[-1, -1] = number
+        with pytest.raises(UnsupportedError, match=f"holds NaN or infinity in {where}.weight"):
+            # A tree, as it is looked at more closely. Of a target's head nothing is compared before it generates.
+            DynSpecAssistant(drafter, target=target, tree=True)
+        drafter = perturbed(tiny())
+        if where == "lm_head":
+            break
+
+
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
     model = tiny()
     model.register_forward_hook(lambda module, args, output: output.__setitem__("logits", output.logits * 1.5))

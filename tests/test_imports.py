@@ -18,6 +18,7 @@ ROOMS = (
     "errors",
     "fields",
     "files",
+    "forks",
     "vocabulary",
     "devices",
     "protocol",
@@ -56,6 +57,7 @@ THIRD_PARTIES = {
     "kernels": {"torch", "triton"},
     "fields": set(),
     "files": set(),
+    "forks": set(),
     "vocabulary": set(),
     "modeling": {"torch"},
     # The index of one policy is hnswlib's, and lies in the Hub's home folder; its cache weighs tokens in arrays.

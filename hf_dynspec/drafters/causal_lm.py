@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
-from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
+from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
 from .base import Drafter, UnrolledStep
 from .causal_lm_state import CausalLMState
 from .traced_step import can_be_traced, trace_step
@@ -25,7 +25,8 @@ class CausalLMDrafter(Drafter):
 
     Raises:
         UnsupportedError: the model is an encoder-decoder, keeps a state that cannot be rolled back, or does
-            something to its hidden states or logits that its configuration does not tell.
+            something to its hidden states or logits that its configuration does not tell, or holds weights that are no
+            numbers.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -105,6 +106,7 @@ class CausalLMDrafter(Drafter):
             raise UnsupportedError(
                 f"{name} is in training mode, in which it says something else each time: call eval()."
             )
+        require_finite_weights(self.model)
         raise UnsupportedError(
             f"{name} does something between its decoder and its logits that this package does not know, so shortlist "
             "logits would be wrong. Use another drafter."
@@ -186,6 +188,7 @@ class CausalLMDrafter(Drafter):
             raise UnsupportedError(f"{name} cannot draft {what}, as {problem}.") from error
         tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
         if not bool(((actual.float() - expected.float()).abs() <= tolerance).all()):
+            require_finite_weights(self.model)
             raise UnsupportedError(f"{name} cannot draft {what}: {differing}.")
 
     def _some_tokens(self, count: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -12,7 +12,7 @@ from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
 from ..drafting.session import DraftSession
 from ..drafting.tree_config import TreeConfig
-from ..errors import NotBoundError
+from ..errors import NotBoundError, UnsupportedError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics
 from .round import Drafting
@@ -42,6 +42,12 @@ class Call(ABC):
 
 class Bindable(ABC):
     """What may be passed as `assistant_model` to a target that it is bound to."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a {type(self).__name__} belongs to models in this process and cannot be pickled: load the models in the "
+            "other process and make an assistant of them there."
+        )
 
     @property
     @abstractmethod

@@ -1,5 +1,6 @@
 """A conversation: what may be passed as `assistant_model` in each of its turns."""
 
+import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +34,9 @@ class Conversation(Bindable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
         # Starts anew: models and caches are not copied.
+        return copy.copy(self)
+
+    def __copy__(self) -> "Conversation":
         return Conversation(self.assistant)
 
     @property
@@ -70,8 +74,13 @@ class _Turn(GenerateCall):
         self._conversation = conversation
 
     def kept_session(self) -> DraftSession | None:
-        return self._conversation.session
+        # Taken out for as long as the turn lasts: a turn within this one begins with a session of its own.
+        session, self._conversation.session = self._conversation.session, None
+        return session
 
     def leave_session(self, session: DraftSession) -> None:
+        of_turn_within, self._conversation.session = self._conversation.session, None
+        if of_turn_within is not None:
+            self._conversation.assistant.return_session(of_turn_within)
         self._conversation.assistant.hold_session(session)
         self._conversation.session = None if session.is_closed else session

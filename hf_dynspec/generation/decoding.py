@@ -102,17 +102,21 @@ def decode(
     while not is_done:
         length = input_ids.shape[1]
         candidates = drafting.propose(input_ids)
-        outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
-        logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
-        outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, drafting.best_tokens)
+        with _CacheOfRound(cache) as of_round:
+            outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
+            of_round.is_read(outputs.past_key_values, candidates)
+            logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
+            outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, drafting.best_tokens)
+            of_round.is_changing()
+            cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
-        if token_streamer is not None:
-            token_streamer.put(outcome.tokens_on_host())
-        cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
         model_kwargs = target._update_model_kwargs_for_generation(
             outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
         )
+        if token_streamer is not None:
+            # May raise, as plain generate's does, when the cache holds all tokens but the last.
+            token_streamer.put(outcome.tokens_on_host())
         record.add_states(outputs, candidates, outcome, drafting.cached_before + length)
         drafting.observe(outputs, outcome, is_done)
         is_first = False
@@ -129,6 +133,43 @@ def _require_croppable(input_ids: torch.Tensor, cache: Any) -> None:
             f"speculative decoding takes a dynamic cache, and this is a {type(cache).__name__}: leave use_cache and "
             "cache_implementation as they are."
         )
+
+
+class _CacheOfRound:
+    """Sees to it that no draft stays in the target's cache where an error ends the round: the caller who passed the
+    cache, or took it from an earlier call, may go on with it, as after plain `generate`.
+
+    Args:
+        cache: as the round finds it.
+    """
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+        self._verified = cache.get_seq_length()
+        self._is_whole = False
+
+    def is_read(self, returned: Any, candidates: Candidates | None) -> None:
+        """Note that the target has read all that is verified, and the candidates."""
+        self._cache = returned
+        self._verified = returned.get_seq_length() - (0 if candidates is None else candidates.token_ids.shape[0])
+        self._is_whole = True
+
+    def is_changing(self) -> None:
+        """Note that from now on layers may differ in what they hold, whatever the first of them says."""
+        self._verified, self._is_whole = -1, False
+
+    def __enter__(self) -> "_CacheOfRound":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
+            return
+        change = self._verified - self._cache.get_seq_length()
+        if self._is_whole:
+            self._cache.crop(change)
+        elif change:
+            # Nobody knows what each layer has read: the text is read again.
+            self._cache.reset()
 
 
 def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:

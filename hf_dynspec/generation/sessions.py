@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..drafting.session import DraftSession
+from ..forks import MadeAnewAfterFork
 
 
-class SessionPool:
+class SessionPool(MadeAnewAfterFork):
     """Sessions that wait for the next call, with their buffers, the latest used last. Shareable between threads.
 
     Args:
@@ -20,13 +21,18 @@ class SessionPool:
     """
 
     def __init__(self, most: int = 4):
+        super().__init__()
         self._most = most
+        self.memory: Any = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """In a forked process: give up all sessions, as what they work with may have stayed behind."""
         # A session may be given back by the garbage collector, at any time.
         self._lock = threading.RLock()
         self._idle: list[DraftSession] = []
         # Sessions that were made before the last `clear` are not taken back, and know another memory.
         self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
-        self.memory: Any = None
         # Sessions that conversations keep between two calls.
         self._held: weakref.WeakSet[DraftSession] = weakref.WeakSet()
 

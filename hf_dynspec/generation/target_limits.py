@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import UnsupportedError
-from ..modeling.parts import FORWARD_ERRORS, input_device, output_rows
+from ..modeling.parts import FORWARD_ERRORS, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -61,6 +61,7 @@ def require_trees(model: PreTrainedModel, verify: Verify) -> None:
         UnsupportedError: it cannot.
     """
     if not _tree_agrees_with_its_path(model, verify):
+        require_finite_weights(model)
         raise UnsupportedError(
             f"{type(model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
             "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "

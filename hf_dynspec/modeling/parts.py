@@ -84,6 +84,20 @@ def output_rows(model: nn.Module) -> int:
     return getattr(projection, "out_features", None) or model.config.get_text_config().vocab_size
 
 
+def require_finite_weights(model: nn.Module) -> None:
+    """Tell damaged weights from what they do, where a model was found to compute something else than it should.
+
+    Raises:
+        UnsupportedError: a parameter holds NaN or infinity.
+    """
+    for name, one in model.named_parameters():
+        if one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
+            raise UnsupportedError(
+                f"{type(model).__name__} holds NaN or infinity in {name}, so that what it computes is no number. Load "
+                "it anew, and not in fp16 if it was trained in bf16."
+            )
+
+
 def is_plain(projection: Any) -> bool:
     """Whether an output projection is a product with a matrix in memory, and nothing else."""
     weight = getattr(projection, "weight", None)

@@ -108,6 +108,9 @@ class ShortlistPolicy(Storable, ABC):
 
     can_be_part: ClassVar[bool] = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShortlistPolicy":
+        return self
+
     @property
     def needs(self) -> Needs:
         """What the policy asks to be shown of the target."""

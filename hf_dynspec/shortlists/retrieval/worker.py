@@ -7,13 +7,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from ...forks import MadeAnewAfterFork
 from ...protocol import BackgroundWork
 
 # A job, or None as the last one.
 _Jobs = SimpleQueue[Callable[[], Any] | None]
 
 
-class Worker:
+class Worker(MadeAnewAfterFork):
     """Does jobs one after the other, in the order in which they were given. A job's result waits until it is taken.
 
     The thread starts with the first job and ends with `close`, with the worker, or at the interpreter's exit. Used by
@@ -25,6 +26,7 @@ class Worker:
     """
 
     def __init__(self, is_synchronous: bool):
+        super().__init__()
         self._is_synchronous = is_synchronous
         self._given: _Jobs = SimpleQueue()
         self._done: SimpleQueue[_Done] = SimpleQueue()
@@ -33,6 +35,13 @@ class Worker:
         self._is_closed = False
         self._jobs = self._late_rounds = 0
         self._seconds = self._exposed_seconds = 0.0
+
+    def begin_anew(self) -> None:
+        """In a forked process: closed, as what the thread was at has no result there."""
+        if self._ending is not None:
+            self._ending.detach()
+        self._given, self._done = SimpleQueue(), SimpleQueue()
+        self._running, self._ending, self._is_closed = 0, None, True
 
     def give(self, job: Callable[[], Any]) -> None:
         """Do a job. Does nothing after `close`."""
