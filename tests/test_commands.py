@@ -617,6 +617,7 @@ def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, comm
     line = str(result.exception)
     assert "\n" not in line and str(tmp_path / "out") in line
     assert "File too large; write to another disk" in line and "not lost: nothing" not in line
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_dir() and not any(path.iterdir())]
 
 
 def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):

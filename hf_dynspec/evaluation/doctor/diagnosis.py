@@ -172,6 +172,14 @@ def _dominant(measured: MeasuredPair, one: Expectation) -> str:
 def sentence(measured: MeasuredPair) -> str:
     """What to do."""
     best = measured.best
+    if not measured.accepts:
+        faster = (
+            f"; what makes it {best.ratio:.2f} times as fast as plain generate is no draft" if best.ratio > 1 else ""
+        )
+        return (
+            f"Use none: with {best.policy} and {best.shape}, the fastest, a round brings {best.tokens_per_round:.2f} "
+            f"tokens, and plain generate one: hardly any draft is accepted{faster}."
+        )
     if not measured.pays:
         why = "too few drafts are accepted" if measured.oracle.ratio < 1 else "drafting costs what it wins"
         return (
