@@ -47,7 +47,7 @@ class ChangedSettings(ConfigurationError):
     def __init__(self, problem: str, before_and_now: Mapping[str, tuple[Any, Any]], fix: str):
         self.before_and_now = before_and_now
         self._problem, self._fix = problem, fix
-        changes = ", ".join(f"{name} {_change(*values)}" for name, values in before_and_now.items())
+        changes = "; ".join(f"{name} {_change(*values)}" for name, values in before_and_now.items())
         super().__init__(f"{problem}: {changes}; {fix}")
 
     def renamed(self, names: Mapping[str, str]) -> "ChangedSettings":
@@ -70,7 +70,7 @@ def _in_words(value: Any) -> str:
         return "not given"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return " and ".join(map(shown_value, value)) if isinstance(value, list) else shown_value(value)
+    return ", ".join(map(shown_value, value)) if isinstance(value, list) else shown_value(value)
 
 
 class FieldError(SettingError):

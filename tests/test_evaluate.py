@@ -282,7 +282,7 @@ def test_a_line_that_was_deleted_is_measured_again(data, evaluated, tmp_path):
     ("changed", "said"),
     [
         (("--max-new-tokens", 7), "--max-new-tokens was 6 and is 7; choose"),
-        (("--temperature", 0.1), "--temperature was 0.0 and 0.8 and is 0.1; choose"),
+        (("--temperature", 0.1), "--temperature was 0.0, 0.7 and is 0.0, 0.7, 0.1; choose"),
         (("--seed", 1), "--seed was 0 and is 1; choose"),
         (("--policy", "full"), "--policy changed; choose"),
         (("--limit", 1), "--limit was not given and is 1; choose"),
