@@ -94,13 +94,25 @@ class ArtifactError(DynSpecError, ValueError):
         field: the part of the artifact that is at fault, such as `"model.safetensors: ranking"`.
     """
 
-    def __init__(self, field: str, problem: str, fix: str):
+    def __init__(self, field: str, problem: str, fix: str, source: str | None = None):
         # Each part is bounded by itself, so that a long name does not crowd out how to mend the file.
         self.field = shown_text(field, _LONGEST_FIELD)
         fix = shown_text(fix, _LONGEST_FIX)
-        self._problem = shown_text(problem, LONGEST_MESSAGE - len(self.field) - len(fix) - len(": . "))
+        self._source = None if source is None else shown_text(source, _LONGEST_FIELD)
+        start = self.field if self._source is None else f"{self._source}: {self.field}"
+        self._problem = shown_text(problem, LONGEST_MESSAGE - len(start) - len(fix) - len(": . "))
         self._fix = fix
-        super().__init__(f"{self.field}: {self._problem}. {fix}")
+        super().__init__(f"{start}: {self._problem}. {fix}")
+
+    def of(self, source: str) -> "ArtifactError":
+        """The same error with the folder or repository that it is about, where its message does not name that yet.
+
+        Args:
+            source: as the user wrote it.
+        """
+        if self._source is not None or shown_text(source, _LONGEST_FIELD) in str(self):
+            return self
+        return type(self)(self.field, self._problem, self._fix, source)
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.field, self._problem, self._fix)
+        return type(self), (self.field, self._problem, self._fix, self._source)

@@ -36,6 +36,43 @@ class SettingError(ConfigurationError):
         super().__init__(f"{field} {problem}")
 
 
+class ChangedSettings(ConfigurationError):
+    """Settings are not those that something was begun with.
+
+    Attributes:
+        before_and_now: by the settings' names the values that they had and have. On a command line the names are those
+            of options.
+    """
+
+    def __init__(self, problem: str, before_and_now: Mapping[str, tuple[Any, Any]], fix: str):
+        self.before_and_now = before_and_now
+        self._problem, self._fix = problem, fix
+        changes = "; ".join(f"{name} {_change(*values)}" for name, values in before_and_now.items())
+        super().__init__(f"{problem}: {changes}; {fix}")
+
+    def renamed(self, names: Mapping[str, str]) -> "ChangedSettings":
+        """The same with other names for some of the settings. Of several that get one name the first is shown."""
+        shown: dict[str, tuple[Any, Any]] = {}
+        for name, values in self.before_and_now.items():
+            shown.setdefault(names.get(name, name), values)
+        return type(self)(self._problem, shown, self._fix)
+
+
+def _change(before: Any, now: Any) -> str:
+    both = [part for one in (before, now) for part in (one if isinstance(one, list) else [one])]
+    if any(isinstance(one, dict) for one in both):
+        return "changed"
+    return f"was {_in_words(before)} and is {_in_words(now)}"
+
+
+def _in_words(value: Any) -> str:
+    if value is None or value == []:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(shown_value, value)) if isinstance(value, list) else shown_value(value)
+
+
 class FieldError(SettingError):
     """A field of a configuration holds what it must not.
 

@@ -31,6 +31,7 @@ from .vocabulary import as_token_ids
 # Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
 # its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
 _LARGEST_PADDING = 1024
+_NO_TOKENIZER = "there are no files of one"
 # Of all layouts; models have `layers` within them.
 _NAMES_IN_EAGLE_HEADS = ("fc.", "midlayer.", "d2t", "t2d")
 _ALTERNATIVE = (
@@ -167,10 +168,13 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
-        problem = f"no tokenizer can be loaded from {name_or_path}: {first_line(error)}"
+        reason = first_line(error)
+        if reason.endswith(":"):  # and goes on with a list of what may be there, none of which is
+            reason = _NO_TOKENIZER
+        problem = f"no tokenizer can be loaded from {name_or_path}: {reason.rstrip('.')}."
         raise ConfigurationError(f"{_or_no_folder(problem, name_or_path)} {fix}") from error
     if not _has_words(tokenizer):
-        raise ConfigurationError(f"no tokenizer can be loaded from {name_or_path}: there are no files of one. {fix}")
+        raise ConfigurationError(f"no tokenizer can be loaded from {name_or_path}: {_NO_TOKENIZER}. {fix}")
     return tokenizer
 
 

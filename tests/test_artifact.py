@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from hf_dynspec.artifacts import read_artifact, rebuild_policy, render_card, write_artifact
+from hf_dynspec.artifacts import read_artifact, read_graph, rebuild_policy, render_card, write_artifact
 from hf_dynspec.artifacts import tensors as weights_module
 from hf_dynspec.artifacts.card import is_unedited_card
 from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig, weights_files
@@ -95,6 +96,17 @@ def refusal(folder: Path, **options) -> ArtifactError:
         rebuild_policy(*read_artifact(folder, **options))
     assert caught.value.field in str(caught.value)
     return caught.value
+
+
+def test_errors_name_the_folder(folder):
+    (folder / "config.json").write_text("{,}")
+    for read in (read_artifact, FrequencyShortlist, HybridShortlist, read_graph):
+        with pytest.raises(
+            ArtifactError, match=f"^{re.escape(str(folder))}: config.json: is not strict JSON"
+        ) as caught:
+            read(folder)
+        assert caught.value.field == "config.json"
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 # --- What is written is read back ---

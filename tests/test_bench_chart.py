@@ -13,6 +13,7 @@ from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench import chart
 from hf_dynspec.evaluation.bench.benchmark import _Run
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
+from hf_dynspec.evaluation.tables import shown_speed
 
 POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 POLICIES = ("full", "frequency:size=64")
@@ -68,7 +69,7 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
             assert bar.get_width() == speed["median"]
             assert [x for x, _ in spread] == pytest.approx([speed["min"], speed["max"]])
             ratio = row["ratios"]["plain"]["median"] if system != "plain" else 1.0
-            assert text.get_text() == f"{speed['median']:.0f}  ({ratio:.2f}×)"
+            assert text.get_text() == f"{shown_speed(speed['median'])}  ({ratio:.2f}×)"
         colors = [bar.get_facecolor() for bar in bars]
         assert len(set(colors[:4])) == len(set(colors[4:])) == 1 and colors[0] != colors[4]
     assert "three, 3 prompts; " in figure._supxlabel.get_text()
@@ -88,6 +89,16 @@ def test_a_system_that_ran_once_has_no_spread(ran, monkeypatch):
         speed["min"] = speed["max"] = speed["median"]
     _, panels = drawn_axes(data, monkeypatch)
     assert all(axes.containers[1].lines[2][0].get_segments() == [] for axes in panels)
+
+
+def test_slow_systems_can_be_told_apart(ran, monkeypatch):
+    data = json.loads(json.dumps(ran[0]))
+    for speed in (1.94, 9.94, 9.96, 53.9):
+        for row in data["results"]:
+            row["tokens_per_second"] = dict.fromkeys(("median", "min", "max"), speed)
+        _, panels = drawn_axes(data, monkeypatch)
+        shown = {text.get_text().split()[0] for axes in panels for text in axes.texts}
+        assert shown == {{1.94: "1.9", 9.94: "9.9", 9.96: "10", 53.9: "54"}[speed]}
 
 
 def test_the_same_chart_is_drawn_again_from_the_file(ran, tmp_path):

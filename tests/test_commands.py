@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -26,8 +27,10 @@ from typer.testing import CliRunner
 
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
+from hf_dynspec.build.frequency import Tally, UnitCounts
 from hf_dynspec.commands import app
 from hf_dynspec.commands.common import Pace, duration
+from hf_dynspec.commands.frequency import _describe_kept
 from hf_dynspec.commands.running import Commands, _noted_interrupts, describe_os_error, raise_lost_interrupt
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.tables import FittedTable, parameter_count
@@ -617,6 +620,16 @@ def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, comm
     line = str(result.exception)
     assert "\n" not in line and str(tmp_path / "out") in line
     assert "File too large; write to another disk" in line and "not lost: nothing" not in line
+
+
+@needs_signals
+def test_counts_that_a_full_disk_refuses_leave_no_folder_and_are_said_to_be_lost(tmp_path):
+    folder = tmp_path / "partial"
+    tally = Tally(1000, 1, {}, folder, save_every=0)
+    with largest_file(1000), pytest.raises(OSError, match="File too large"):
+        tally.add(0, UnitCounts(np.arange(3), np.ones(3, np.int64), 1))
+    assert not folder.exists()
+    assert _describe_kept(tally, folder, "").startswith("nothing of what was counted could be kept; ")
 
 
 def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):

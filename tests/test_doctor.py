@@ -303,6 +303,19 @@ def test_use_none_where_drafting_loses(acceptance, draft_step):
     assert "Use none" in str(measured)
 
 
+def test_use_none_where_nothing_is_accepted():
+    """What is faster then is a product of this package's, or chance."""
+    measured = diagnosed(0.0001, 0.0)
+    slower = [simulated([False] * 128, 0, True, lambda steps: 0.02, 0.05) for _ in measured.plain]
+    measured.plain = slower
+    assert measured.best.ratio > 1.1 and not measured.pays
+    assert measured.sentence.startswith("Use none: with ") and "a round brings 1.00 tokens" in measured.sentence
+    assert measured.sentence.endswith(
+        f"makes it {measured.best.ratio:.2f} times as fast as plain generate is no draft."
+    )
+    assert "Assistant" not in measured.line
+
+
 def test_a_policy_with_settings_can_be_pasted():
     measured = diagnosed(policies=("full", "frequency:size=1024"))
     shown = str(measured).splitlines()

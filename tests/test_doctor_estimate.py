@@ -356,6 +356,7 @@ GOOD = {"model_type": "llama", **TINY}
         (GOOD | {"num_hidden_layers": 10**9}, ConfigurationError, "num_hidden_layers"),
         (GOOD | {"quantization_config": {"quant_method": "fp8"}}, ConfigurationError, "quantised"),
         (GOOD | {"draft_vocab_size": 128}, UnsupportedError, "EAGLE"),
+        (GOOD | {"bias": False}, UnsupportedError, "EAGLE"),
     ],
 )
 def test_configurations_that_are_of_no_use(settings, error, said, tmp_path):
@@ -449,6 +450,14 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
 def test_a_command_that_is_not_whole_is_refused(words, said, pair):
     result = run("--config", *pair, *words)
     assert isinstance(result.exception, ConfigurationError) and said in str(result.exception)
+
+
+def test_one_configuration_is_not_enough(pair):
+    result = run("--config", pair[0], "--device-memory-bandwidth", "100", "--launch-latency", "5")
+    assert isinstance(result.exception, ConfigurationError)
+    assert str(result.exception).startswith(
+        "--config takes two configurations, the target's and the drafter's, got --"
+    )
 
 
 @pytest.mark.parametrize("option", ["--device-memory-bandwidth", "--acceptance", "--cached-tokens"])

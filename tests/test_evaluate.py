@@ -279,21 +279,21 @@ def test_a_line_that_was_deleted_is_measured_again(data, evaluated, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "name"),
+    ("changed", "said"),
     [
-        (("--max-new-tokens", 7), "max_new_tokens"),
-        (("--temperature", 0.1), "temperatures"),
-        (("--seed", 1), "seed"),
-        (("--policy", "full"), "methods"),
-        (("--limit", 1), "limit"),
+        (("--max-new-tokens", 7), "--max-new-tokens was 6 and is 7; choose"),
+        (("--temperature", 0.1), "--temperature was 0.0, 0.7 and is 0.0, 0.7, 0.1; choose"),
+        (("--seed", 1), "--seed was 0 and is 1; choose"),
+        (("--policy", "full"), "--policy changed; choose"),
+        (("--limit", 1), "--limit was not given and is 1; choose"),
     ],
 )
-def test_a_folder_of_other_settings_is_refused(data, evaluated, monkeypatch, changed, name):
+def test_a_folder_of_other_settings_is_refused(data, evaluated, monkeypatch, changed, said):
     monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     before = (evaluated / RUNS).read_bytes()
     result = evaluate(*words_of_run(data, evaluated), *changed)
     assert isinstance(result.exception, ConfigurationError)
-    assert "holds an evaluation with other settings" in str(result.exception) and name in str(result.exception)
+    assert "holds an evaluation with other settings: " in str(result.exception) and said in str(result.exception)
     assert (evaluated / RUNS).read_bytes() == before
 
 
@@ -303,7 +303,7 @@ def test_changed_prompts_are_other_settings(data, evaluated, tmp_path):
     with (tmp_path / "code.jsonl").open("a") as file:
         file.write("\n")
     result = evaluate(*words_of_run(tmp_path, evaluated))
-    assert "prompts differs" in str(result.exception)
+    assert "--data changed" in str(result.exception)
 
 
 def test_a_torn_line_is_left_out_and_a_damaged_one_is_named(tmp_path):

@@ -38,7 +38,7 @@ from hf_dynspec.evaluation.trace.analysis import text_pieces
 from hf_dynspec.evaluation.trace.measure import trace_prompt
 from hf_dynspec.evaluation.trace.page import page_of
 from hf_dynspec.evaluation.trace.recording import RecordedSpan, Recording
-from hf_dynspec.evaluation.trace.report import SCHEMA_VERSION, shown_token, text_report, to_dict
+from hf_dynspec.evaluation.trace.report import SCHEMA_VERSION, shown_lines, shown_token, text_report, to_dict
 from hf_dynspec.evaluation.trace.result import WAYS, Trace
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.evaluation.trace.timeline import COLORS, median_round
@@ -403,6 +403,10 @@ def test_spaces_and_breaks_of_a_token_can_be_seen():
         "(nothing)",
         "x" * 23 + "…",
     ]
+
+
+def test_spaces_of_every_width_are_spaces_in_a_text():
+    assert shown_lines("§\u2002 1\u202f000\n\u3000a\u200bb\u2028") == "§\u2002 1\u202f000\n\u3000a\\u200bb\\u2028"
 
 
 def test_the_file_holds_everything_and_what_it_names(pairs):

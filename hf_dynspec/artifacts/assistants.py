@@ -18,7 +18,7 @@ from ..vocabulary import TokenizerFingerprint, as_token_ids, fingerprint_tokeniz
 from .config import DynSpecConfig, PolicyConfig
 from .models import drafter_reference, load_named_drafter, model_reference
 from .publishing import push_artifact
-from .reading import read_artifact, rebuild_policy
+from .reading import naming_source, read_artifact, rebuild_policy
 from .writing import write_artifact
 
 
@@ -71,7 +71,8 @@ def read_assistant(
         cache_dir=cache_dir,
         token=token,
     )
-    policy = rebuild_policy(config, tensors)
+    with naming_source(directory_or_repo):
+        policy = rebuild_policy(config, tensors)
     return {
         "drafter": drafter if drafter is not None else load_named_drafter(config.drafter, target, cache_dir, token),
         "policy": policy,

@@ -55,11 +55,38 @@ def read_artifact(
         ArtifactError: a file is missing, too large, damaged, a pickle, or for another tokenizer. Its `field` names
             the file and the part of it that is at fault.
     """
-    files: FolderFiles | RepositoryFiles
+    with naming_source(directory_or_repo):
+        source = _opened(directory_or_repo, revision, cache_dir, token, api)
+        return _read(source, tokenizer_fingerprint)
+
+
+@contextmanager
+def naming_source(directory_or_repo: str | os.PathLike) -> Iterator[None]:
+    """Name the folder or repository in the errors that are raised meanwhile about an artifact."""
+    try:
+        yield
+    except ArtifactError as error:
+        named = error.of(str(directory_or_repo))
+        if named is error:
+            raise
+        raise named from error.__cause__
+
+
+def _opened(
+    directory_or_repo: str | os.PathLike,
+    revision: str | None,
+    cache_dir: str | os.PathLike | None,
+    token: str | bool | None,
+    api: HfApi | None,
+) -> FolderFiles | RepositoryFiles:
     if is_folder(directory_or_repo):
-        files = FolderFiles(Path(directory_or_repo))
-    else:
-        files = RepositoryFiles(str(directory_or_repo), revision, api or usual_hub(), cache_dir, token)
+        return FolderFiles(Path(directory_or_repo))
+    return RepositoryFiles(str(directory_or_repo), revision, api or usual_hub(), cache_dir, token)
+
+
+def _read(
+    files: FolderFiles | RepositoryFiles, tokenizer_fingerprint: TokenizerFingerprint | None
+) -> tuple[DynSpecConfig, dict[str, torch.Tensor]]:
     config = read_config(files.config_path())
     rules = require_policy(config)
     eos_token_ids = config.tokenizer.eos_token_ids if config.tokenizer else ()
@@ -122,8 +149,10 @@ def read_graph(
     config, tensors = read_artifact(directory_or_repo, **options)
     if config.policy.name != CooccurrenceGraph.name:
         problem = f"is {config.policy.name!r}, which holds no co-occurrence graph"
-        raise ArtifactError(f"{CONFIG_FILE}: policy", problem, "Name an artifact that hf-dynspec build graph made.")
-    return rebuild(config, tensors), config.tokenizer
+        fix = "Name an artifact that hf-dynspec build graph made."
+        raise ArtifactError(f"{CONFIG_FILE}: policy", problem, fix, str(directory_or_repo))
+    with naming_source(directory_or_repo):
+        return rebuild(config, tensors), config.tokenizer
 
 
 def require_policy(config: DynSpecConfig) -> Mapping[str, TensorRule]:

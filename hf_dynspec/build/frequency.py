@@ -102,14 +102,11 @@ class Tally:
         """Write the counts. The file is replaced in one step, so that a kill leaves the old state or the new one."""
         if self._file is None or self._is_saved:
             return
-        with replacing(self._file) as scratch, open(scratch, "wb") as stream:
-            np.savez(
-                stream,
-                counts=self.counts,
-                finished=self.finished,
-                documents=np.int64(self.documents),
-                job=np.array(json.dumps(self._job)),
-            )
+        try:
+            self._write()
+        except OSError:  # such as of a full disk
+            self._remove_empty_folder()
+            raise
         self._saved_at = time.monotonic()
         self._is_saved = True
 
@@ -118,8 +115,22 @@ class Tally:
         if self._file is not None:
             for path in (self._file, *scratch_files(self._file)):
                 path.unlink(missing_ok=True)
-            if self._file.parent.is_dir() and not any(self._file.parent.iterdir()):
-                self._file.parent.rmdir()
+            self._remove_empty_folder()
+
+    def _write(self) -> None:
+        with replacing(self._file) as scratch, open(scratch, "wb") as stream:
+            np.savez(
+                stream,
+                counts=self.counts,
+                finished=self.finished,
+                documents=np.int64(self.documents),
+                job=np.array(json.dumps(self._job)),
+            )
+
+    def _remove_empty_folder(self) -> None:
+        folder = self._file.parent
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
     def _load(self) -> None:
         try:

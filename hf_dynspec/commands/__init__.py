@@ -62,8 +62,12 @@ def options(
 def main() -> None:
     """Run the command line. Errors that this package raises on purpose, and what the operating system refuses, end in
     one line and exit status 1, an interrupt in one line and 130."""
+    import warnings
+
     from ..errors import DynSpecError
 
+    # Who did not write the line that warns has no use for it.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:
         app()
     except DynSpecError as error:

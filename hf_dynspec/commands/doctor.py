@@ -86,6 +86,7 @@ def doctor(
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
+        _require_two(config)
         results = claim_results(context, json_file)
         _require_estimate(given)
         estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
@@ -111,6 +112,19 @@ def doctor(
     shape = None if tree == "none" else tree
     settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
     _print_diagnosis(settings, claim_results(context, json_file), command_line(context))
+
+
+def _require_two(config: tuple[str, str]) -> None:
+    """Refuse an option in the place of a configuration.
+
+    Args:
+        config: what was given for the target and the drafter.
+    """
+    from ..errors import ConfigurationError
+
+    for name in config:
+        if name.startswith("--"):
+            raise ConfigurationError(f"--config takes two configurations, the target's and the drafter's, got {name}")
 
 
 def _require_estimate(given: dict[str, str]) -> None:

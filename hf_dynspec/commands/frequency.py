@@ -289,7 +289,8 @@ def _write(
 def _describe_kept(tally: "Tally", folder: Path, fix: str) -> str:
     done, total = int(tally.finished.sum()), len(tally.finished)
     if not (folder / tally.FILE).exists():
-        return "nothing was counted yet; run the same command to begin anew"
+        what = "nothing of what was counted could be kept" if done else "nothing was counted yet"
+        return f"{what}; run the same command to begin anew"
     return f"the counts of {done} of {counted(total, 'part')} are kept in {folder}; {fix}"
 
 

@@ -42,6 +42,11 @@ _FIXES = {
 # The parameters of commands that give settings of other names.
 _GIVEN_BY = {
     "temperatures": "temperature",
+    "chains": "chain",
+    "trees": "tree",
+    "methods": "policy",
+    "policies": "policy",
+    "prompts": "data",
     "memory_bandwidth": "device_memory_bandwidth",
     "flops": "device_flops",
     "max_steps": "max_batches",
@@ -70,17 +75,22 @@ class OptionNamingCommand(TyperCommand):
             ConfigurationError: a setting is out of range.
         """
         from ..errors import ConfigurationError
-        from ..fields import SettingError
+        from ..fields import ChangedSettings, SettingError
 
         try:
             return super().invoke(context)
         except SettingError as error:
-            options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
-            name = _GIVEN_BY.get(error.field, error.field)
-            option = options.get(name) or options.get(error.field)
+            option = self._options().get(error.field)
             if option is None:
                 raise
             raise ConfigurationError(f"{option} {error.problem}") from error
+        except ChangedSettings as error:
+            raise error.renamed(self._options()) from error
+
+    def _options(self) -> dict[str, str]:
+        """How the options are written that give settings, by the settings' names."""
+        options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
+        return options | {setting: options[name] for setting, name in _GIVEN_BY.items() if name in options}
 
 
 class Commands(TyperGroup):

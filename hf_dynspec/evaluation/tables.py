@@ -116,6 +116,11 @@ def _with_folded_heading(column: list[str], most: int) -> list[str]:
     return [fold_label(heading, min(most, max(widths))), *cells]
 
 
+def shown_speed(tokens_per_second: float) -> str:
+    """A speed in few digits: a whole number, or with a decimal where whole ones would make different speeds equal."""
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 9.95 else f"{tokens_per_second:.1f}"
+
+
 def parameter_count(count: int) -> str:
     """A number of parameters, as models are named by it: `8.2B`, `45.2M`, `14.6k`."""
     unit, size = next((one for one in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if count >= one[1]), ("", 1))

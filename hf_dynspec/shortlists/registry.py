@@ -161,5 +161,5 @@ def read_stored_policy(artifact: str | os.PathLike, tensor: str) -> StoredPolicy
     config, tensors = read_artifact(artifact)
     if tensor not in tensors:
         fix = f"Name an artifact that holds {tensor}; this one is of the policy {config.policy.name!r}."
-        raise ArtifactError(f"model.safetensors: {tensor}", "is missing", fix)
+        raise ArtifactError(f"model.safetensors: {tensor}", "is missing", fix, str(artifact))
     return StoredPolicy(config.policy.name, config.policy.settings, tensors, config.tokenizer)

@@ -14,7 +14,7 @@ from ...protocol import VocabularyInfo
 from ...shortlists import FrequencyShortlist, ShortlistPolicy
 from ...vocabulary import TokenizerFingerprint, fingerprint_tokenizer
 from ..config import DynSpecConfig
-from ..reading import read_artifact, rebuild_policy
+from ..reading import naming_source, read_artifact, rebuild_policy
 
 BUILD_A_RANKING = "build a ranking with `hf-dynspec build frequency` and export that"
 
@@ -92,11 +92,14 @@ def read_static_shortlist(
         loaded = load_tokenizer(target)
         fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
     config, tensors = read_artifact(artifact, tokenizer_fingerprint=fingerprint)
-    policy = _static_core(Path(artifact).name, rebuild_policy(config, tensors), engine, take_core)
+    with naming_source(artifact):
+        whole = rebuild_policy(config, tensors)
+    policy = _static_core(Path(artifact).name, whole, engine, take_core)
     known = fingerprint or config.tokenizer
     if known is None:
         problem = "is not named, so that nothing says which ids there are"
-        raise ArtifactError("config.json: tokenizer", problem, "Give --target, the folder or Hub id of the target.")
+        fix = "Give --target, the folder or Hub id of the target."
+        raise ArtifactError("config.json: tokenizer", problem, fix, str(artifact))
     size = policy.size if size is None else size
     return StaticShortlist(FrequencyShortlist(policy.ranking, size), known, config)
 

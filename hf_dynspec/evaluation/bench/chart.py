@@ -6,6 +6,7 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from ..plots import plot_style, require_plot_file, save_figure
+from ..tables import shown_speed
 from .published_rows import BASELINES, decoding, generation_of, hardware_of, workload
 from .systems import PLAIN
 
@@ -113,7 +114,7 @@ def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
         capsize=2,
     )
     for place, bar in enumerate(bars):
-        text = f"{bar['median']:.0f}  ({bar['ratio']:.2f}×)"
+        text = f"{shown_speed(bar['median'])}  ({bar['ratio']:.2f}×)"
         axes.annotate(text, (bar["max"], place), (4, 0), textcoords="offset points", va="center", color=_INK)
     # The bars keep their width beside a policy with many settings.
     axes.set_yticks(places, [bar["label"].replace(",", ",\n") for bar in bars], color=_INK)

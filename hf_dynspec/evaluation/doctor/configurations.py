@@ -26,7 +26,9 @@ def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: s
     if config.is_encoder_decoder:
         raise UnsupportedError(f"the {role} is an encoder-decoder ({config.model_type}). Name a decoder-only model.")
     is_head = any("eagle" in str(one).lower() for one in config.architectures or ())
-    if is_head or getattr(config, "draft_vocab_size", None) is not None:
+    # EAGLE-2 heads come with the architecture of their layer, and with a setting that no model of it has.
+    has_own_bias = hasattr(config, "bias") and not hasattr(type(config)(), "bias")
+    if is_head or has_own_bias or getattr(config, "draft_vocab_size", None) is not None:
         raise UnsupportedError(
             f"the {role}'s configuration is that of an EAGLE head, whose layers it does not tell. Have the head "
             "measured, with --eagle."

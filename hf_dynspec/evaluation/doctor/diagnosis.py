@@ -12,7 +12,7 @@ from ...drafting.tree_config import TreeConfig
 from ...errors import counted
 from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
-from ..tables import FittedTable, parameter_count
+from ..tables import FittedTable, parameter_count, shown_speed
 from ..tree_text import format_tree
 from .expectations import Expectation, MeasuredPair
 from .settings import FULL
@@ -172,6 +172,14 @@ def _dominant(measured: MeasuredPair, one: Expectation) -> str:
 def sentence(measured: MeasuredPair) -> str:
     """What to do."""
     best = measured.best
+    if not measured.accepts:
+        faster = (
+            f"; what makes it {best.ratio:.2f} times as fast as plain generate is no draft" if best.ratio > 1 else ""
+        )
+        return (
+            f"Use none: with {best.policy} and {best.shape}, the fastest, a round brings {best.tokens_per_round:.2f} "
+            f"tokens, and plain generate one: hardly any draft is accepted{faster}."
+        )
     if not measured.pays:
         why = "too few drafts are accepted" if measured.oracle.ratio < 1 else "drafting costs what it wins"
         return (
@@ -179,9 +187,8 @@ def sentence(measured: MeasuredPair) -> str:
             f"generate, by {best.policy} with {best.shape}; {why}."
         )
     error = "" if best.error is None else f" (±{best.error:.2f})"
-    speed = (
-        f"{best.ratio:.2f} times{error} the speed of plain generate, {best.tokens_per_second:.0f} tokens per second"
-    )
+    tokens = shown_speed(best.tokens_per_second)
+    speed = f"{best.ratio:.2f} times{error} the speed of plain generate, {tokens} tokens per second"
     if measured.is_sure:
         return f"Use {best.policy} with {best.shape}: {speed}."
     return f"Try {best.policy} with {best.shape}: {speed}; more prompts or seconds would make that surer."

@@ -173,8 +173,14 @@ class MeasuredPair:
     @property
     def pays(self) -> bool:
         """Whether the fastest setting is expected to be faster than plain generation, by more than is too little to
-        bother."""
-        return self.best.ratio >= _LEAST_GAIN
+        bother, and by its drafts."""
+        return self.best.ratio >= _LEAST_GAIN and self.accepts
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a round of the fastest setting brings enough tokens that its drafts can have won something. Each
+        round holds a forward of the target: what is faster without more tokens is not so by drafting."""
+        return self.best.tokens_per_round >= _LEAST_GAIN
 
     @property
     def is_sure(self) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigurationError, shown_value
+from ...errors import ConfigurationError
+from ...fields import ChangedSettings
 from ...files import append_json_line, read_whole_lines, replacing, write_json
 
 SETTINGS, RUNS = "settings.json", "runs.jsonl"
@@ -43,7 +44,8 @@ class RunFolder:
         """Note the settings of an evaluation that begins, or refuse to mix two.
 
         Raises:
-            ConfigurationError: the folder holds an evaluation with other settings, or something else.
+            ChangedSettings: the folder holds an evaluation with other settings.
+            ConfigurationError: it holds something else.
         """
         path = self.path / SETTINGS
         wanted = json.loads(json.dumps(fingerprint))
@@ -52,15 +54,13 @@ class RunFolder:
                 raise ConfigurationError(f"{self.path} has a {RUNS} and no {SETTINGS}; choose another folder")
             write_json(path, wanted)
             return
-        found = read_settings(self.path)
+        found, wanted = _one_by_one(read_settings(self.path)), _one_by_one(wanted)
         differing = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
         if differing:
-            name = differing[0]
-            others = f" (and {', '.join(differing[1:])})" if differing[1:] else ""
-            raise ConfigurationError(
-                f"{self.path} holds an evaluation with other settings: {name}{others} differs, which was "
-                f"{_shown(found.get(name))} and is {_shown(wanted.get(name))}; choose another folder, or give the "
-                "same settings"
+            raise ChangedSettings(
+                f"{self.path} holds an evaluation with other settings",
+                {name: (found.get(name), wanted.get(name)) for name in differing},
+                "choose another folder, or give the same settings",
             )
 
     def read(self) -> None:
@@ -137,6 +137,11 @@ class RunFolder:
         return [*merged, *sorted(self.path.glob(_PARTS))]
 
 
+def _one_by_one(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with what a table's rows were given by itself, as it is given."""
+    return {**{name: value for name, value in settings.items() if name != "given"}, **settings.get("given", {})}
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of the evaluation in a folder.
 
@@ -152,7 +157,3 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or "suite" not in found:
         raise ConfigurationError(f"{path / SETTINGS} is not of hf-dynspec evaluate; choose another folder")
     return found
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)[:100] if isinstance(value, list | dict) else shown_value(value)

@@ -26,7 +26,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .prompt, .dim { color: var(--dim); }
 .draft { background: var(--draft); } .thanks { background: var(--thanks); outline: 1px solid; }
 .out { background: var(--out); text-decoration: underline; }
-.key span { padding: .1rem .4rem; margin-right: .6rem; }
+.key span { padding: .1rem .4rem; margin-right: .6rem; display: inline-block; }
 a { color: inherit; text-decoration-thickness: 1px; } a.out, a.thanks { text-decoration: underline; }
 table { border-collapse: collapse; width: 100%; } td, th { border: 1px solid var(--line); padding: .3rem .5rem;
   text-align: left; vertical-align: top; overflow-wrap: anywhere; }
@@ -81,9 +81,11 @@ def _token(trace: Trace, token_id: int) -> str:
 
 
 def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """A table of cells that are HTML already; nothing where there are no rows."""
     head = "".join(f"<th>{_text(one)}</th>" for one in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
+    if not body:
+        return ""
     return f"<table>{f'<tr>{head}</tr>' if head else ''}\n{body}</table>"
 
 

@@ -1,5 +1,7 @@
 """A trace as text for a terminal, and as JSON values that say where the figures come from."""
 
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +21,10 @@ SCHEMA_VERSION = 1
 _TOKENS, _CONTEXT, _ROWS = 8, 40, 24
 # Columns before what was found.
 _INDENT = 8
+# Of the characters that Python takes for not printable, those that are seen as what they are: a line break, and the
+# spaces beside the usual one, such as French puts before a colon.
+_BREAKS_AND_SPACES = {"\n", *(chr(code) for code in range(0x80, 0x3001) if unicodedata.category(chr(code)) == "Zs")}
+_STRETCHES = re.compile(f"[{''.join(_BREAKS_AND_SPACES)}]|[^{''.join(_BREAKS_AND_SPACES)}]+")
 # Marks and colours of tokens in the text.
 _OUT, _THANKS = ("⟦", "⟧", "bold red"), ("«", "»", "bold green")
 
@@ -36,8 +42,9 @@ def shown_token(text: str, longest: int = 24) -> str:
 
 
 def shown_lines(text: str) -> str:
-    """A stretch of text: line breaks stay, and nothing else that a terminal or a page could take for its own."""
-    return "\n".join(shown_text(line) for line in text.split("\n"))
+    """A stretch of text: line breaks and spaces of every width stay, and nothing else that a terminal or a page could
+    take for its own."""
+    return "".join(one if one in _BREAKS_AND_SPACES else shown_text(one) for one in _STRETCHES.findall(text))
 
 
 def summary_rows(trace: Trace) -> list[tuple[str, str]]:
