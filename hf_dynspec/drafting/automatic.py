@@ -198,8 +198,10 @@ class AutomaticDrafting:
     def _features(self, shape: DraftShape) -> tuple[float, ...]:
         """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
         one of the first policy."""
-        longer = (shape.steps * (policy == shape.policy) for policy in range(1, self._policies))
-        return (shape.steps, shape.nodes, *longer)
+        features = shape[:2]
+        if self._policies > 1:
+            features += tuple(shape.steps * (policy == shape.policy) for policy in range(1, self._policies))
+        return features
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""

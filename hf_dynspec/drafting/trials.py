@@ -42,6 +42,7 @@ class Trials:
     def __init__(self, shapes: tuple[DraftShape, ...], policies: int):
         self._first = _first_trials(shapes)
         self._short = min(shape for shape, _ in self._first if shape.steps)
+        self._has_tried_all = False
         self._never = list(range(1, policies))
         self._policies = policies
         self._tried_at = [0] * policies
@@ -65,6 +66,8 @@ class Trials:
             seconds: tells how long a round of one takes.
             tokens: tells how many are to be expected of a round of one.
         """
+        if self._has_tried_all:
+            return None
         is_dear = self._short.nodes == 1 and count(ALONE) > 0 and seconds(self._short) > _DEAR * seconds(ALONE)
         for shape, enough in self._first:
             # Whether it would pay if it took no longer than a short draft.
@@ -80,6 +83,7 @@ class Trials:
                     # A draft step takes longer than the target alone: nothing longer can be worth it. Unless it was a
                     # stall.
                     return self._short if count(self._short) < 2 and tokens(self._short) > _MISSED else None
+        self._has_tried_all = all(count(shape) >= enough for shape, enough in self._first)
         return None
 
     def go_on(self) -> DraftShape | None:
