@@ -11,3 +11,12 @@ FREE_TO_LOOK = frozenset({"cpu"})
 def is_free_to_look(device: torch.device) -> bool:
     """Whether numbers on a device can be looked at without waiting for it."""
     return device.type in FREE_TO_LOOK
+
+
+# Kinds of device to which many operations can be given at once, as a graph that was captured.
+GRAPHS = frozenset({"cuda"})
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether operations on a device can be captured, and asked for at once."""
+    return device.type in GRAPHS

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..devices import has_graphs
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
 from .base import Drafter, UnrolledStep
+from .captured_step import CapturedSteps, capture_steps
 from .causal_lm_state import CausalLMState
-from .traced_step import can_be_traced, trace_step
+from .steady_decoder import can_be_recorded
+from .traced_step import GrownLayers, TracedStep, trace_step
 from .weights_watch import WeightsWatch
 
 
@@ -47,8 +50,8 @@ class CausalLMDrafter(Drafter):
         self._take_up_projection()
         self._watch = WeightsWatch(self.decoder)
         self.has_own_layers = _has_own_layers(model)
-        self.step = None if self.has_own_layers else trace_step(model, self._watch)
-        self._could_be_traced = self.step is not None
+        self.step = self._recorded_step()
+        self._could_be_recorded = self.step is not None
         self._require_cache()
 
     @property
@@ -83,19 +86,27 @@ class CausalLMDrafter(Drafter):
 
     def _take_up_decoder(self) -> None:
         # Weights are the trace's input; the decoder's parts, settings and hooks are what it must have been made with.
-        self.step = None if self.has_own_layers else trace_step(self.model, self._watch)
+        self.step = self._recorded_step()
         self._version += 1
 
-    def _trace_again(self) -> None:
-        """Trace a step where that could not be done before and can now, as when a hook is gone."""
+    def _recorded_step(self) -> TracedStep | CapturedSteps | None:
+        """A draft step without what the host does between its operations; None where it cannot be had."""
+        if self.has_own_layers:
+            return None
+        if has_graphs(input_device(self.model)):
+            return capture_steps(self.model, self._watch, self.windows)
+        return trace_step(self.model, self._watch)
+
+    def _record_again(self) -> None:
+        """Record a step where that could not be done before and can now, as when a hook is gone."""
         with self._lock:
             if self.step is None and not self.has_own_layers:
-                could, self._could_be_traced = (
-                    self._could_be_traced,
-                    can_be_traced(self.model, list(self.decoder.modules())),
+                could, self._could_be_recorded = (
+                    self._could_be_recorded,
+                    can_be_recorded(self.model, list(self.decoder.modules())),
                 )
-                if self._could_be_traced and not could:
-                    self.step = trace_step(self.model, self._watch)
+                if self._could_be_recorded and not could:
+                    self.step = self._recorded_step()
 
     def _checked_head(self) -> DynamicLMHead:
         head = DynamicLMHead.matching(self.model)
@@ -230,6 +241,8 @@ class CausalLMDrafter(Drafter):
             with self._lock:
                 replace()
                 self._watch.accept_weights()
+                if isinstance(self.step, CapturedSteps):
+                    self.step = self.step.anew()
                 if has_projection:
                     self._projection_watch.accept_weights()
                     self.head = self.head.anew(projection.weight, projection.bias)
@@ -239,12 +252,13 @@ class CausalLMDrafter(Drafter):
 
     def start(self) -> CausalLMState:
         if self.step is None:
-            self._trace_again()
+            self._record_again()
         cache = None
         if self.has_own_layers:
             cache = DynamicCache(config=self.model.config.get_text_config())
             cache.activate_past_recording()
-        return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, self.step, cache)
+        layers = GrownLayers() if self.step is None else self.step.layers()
+        return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, layers, cache)
 
 
 def _has_own_layers(model: PreTrainedModel) -> bool:

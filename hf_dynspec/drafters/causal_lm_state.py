@@ -8,7 +8,9 @@ from transformers import DynamicCache
 
 from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
-from .traced_step import TracedStep, cache_of, layers_of
+from .captured_step import FixedLayers
+from .steady_decoder import cache_of, layers_of
+from .traced_step import GrownLayers
 
 
 class CausalLMState(DrafterState):
@@ -23,7 +25,7 @@ class CausalLMState(DrafterState):
         head_weight: `[V, d]`: that of the output projection, in whose dtype and on whose device hidden states are.
         windows: for each kind of layer how many positions it looks back on at most (None: all).
         embed: the embeddings, `[m, e]`, of tokens, int64 `[m]`.
-        step: runs a draft step of one token (None: the decoder does).
+        layers: keys and values, empty, and what appends a token to them without the decoder.
         cache: where the decoder's layers keep more than keys and values: one that is empty and can be rolled back.
     """
 
@@ -33,18 +35,16 @@ class CausalLMState(DrafterState):
         head_weight: torch.Tensor,
         windows: Mapping[str, int | None],
         embed: Callable[[torch.Tensor], torch.Tensor],
-        step: TracedStep | None = None,
+        layers: GrownLayers | FixedLayers,
         cache: DynamicCache | None = None,
     ):
         self._decoder = decoder
         self._head_weight = head_weight
         self._windows = windows
         self._embed = embed
-        self._step = step
-        self._weights: list[torch.Tensor] = []
+        self._layers = layers
         # A target with more rows than the drafter may say a token that the drafter has no embedding for.
         self._largest_id = head_weight.shape[0] - 1
-        self._layers: list[torch.Tensor] = []
         self._cache = cache
         self._length = 0
         self._tree: _Tree | None = None
@@ -64,8 +64,7 @@ class CausalLMState(DrafterState):
         observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
         self.truncate(self._length)
-        if self._step is not None:
-            self._weights = self._step.weights()
+        self._layers.start_round()
         unread = prefix[self._length :].clamp_max(self._largest_id)
         before = self._hidden[-1:]
         if observe_draft_inputs is not None and unread.shape[0] == 1:
@@ -110,7 +109,7 @@ class CausalLMState(DrafterState):
             nodes = 0 if self._tree is None else self._tree.level_of.shape[0]
             self._cache.crop(length - self._length - nodes)
         elif length < self._length or self._tree is not None:
-            self._layers = [tensor[..., :length, :] for tensor in self._layers] if length else []
+            self._layers.truncate(length)
         kept = self._hidden.shape[0] - (self._length - length)
         self._hidden = self._hidden[: max(0, kept)]
         self._length = length
@@ -118,9 +117,8 @@ class CausalLMState(DrafterState):
 
     def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Append tokens one after another and return their hidden states, `[m, d]`."""
-        if self._step is not None and self._layers and token_ids.shape[0] == 1:
-            hidden, self._layers = self._step.run(self._weights, token_ids, self._length, self._layers)
-            hidden = hidden.to(self._head_weight)
+        if token_ids.shape[0] <= self._layers.most_appended:
+            hidden = self._layers.append(token_ids, self._length).to(self._head_weight)
         else:
             hidden = self._run(token_ids)
         self._length += token_ids.shape[0]
@@ -128,10 +126,10 @@ class CausalLMState(DrafterState):
 
     def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the decoder on tokens, `[m]`, and keep their keys and values."""
-        cache = cache_of(self._layers) if self._cache is None else self._cache
+        cache = cache_of(self._layers.read()) if self._cache is None else self._cache
         hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True, **inputs)[0]
         if self._cache is None:
-            self._layers = layers_of(cache)
+            self._layers.replace(layers_of(cache))
         return hidden[0].to(self._head_weight)
 
     def _tree_inputs(self, width: int) -> dict[str, Any]:

@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .steady_decoder import (
+    COMPARED_LENGTHS,
+    SteadyDecoder,
+    are_close,
+    cache_of,
+    can_be_recorded,
+    context_of,
+    layers_of,
+)
 from .weights_watch import WeightsWatch
 
-# Lengths of cached context: one to trace at, the others to compare at.
+# The length of cached context that is traced at.
 _TRACED_LENGTH = 7
-_COMPARED_LENGTHS = (1, 7, 30)
-
-# Kinds of rotary embedding that are the same function of the position at every length.
-_STEADY_ROPE = ("default", "linear", "llama3", "proportional")
-# The classes of other packages, such as adapters and quantised layers, may change what they do without a trace of it.
-_KNOWN_PACKAGES = ("torch.nn.modules.", "transformers.")
-# transformers records hidden states by hooks that it adds when it is first asked for some, and that change nothing.
-_RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 # torch never gives back the memory of a trace, some megabytes, so there is a limit to how many are made.
 _MOST_TRACES = 32
@@ -38,54 +38,29 @@ _traces: dict[Any, Callable[..., tuple[torch.Tensor, ...]] | None] = {}
 _lock = threading.Lock()
 
 
-def layers_of(cache: DynamicCache) -> list[torch.Tensor]:
-    """The keys and values `[1, heads, n, head_dim]` of a cache, layer by layer: key, value, key, value, …"""
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def cache_of(tensors: list[torch.Tensor]) -> DynamicCache:
-    """A cache over these keys and values, which are not copied."""
-    cache = DynamicCache()
-    for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
-        layer = DynamicLayer()
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        cache.layers.append(layer)
-    return cache
-
-
 class TracedStep:
     """Draft steps of one model, for as long as its decoder does what it did when this was made.
 
     Args:
-        watch: over the model's decoder, which is not being changed meanwhile.
-        graph: a trace that agrees with the decoder.
+        decoder: what was traced.
+        graph: a trace that agrees with it.
     """
 
-    def __init__(self, watch: WeightsWatch, graph: Callable[..., tuple[torch.Tensor, ...]]):
-        self._watch = watch
+    def __init__(self, decoder: SteadyDecoder, graph: Callable[..., tuple[torch.Tensor, ...]]):
+        self._decoder = decoder
         self._graph = graph
-        modules = list(watch.module.modules())
-        self._hooks = _hooks_of(modules)
-        self._settings = [vars(one) for one in modules]
-        self._settings_then = [dict(one) for one in self._settings]
-        self._classes = list({type(one) for one in modules})
-        self._methods_then = self._methods_now()
 
     def still_holds(self) -> bool:
-        """Whether nobody listens in the decoder, and its settings and methods are what they were. Weights may change
-        freely; whether parts were put in the place of others is for the watch to say."""
-        if _has_foreign_hooks(self._hooks) or self._methods_now() != self._methods_then:
-            return False
-        try:
-            return self._settings == self._settings_then
-        # Two different tensors, which have no truth value together.
-        except (RuntimeError, ValueError):
-            return False
+        """See `SteadyDecoder.still_holds`."""
+        return self._decoder.still_holds()
+
+    def layers(self) -> "GrownLayers":
+        """No keys and values yet, to which steps append."""
+        return GrownLayers(self)
 
     def weights(self) -> list[torch.Tensor]:
         """What `run` takes, good for a round."""
-        return self._watch.parameters()
+        return self._decoder.watch.parameters()
 
     def run(
         self, weights: list[torch.Tensor], token_id: torch.Tensor, length: int, layers: list[torch.Tensor]
@@ -105,8 +80,45 @@ class TracedStep:
         hidden, *layers = self._graph(token_id.unsqueeze(0), position, *weights, *layers)
         return hidden[0], layers
 
-    def _methods_now(self) -> list[Any]:
-        return [method for one in self._classes for method in (one.forward, one.__call__)]
+
+class GrownLayers:
+    """Keys and values of one text, `[1, heads, n, head_dim]` each, which are longer tensors after every step.
+
+    Args:
+        step: appends a token (None: nothing but the decoder does).
+    """
+
+    def __init__(self, step: TracedStep | None = None):
+        self._step = step
+        self._weights: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
+
+    @property
+    def most_appended(self) -> int:
+        """How many tokens `append` takes at most; those after nothing are the decoder's."""
+        return 1 if self._step is not None and self._tensors else 0
+
+    def start_round(self) -> None:
+        """Look up the weights, which may be others than in the round before."""
+        if self._step is not None:
+            self._weights = self._step.weights()
+
+    def append(self, token_ids: torch.Tensor, length: int) -> torch.Tensor:
+        """Append a token, int64 `[1]`, to a text of that length. Returns its hidden state, `[1, d]`."""
+        hidden, self._tensors = self._step.run(self._weights, token_ids, length, self._tensors)
+        return hidden
+
+    def read(self) -> list[torch.Tensor]:
+        """The tensors, as `layers_of` returns them."""
+        return self._tensors
+
+    def replace(self, tensors: list[torch.Tensor]) -> None:
+        """Take longer ones in their place, which begin with what these hold."""
+        self._tensors = tensors
+
+    def truncate(self, length: int) -> None:
+        """Keep the first so many positions."""
+        self._tensors = [tensor[..., :length, :] for tensor in self._tensors] if length else []
 
 
 @torch.no_grad()
@@ -121,8 +133,7 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
         None where a trace would not hold for every context, or for weights that come and go.
     """
     decoder = watch.module
-    modules = list(decoder.modules())
-    if not can_be_traced(model, modules):
+    if not can_be_recorded(model, list(decoder.modules())) or not _has_steady_masks(model):
         return None
     weights = watch.parameters()
     key = (repr(model.config), repr(decoder), tuple((one.shape, one.dtype, one.device) for one in weights))
@@ -139,9 +150,9 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
                 _traces[key] = graph
             graph = _traces.get(key)
             if graph is not None and all(
-                _agrees(step, graph, weights, _example(decoder, n)) for n in _COMPARED_LENGTHS
+                _agrees(step, graph, weights, _example(decoder, n)) for n in COMPARED_LENGTHS
             ):
-                return TracedStep(watch, graph)
+                return TracedStep(SteadyDecoder(watch), graph)
     except Exception:
         return None
     return None
@@ -171,27 +182,6 @@ class _Step:
         return (outputs[0], *layers_of(cache))
 
 
-def can_be_traced(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
-    """Whether a trace could hold for these modules of a model as they are now."""
-    return (
-        has_steady_steps(model)
-        and not any(module.training or "forward" in vars(module) for module in modules)
-        and all(type(module).__module__.startswith(_KNOWN_PACKAGES) for module in modules)
-        and not _has_foreign_hooks(_hooks_of(modules))
-    )
-
-
-def _hooks_of(modules: list[nn.Module]) -> list[dict[int, Any]]:
-    return [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-
-
-def _has_foreign_hooks(hooks: list[dict[int, Any]]) -> bool:
-    """Whether anybody but transformers' recording of outputs listens."""
-    return nn.modules.module._has_any_global_hook() or any(
-        getattr(hook, "__module__", None) != _RECORDING_HOOKS for some in hooks if some for hook in some.values()
-    )
-
-
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Tracing warns of every value that it takes for a constant, which the comparison checks, and of every attribute
@@ -206,33 +196,19 @@ def without_warnings() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def has_steady_steps(model: PreTrainedModel) -> bool:
+def _has_steady_masks(model: PreTrainedModel) -> bool:
     """Whether a step does the same operations whatever the length of the context is."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return (
-        kinds == {"full_attention"}
-        and not getattr(config, "sliding_window", None)
-        and all(one.get("rope_type", "default") in _STEADY_ROPE for one in ropes)
-        and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-    )
+    return kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
 
 
 def _example(decoder: nn.Module, length: int) -> tuple[torch.Tensor, ...]:
     """Inputs of a step after a context of that length."""
-    device = next(decoder.parameters()).device
-    context = torch.arange(length, device=device).unsqueeze(0)
-    cache = DynamicCache()
-    decoder(input_ids=context, past_key_values=cache, use_cache=True)
-    return context[:, -1:], torch.tensor([[length]], device=device), *layers_of(cache)
+    token_id, layers = context_of(decoder, length)
+    return token_id, torch.tensor([[length]], device=token_id.device), *layers
 
 
 def _agrees(step: _Step, graph: Any, weights: list[torch.Tensor], example: tuple[torch.Tensor, ...]) -> bool:
-    tolerance = 1e-4 if example[2].dtype == torch.float32 else 5e-2
     inputs = (*example[:2], *weights, *example[2:])
-    return all(
-        ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-        for ours, theirs in zip(graph(*inputs), step.run(*inputs), strict=True)
-    )
+    return all(map(are_close, graph(*inputs), step.run(*inputs)))

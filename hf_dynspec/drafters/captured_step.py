@@ -1,0 +1,278 @@
+"""Draft steps of a causal language model as CUDA graphs, which the host asks for at once.
+
+On a GPU the host takes many times as long to ask for a small model's operations one by one as the device takes to
+compute them. A graph of all of them is asked for at once. It computes at fixed addresses: keys and values lie in
+memory for a number of positions that is doubled when the text outgrows it, and a mask hides those that are not there
+yet. A graph is used only where it has agreed with the decoder.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .steady_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
+from .weights_watch import WeightsWatch
+
+# Positions that the smallest memory has.
+_FEWEST_POSITIONS = 512
+# Forwards before one is captured, in which libraries set themselves up.
+_WARM_UPS = 2
+# Tokens that are read one after another rather than by the decoder, launch by launch: after a draft that was accepted
+# whole there are two.
+_MOST_APPENDED = 4
+
+
+class CapturedSteps:
+    """Draft steps of one model, for as long as its decoder does what it did when this was made, and its weights lie
+    where they lay.
+
+    Memory and graphs are lent to one text after another. One of each size is kept for the next.
+
+    Args:
+        decoder: what is captured.
+        windows: for each kind of layer how many positions it looks back on at most (None: all).
+    """
+
+    def __init__(self, decoder: SteadyDecoder, windows: Mapping[str, int | None]):
+        self._decoder, self._windows = decoder, windows
+        self._free: dict[int, _StepMemory] = {}
+        self._lock = threading.Lock()
+
+    def still_holds(self) -> bool:
+        """See `SteadyDecoder.still_holds`."""
+        return self._decoder.still_holds()
+
+    def anew(self) -> "CapturedSteps":
+        """Steps of the same decoder, whose weights lie elsewhere now."""
+        return CapturedSteps(self._decoder, self._windows)
+
+    def layers(self) -> "FixedLayers":
+        """No keys and values yet, to which steps append."""
+        return FixedLayers(self)
+
+    def lend(self, positions: int, like: list[torch.Tensor]) -> "_StepMemory":
+        """Memory for at least so many positions, for keys and values of the shapes of some that there are."""
+        capacity = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
+        with self._lock:
+            memory = self._free.pop(capacity, None)
+        if memory is None:
+            return _StepMemory(self._decoder.watch.module, self._windows, capacity, like)
+        memory.follow_stream()
+        return memory
+
+    def give_back(self, memory: "_StepMemory") -> None:
+        """Keep memory for the next text."""
+        with self._lock:
+            self._free[memory.capacity] = memory
+
+    def agree(self) -> bool:
+        """Whether a step says what the decoder says, after contexts of several lengths."""
+        decoder = self._decoder.watch.module
+        for length in COMPARED_LENGTHS:
+            token_id, context = context_of(decoder, length)
+            fixed = self.layers()
+            fixed.replace(context)
+            actual = fixed.append(token_id[0], length)
+            cache = cache_of(context)
+            position = torch.full_like(token_id, length)
+            expected = decoder(input_ids=token_id, position_ids=position, past_key_values=cache, use_cache=True)[0][0]
+            kept = fixed.read()[-1][..., -1, :]
+            if not are_close(actual, expected) or not are_close(kept, cache.layers[-1].values[..., -1, :]):
+                return False
+        return True
+
+
+@torch.no_grad()
+def capture_steps(
+    model: PreTrainedModel, watch: WeightsWatch, windows: Mapping[str, int | None]
+) -> CapturedSteps | None:
+    """Capture draft steps of a model's decoder.
+
+    Args:
+        model: a causal language model on a GPU.
+        watch: over its decoder.
+        windows: as for `CapturedSteps`.
+
+    Returns:
+        None where they would not hold for every context, or for weights that come and go.
+    """
+    if not can_be_recorded(model, list(watch.module.modules())):
+        return None
+    # A model may do anything in its forward; whatever keeps it from being captured only costs speed.
+    try:
+        steps = CapturedSteps(SteadyDecoder(watch), windows)
+        return steps if steps.agree() else None
+    except Exception:
+        return None
+
+
+class FixedLayers:
+    """Keys and values of one text, `[1, heads, n, head_dim]` each, at addresses that stay.
+
+    Args:
+        steps: lend the memory.
+    """
+
+    def __init__(self, steps: CapturedSteps):
+        self._steps = steps
+        self._memory: _StepMemory | None = None
+        self._count = 0
+
+    @property
+    def most_appended(self) -> int:
+        """How many tokens `append` takes at most; those after nothing are the decoder's."""
+        return _MOST_APPENDED if self._count else 0
+
+    def start_round(self) -> None:
+        """Nothing: graphs read what lies in the weights' memory now."""
+
+    def append(self, token_ids: torch.Tensor, length: int) -> torch.Tensor:
+        """Append tokens, int64 `[m]`, to a text of that length. Returns their hidden states, `[m, d]`."""
+        self._reserve(length + token_ids.shape[0], self._memory.layers(1))
+        hidden = [self._memory.append(one, length + index) for index, one in enumerate(token_ids.split(1))]
+        self._count = length + len(hidden)
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+    def read(self) -> list[torch.Tensor]:
+        """Views of the memory, as `layers_of` returns them."""
+        return self._memory.layers(self._count) if self._count else []
+
+    def replace(self, tensors: list[torch.Tensor]) -> None:
+        """Take longer ones in their place, which begin with what these hold."""
+        count = tensors[0].shape[-2]
+        self._reserve(count, tensors)
+        self._memory.write(tensors, self._count)
+        self._count = count
+
+    def truncate(self, length: int) -> None:
+        """Keep the first so many positions."""
+        self._count = length
+
+    def _reserve(self, positions: int, like: list[torch.Tensor]) -> None:
+        """Have memory for so many positions, with those that are there."""
+        before = self._memory
+        if before is not None and before.capacity >= positions:
+            return
+        self._memory = self._steps.lend(positions, like)
+        if before is not None:
+            self._memory.write(before.layers(self._count), 0)
+            self._return()
+        # Also where nobody says that the text is over.
+        self._return = weakref.finalize(self, self._steps.give_back, self._memory)
+        self._return.atexit = False
+
+
+class _FixedLayer(DynamicLayer):
+    """Keys and values whose new ones are written at a place that the device knows."""
+
+    place: torch.Tensor
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(-2, self.place, key_states)
+        self.values.index_copy_(-2, self.place, value_states)
+        return self.keys, self.values
+
+
+class _StepMemory:
+    """Keys and values for so many positions, and the graph of the step that appends a token to them.
+
+    Args:
+        decoder: the model without its output projection.
+        windows: as for `CapturedSteps`.
+        capacity: how many positions.
+        like: for each tensor one of its shape but for the positions, of its dtype and on its device.
+    """
+
+    def __init__(
+        self,
+        decoder: torch.nn.Module,
+        windows: Mapping[str, int | None],
+        capacity: int,
+        like: list[torch.Tensor],
+    ):
+        self.capacity = capacity
+        self._decoder, self._windows = decoder, windows
+        # Zeros, as what a mask hides is still multiplied, by 0.
+        self._tensors = [one.new_zeros(*one.shape[:-2], capacity, one.shape[-1]) for one in like]
+        device = like[0].device
+        self._token_id = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._places = torch.arange(capacity, device=device)
+        self._hidden: torch.Tensor | None = None
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._replay = self._captured()
+
+    def follow_stream(self) -> None:
+        """Wait, on the device, for what was computed here on another stream than the one that goes on."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            self._stream = current
+
+    def layers(self, length: int) -> list[torch.Tensor]:
+        """The first so many positions."""
+        return [tensor[..., :length, :] for tensor in self._tensors]
+
+    def write(self, tensors: list[torch.Tensor], start: int) -> None:
+        """Copy positions from one on."""
+        for mine, theirs in zip(self._tensors, tensors, strict=True):
+            mine[..., start : theirs.shape[-2], :] = theirs[..., start:, :]
+
+    def append(self, token_id: torch.Tensor, length: int) -> torch.Tensor:
+        """Append a token, int64 `[1]`, after so many positions. Returns its hidden state, `[1, d]`."""
+        self._token_id.copy_(token_id.unsqueeze(0))
+        self._position.fill_(length)
+        self._replay()
+        # The next step writes where this one wrote.
+        return self._hidden[0].clone()
+
+    def _captured(self) -> Callable[[], None]:
+        """What runs a step."""
+        if self._stream is None:
+            return self._run
+        with torch.cuda.device(self._device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(self._stream)
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UPS):
+                    self._run()
+            self._stream.wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may be computing.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._run()
+
+        def replay() -> None:
+            with torch.cuda.device(self._device):
+                graph.replay()
+
+        return replay
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        cache = cache_of(self._tensors, _FixedLayer)
+        for layer in cache.layers:
+            layer.place = self._position[0]
+        masks = {kind: self._mask(window) for kind, window in self._windows.items()}
+        self._hidden = self._decoder(
+            input_ids=self._token_id,
+            position_ids=self._position,
+            # A decoder with one kind of layer takes its mask as it is.
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
+        )[0]
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """`[1, 1, 1, capacity]`: 0 for positions that the token looks at, the lowest number for others."""
+        distances = self._position[0] - self._places
+        hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        dtype = self._tensors[0].dtype
+        return torch.zeros_like(distances, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)[None, None, None]

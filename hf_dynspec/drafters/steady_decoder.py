@@ -1,0 +1,118 @@
+"""Whether a draft step of a causal language model can be recorded, and whether what was recorded still holds."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .weights_watch import WeightsWatch
+
+# Lengths of cached context at which what was recorded is compared with the decoder.
+COMPARED_LENGTHS = (1, 7, 30)
+
+# Kinds of rotary embedding that are the same function of the position at every length.
+_STEADY_ROPE = ("default", "linear", "llama3", "proportional")
+# The classes of other packages, such as adapters and quantised layers, may change what they do without a trace of it.
+_KNOWN_PACKAGES = ("torch.nn.modules.", "transformers.")
+# transformers records hidden states by hooks that it adds when it is first asked for some, and that change nothing.
+_RECORDING_HOOKS = "transformers.utils.output_capturing"
+
+
+def layers_of(cache: DynamicCache) -> list[torch.Tensor]:
+    """The keys and values `[1, heads, n, head_dim]` of a cache, layer by layer: key, value, key, value, …"""
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def cache_of(tensors: list[torch.Tensor], kind: type[DynamicLayer] = DynamicLayer) -> DynamicCache:
+    """A cache over these keys and values, which are not copied.
+
+    Args:
+        tensors: as `layers_of` returns them.
+        kind: of its layers.
+    """
+    cache = DynamicCache()
+    for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
+        layer = kind()
+        # All that its lazy initialization sets, but for empty tensors, which a GPU would be waited for.
+        layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
+        layer.is_initialized = True
+        cache.layers.append(layer)
+    return cache
+
+
+class SteadyDecoder:
+    """A decoder as it was when a step of it was recorded.
+
+    Args:
+        watch: over the decoder, which is not being changed meanwhile.
+    """
+
+    def __init__(self, watch: WeightsWatch):
+        self.watch = watch
+        modules = list(watch.module.modules())
+        self._hooks = _hooks_of(modules)
+        self._settings = [vars(one) for one in modules]
+        self._settings_then = [dict(one) for one in self._settings]
+        self._classes = list({type(one) for one in modules})
+        self._methods_then = self._methods_now()
+
+    def still_holds(self) -> bool:
+        """Whether nobody listens in the decoder, and its settings and methods are what they were. Weights may change
+        freely; whether parts were put in the place of others is for the watch to say."""
+        if _has_foreign_hooks(self._hooks) or self._methods_now() != self._methods_then:
+            return False
+        try:
+            return self._settings == self._settings_then
+        # Two different tensors, which have no truth value together.
+        except (RuntimeError, ValueError):
+            return False
+
+    def _methods_now(self) -> list[Any]:
+        return [method for one in self._classes for method in (one.forward, one.__call__)]
+
+
+def can_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
+    """Whether a record of a step could hold for these modules of a model as they are now."""
+    return (
+        _has_steady_positions(model)
+        and not any(module.training or "forward" in vars(module) for module in modules)
+        and all(type(module).__module__.startswith(_KNOWN_PACKAGES) for module in modules)
+        and not _has_foreign_hooks(_hooks_of(modules))
+    )
+
+
+def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Some token, int64 `[1, 1]`, and the keys and values of a context of that length before it."""
+    context = torch.arange(length, device=next(decoder.parameters()).device).unsqueeze(0)
+    cache = DynamicCache()
+    decoder(input_ids=context, past_key_values=cache, use_cache=True)
+    return context[:, -1:], layers_of(cache)
+
+
+def are_close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of a step say the same up to rounding."""
+    tolerance = 1e-4 if first.dtype == torch.float32 else 5e-2
+    return first.shape == second.shape and torch.allclose(first, second, rtol=tolerance, atol=tolerance)
+
+
+def _has_steady_positions(model: PreTrainedModel) -> bool:
+    """Whether a position is turned alike in every context, on one device."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return (
+        all(one.get("rope_type", "default") in _STEADY_ROPE for one in ropes)
+        and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+    )
+
+
+def _hooks_of(modules: list[nn.Module]) -> list[dict[int, Any]]:
+    return [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+
+
+def _has_foreign_hooks(hooks: list[dict[int, Any]]) -> bool:
+    """Whether anybody but transformers' recording of outputs listens."""
+    return nn.modules.module._has_any_global_hook() or any(
+        getattr(hook, "__module__", None) != _RECORDING_HOOKS for some in hooks if some for hook in some.values()
+    )
