@@ -14,7 +14,7 @@ from models import POLICY_CASES, perturbed, prompt, random_router, tiny
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, RouterShortlist, TreeConfig, UnsupportedError
-from hf_dynspec.drafters import traced_step
+from hf_dynspec.drafters import CausalLMDrafter, traced_step
 from hf_dynspec.drafters.weights_watch import WeightsWatch
 from hf_dynspec.kernels import cpu
 
@@ -447,6 +447,11 @@ def test_models_of_one_architecture_share_a_trace():
     assert len(traced_step._traces) == 1
     DynSpecAssistant(tiny("phi"), target=target)
     assert len(traced_step._traces) == 2
+
+
+def test_a_vocabulary_may_be_smaller_than_what_is_compared(target):
+    """On a GPU an id that a vocabulary does not have ends all work of the process, and not only the trace."""
+    assert CausalLMDrafter(tiny(vocabulary=14)).step is not None
 
 
 def test_adapters_are_not_traced_and_steps_are_traced_again_without_them(target, drafter):

@@ -1,14 +1,18 @@
 """On a GPU what comes out is the target's own too, and a round waits for the device once. Left out without one."""
 
+import copy
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import test_sampling
 import torch
 from eagle_heads import agreeing_head, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant, EagleDrafter, TreeConfig
+from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -70,3 +74,74 @@ def test_a_round_waits_once(policy, drafter, tree, do_sample, pairs):
     assert many_rounds > few_rounds
     # A call waits a few times more, whatever its length, and as it happens once more or less.
     assert many - few <= many_rounds - few_rounds + 3, "\n".join(places)
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("policy", ["full", "union", "screen"])
+def test_every_sampled_token_follows_the_target(policy, tree):
+    """As in `test_sampling`, whose target on the CPU says what the probabilities are."""
+    target = tiny(seed=1, vocabulary=test_sampling.VOCABULARY, **test_sampling.SMALL)
+    with torch.no_grad():
+        target.get_output_embeddings().weight.mul_(0.9)
+    target.generation_config.eos_token_id = test_sampling.UNREACHABLE_EOS
+    drafter = perturbed(target, noise=0.8)
+    arguments = test_sampling.PROCESSORS["everything"]
+    processors = test_sampling.processors_of(target, arguments)
+    there = copy.deepcopy(target).cuda()
+    assistant = DynSpecAssistant(
+        copy.deepcopy(drafter).cuda(),
+        test_sampling.POLICIES[policy](),
+        target=there,
+        tree=tree,
+        num_assistant_tokens=2,
+    )
+    torch.manual_seed(7)
+    numbers = []
+    for seed in range(test_sampling.TEXTS):
+        input_ids = prompt(3, seed, vocabulary=12)
+        text = there.generate(
+            input_ids.cuda(),
+            max_new_tokens=test_sampling.TEXT_LENGTH,
+            do_sample=True,
+            assistant_model=assistant,
+            logits_processor=LogitsProcessorList([test_sampling.ForbidEos()]),
+            **arguments,
+        ).cpu()
+        numbers.append(test_sampling.uniform_numbers(target, drafter, processors, text, input_ids.shape[1]))
+    assert test_sampling.uniformity(torch.cat(numbers)) > test_sampling.FALSE_ALARM
+    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_two_threads_on_one_assistant(drafter, pairs):
+    target, drafts = pairs[drafter]
+    expected = [generate(target, seed) for seed in range(6)]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES["hybrid"](), target=target)
+
+    def run(half: int) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [generate(target, seed, assistant_model=assistant) for seed in range(half, 6, 2)]
+            torch.cuda.current_stream().synchronize()
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        halves = list(pool.map(run, range(2), timeout=200))
+    for half, outputs in enumerate(halves):
+        for output, own in zip(outputs, expected[half::2], strict=True):
+            assert torch.equal(output, own)
+
+
+@pytest.mark.parametrize("when", [{"synchronous": True}, {"background": True, "max_overhead": 1.0}], ids="+".join)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_drafter_that_learns_meanwhile(drafter, when, pairs):
+    target, drafts = pairs[drafter]
+    drafts = copy.deepcopy(drafts) if drafter == "independent" else drafts
+    settings = OnlineAlignment(learning_rate=3e-3, rank=8, gate=False, **when)
+    assistant = DynSpecAssistant(drafts, target=target, alignment=settings)
+    deadline = time.monotonic() + 60
+    while assistant.alignment.stats.updates < 3 and time.monotonic() < deadline:
+        assert torch.equal(generate(target, 0, assistant_model=assistant), generate(target, 0))
+    assert assistant.alignment.stats.updates >= 3 and assistant.alignment.stats.error is None
+    assert assistant.alignment.stats.is_served
+    assert torch.equal(generate(target, 1, assistant_model=assistant), generate(target, 1))
+    assistant.unbind()

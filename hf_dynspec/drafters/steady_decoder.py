@@ -85,7 +85,8 @@ def can_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
 
 def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Some token, int64 `[1, 1]`, and the keys and values of a context of that length before it."""
-    context = torch.arange(length, device=next(decoder.parameters()).device).unsqueeze(0)
+    embedding = decoder.get_input_embeddings().weight
+    context = torch.arange(length, device=embedding.device).remainder(embedding.shape[0]).unsqueeze(0)
     cache = DynamicCache()
     decoder(input_ids=context, past_key_values=cache, use_cache=True)
     return context[:, -1:], layers_of(cache)

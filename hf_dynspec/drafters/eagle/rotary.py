@@ -1,5 +1,7 @@
 """The rotary embedding of EAGLE heads, as tables that are looked up."""
 
+from functools import partial
+
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -39,7 +41,9 @@ class Rotary:
             rope = self._config.rope_parameters
             self._kind = rope["rope_type"]
             default = LlamaRotaryEmbedding.compute_default_rope_parameters
-            self._parameters = default if self._kind == "default" else ROPE_INIT_FUNCTIONS[self._kind]
+            # The default takes no device in some releases of transformers, and warns of one in others.
+            is_default = self._kind == "default"
+            self._parameters = default if is_default else partial(ROPE_INIT_FUNCTIONS[self._kind], device=device)
             self._limit = rope.get("original_max_position_embeddings", self._config.max_position_embeddings)
             self.is_steady = self._kind not in ("dynamic", "longrope")
             self._cached = self._compute(_FIRST_LENGTH)
@@ -67,7 +71,7 @@ class Rotary:
 
     def _compute(self, length: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         # transformers' own module reads the length off the positions, which waits for the device.
-        frequencies, scale = self._parameters(self._config, device=self._device, seq_len=length)
+        frequencies, scale = self._parameters(self._config, seq_len=length)
         positions = torch.arange(length, device=self._device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies.to(device=self._device, dtype=torch.float32))
         cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...drafters.steady_decoder import can_be_recorded
 from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
 from ...errors import ConfigurationError, shown_value
 from ...fields import Number, SettingError, WholeNumber
 from ...loading import load_config, shared_rows
-from ...modeling.parts import output_rows
+from ...modeling.parts import decoder_of, output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
 from ..operations.counting import Work
 from ..operations.pretended_device import register_device
@@ -32,6 +33,8 @@ from .settings import FULL, POLICIES
 
 SCHEMA_VERSION = 1
 _BYTES_PER_SECOND, _SECONDS, _FLOPS = 1e9, 1e-6, 1e12
+# µs of an operation within a CUDA graph, at most: between what small models of 16 and of 28 layers take on an H100.
+_GRAPH_LATENCY = 2.5
 
 Report = Callable[[str, int, int], None]
 
@@ -42,8 +45,8 @@ class Machine:
 
     Args:
         memory_bandwidth: GB/s (10⁹ bytes) that it reads from and writes to its memory.
-        launch_latency: µs that each operation takes beside, which is mostly the host's time to launch it; 0 where CUDA
-            graphs are replayed.
+        launch_latency: µs that each operation takes beside, which is mostly the host's time to launch it; 0 if CUDA
+            graphs of everything were replayed.
         flops: TFLOP/s (10¹²) of products in the models' dtype (None: enough never to be waited for).
 
     Raises:
@@ -60,15 +63,16 @@ class Machine:
         if self.flops is not None:
             Number(0, 1e7).require("flops", self.flops)
 
-    def launch_seconds(self, work: Work) -> float:
-        """The seconds of its operations' launches."""
-        return work.operations * self.launch_latency * _SECONDS
+    def launch_seconds(self, work: Work, is_captured: bool = False) -> float:
+        """The seconds of its operations' launches, by the host or within a CUDA graph."""
+        latency = min(self.launch_latency, _GRAPH_LATENCY) if is_captured else self.launch_latency
+        return work.operations * latency * _SECONDS
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, is_captured: bool = False) -> float:
         """The seconds of some work: of its bytes or its arithmetic, whichever takes longer, and of its launches."""
         memory = work.bytes / (self.memory_bandwidth * _BYTES_PER_SECOND)
         arithmetic = 0.0 if self.flops is None else work.flops / (self.flops * _FLOPS)
-        return max(memory, arithmetic) + self.launch_seconds(work)
+        return max(memory, arithmetic) + self.launch_seconds(work, is_captured)
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ class Estimate:
         verified_rows: ascending numbers of tokens that one forward of the target scores, the first being 1.
         verification: for each of them, what such a forward is.
         layers: what the drafter's layers are in a draft step.
+        is_captured: whether they are a CUDA graph there.
         plain: what plain generation has for each token beside the target's forward.
         plain_speed: tokens per second of plain generation.
         policies: what to expect of each.
@@ -178,6 +183,7 @@ class Estimate:
     verified_rows: tuple[int, ...]
     verification: tuple[Work, ...]
     layers: Work
+    is_captured: bool
     plain: Work
     plain_speed: float
     policies: dict[str, PolicyEstimate]
@@ -202,6 +208,7 @@ class Estimate:
             "verified_rows": list(self.verified_rows),
             "verification": [asdict(one) for one in self.verification],
             "layers": asdict(self.layers),
+            "layers_are_captured": self.is_captured,
             "plain": asdict(self.plain),
             "plain_speed": self.plain_speed,
             "expected": {label: asdict(one) for label, one in self.policies.items()},
@@ -241,6 +248,8 @@ def estimate_speed(
     rows = _rows_to_count(settings.num_assistant_tokens + 1)
     verification = verification_work(target_model, rows, settings.cached_tokens)
     layers = layers_work(drafter_model, settings.cached_tokens)
+    is_captured = can_be_recorded(drafter_model, list(decoder_of(drafter_model).modules()))
+    layers_seconds = settings.machine.seconds(layers, is_captured)
     report("counting operations", 1, total)
     plain = plain_overhead(vocabulary, target_model.dtype, settings.temperature)
     report("counting operations", 2, total)
@@ -248,7 +257,9 @@ def estimate_speed(
     alone = RoundCosts(0.0, tuple(rows), tuple(map(seconds, verification)), other_alone=seconds(plain))
     found = {}
     for done, (label, policy) in enumerate(policies.items(), start=3):
-        found[label] = _of_policy(policy, settings, drafter_model, target_model.dtype, vocabulary, layers, alone)
+        found[label] = _of_policy(
+            policy, settings, drafter_model, target_model.dtype, vocabulary, layers_seconds, alone
+        )
         report("counting operations", done, total)
     models = {"target": _described(target_model), "drafter": _described(drafter_model)}
     return Estimate(
@@ -258,6 +269,7 @@ def estimate_speed(
         verified_rows=tuple(rows),
         verification=tuple(verification),
         layers=layers,
+        is_captured=is_captured,
         plain=plain,
         plain_speed=expected_speed([0.0], alone, 0),
         policies=found,
@@ -278,7 +290,7 @@ def _of_policy(
     drafter: PreTrainedModel,
     dtype: torch.dtype,
     vocabulary: int,
-    layers: Work,
+    layers_seconds: float,
     alone: RoundCosts,
 ) -> PolicyEstimate:
     overhead = record_overhead(policy, vocabulary, dtype, settings.temperature)
@@ -286,7 +298,7 @@ def _of_policy(
     step = overhead.step + screen_work(policy, drafter.get_output_embeddings().in_features, vocabulary)
     rest = overhead.round + update
     seconds, longest = settings.machine.seconds, settings.num_assistant_tokens
-    parts = [seconds(one) for one in (head, layers, step)]
+    parts = [seconds(head), layers_seconds, seconds(step)]
     costs = RoundCosts(sum(parts), alone.verified_rows, alone.verification, seconds(rest), alone.other_alone)
     chains = []
     for rate in settings.acceptance:

@@ -89,15 +89,15 @@ def _work_table(estimate: Estimate) -> FittedTable:
         "Estimate: what a round gives the device to do, counted",
         ["part", "operations", "weights", "other\nbytes", *with_flops, "ms", "of it\nlaunches"],
         caption=(
-            "layers, head and choice make a draft step; other bytes: keys, values, activations; loop: what else a "
-            "round has, and plain generate for each token"
+            f"layers{' (a CUDA graph)' if estimate.is_captured else ''}, head and choice make a draft step; other "
+            "bytes: keys, values, activations; loop: what else a round has, and plain generate for each token"
         ),
     )
     for rows in (1, _shown_rows(estimate)):
         work = estimate.verification[estimate.verified_rows.index(rows)]
         _add_work(table, estimate, f"target, {counted(rows, 'token')}", work)
     _add_work(table, estimate, "loop: plain", estimate.plain)
-    _add_work(table, estimate, "layers", estimate.layers, ends_section=True)
+    _add_work(table, estimate, "layers", estimate.layers, estimate.is_captured, ends_section=True)
     for label, policy in estimate.policies.items():
         _add_work(table, estimate, f"head: {label}", policy.head)
         _add_work(table, estimate, f"choice: {label}", policy.step)
@@ -110,9 +110,16 @@ def _shown_rows(estimate: Estimate) -> int:
     return max(rows for rows in estimate.verified_rows if rows <= max(6, estimate.verified_rows[1]))
 
 
-def _add_work(table: FittedTable, estimate: Estimate, label: str, work: Work, ends_section: bool = False) -> None:
+def _add_work(
+    table: FittedTable,
+    estimate: Estimate,
+    label: str,
+    work: Work,
+    is_captured: bool = False,
+    ends_section: bool = False,
+) -> None:
     machine = estimate.settings.machine
-    seconds, launches = machine.seconds(work), machine.launch_seconds(work)
+    seconds, launches = machine.seconds(work, is_captured), machine.launch_seconds(work, is_captured)
     cells = [f"{work.operations:,.0f}", _size(work.weight_bytes), _size(work.other_bytes)]
     cells += [] if machine.flops is None else [f"{work.flops / 1e9:.2f}"]
     share = f"{launches / seconds:.0%}" if seconds else ""

@@ -1,0 +1,48 @@
+"""The example that measures random models of given shapes: they agree as often as they are to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import real_size
+
+SHAPE = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> dict[str, str]:
+    folders = {}
+    for name, width in (("target", 256), ("drafter", 128)):
+        folder = folders[name] = str(tmp_path_factory.mktemp(name))
+        LlamaConfig(vocab_size=6000, hidden_size=width, tie_word_embeddings=True, **SHAPE).save_pretrained(folder)
+    return folders
+
+
+def run(*arguments: str) -> list[list[str]]:
+    """The rows of the table that is printed."""
+    words = [*arguments, "--dtype", "float32", "--new-tokens", "40", "--repeats", "1", "--tokens", "3"]
+    result = CliRunner().invoke(real_size.app, words, env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
+@pytest.mark.parametrize("kind", ["drafter", "eagle"])
+@pytest.mark.parametrize(("agreement", "lengths"), [("1", (3.6, 4.0)), ("0.5", (1.2, 3.0)), ("0", (1.0, 1.0))])
+def test_models_agree_as_often_as_they_are_to(kind, agreement, lengths, configs):
+    drafter = ["--eagle"] if kind == "eagle" else ["--drafter", configs["drafter"]]
+    plain, *policies = run("--target", configs["target"], *drafter, "--agreement", agreement)
+    assert plain[0] == "plain generate" and [row[0] for row in policies] == ["full", "hybrid"]
+    for row in policies:
+        assert lengths[0] <= float(row[3]) <= lengths[1]
+        assert row[5] == "yes"
+
+
+def test_there_is_one_drafter(configs):
+    for drafter in ([], ["--eagle", "--drafter", configs["drafter"]]):
+        result = CliRunner().invoke(real_size.app, ["--target", configs["target"], *drafter])
+        assert result.exit_code == 2 and "--eagle" in result.output
