@@ -474,8 +474,9 @@ def test_the_docs_say_what_their_command_says(tmp_path):
     files = {name: written(tmp_path, name.split("/")[1], settings) for name, settings in names.items()}
     _, *words = [files.get(word, word) for word in shlex.split(line)]
     said = re.findall(r"^```text\n(Estimate: .*)\n```$", page, re.MULTILINE)
-    assert len(said) == 2
-    for added, sentence_of_page in zip(([], ["--launch-latency", "0"]), said, strict=True):
+    latencies = ([], ["--launch-latency", "20"], ["--launch-latency", "0"])
+    assert len(said) == len(latencies)
+    for added, sentence_of_page in zip(latencies, said, strict=True):
         result = run(*words, *added, "--policy", "hybrid")
         assert result.exit_code == 0, result.exception
         assert sentence_of_page in " ".join(result.output.split())
