@@ -36,16 +36,16 @@ from alignment_figures import write_figure
 from alignment_gains import gains, shown
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from tuned_target import read_texts, tuned_target
 
-from hf_dynspec import EagleDrafter, FrequencyShortlist
+from hf_dynspec import DynSpecAssistant, EagleDrafter, FrequencyShortlist
 from hf_dynspec.build.prompts import read_prompts
 from hf_dynspec.errors import DynSpecError
 from hf_dynspec.evaluation.pair import utc_now
 from hf_dynspec.evaluation.provenance import provenance
+from hf_dynspec.evaluation.tables import FittedTable
 from hf_dynspec.files import write_json
 from hf_dynspec.loading import load_model, load_tokenizer
 
@@ -99,15 +99,13 @@ def measure(setting: Setting, name: str, wanted: Sequence[str] | None, results: 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def table_of(name: str, measured: dict[str, Any]) -> Table:
+def table_of(name: str, measured: dict[str, Any]) -> FittedTable:
     """Acceptance lengths by system, gains with 95% intervals, and what alignment cost."""
     first = next(iter(measured))
     kinds = {one["kind"] for one in measured[first]["requests"]}
     columns = {"all": None, "known": kinds - {NEW}, NEW: {NEW}} if NEW in kinds and len(kinds) > 1 else {"all": None}
-    table = Table(title=f"{name}: acceptance length relative to {first}", caption="Intervals are 95%.")
-    table.add_column("system")
-    for heading in ("length", *(f"gain, {kind}" for kind in columns), "share of time", "bytes of training"):
-        table.add_column(heading, justify="right")
+    headings = ["system", "length", *(f"gain, {kind}" for kind in columns), "share of time", "bytes of training"]
+    table = FittedTable(f"{name}: acceptance length relative to {first}", headings, "intervals are 95%")
     by_column = [gains(measured, kinds) for kinds in columns.values()]
     for system, result in measured.items():
         lengths = [one["acceptance_length"] for one in result["requests"]]
@@ -189,7 +187,7 @@ def main(
     tokenizer, make_drafter = load_tokenizer(target), loader_of(drafter, eagle)
     original = load_model(target, dtype=torch.float32, device="cpu", role="target")
     # What is wrong with any of these is found before the target is tuned.
-    make_drafter(original)
+    DynSpecAssistant(make_drafter(original), target=original, tokenizer=tokenizer).unbind()
     FrequencyShortlist(ranking, size=core)
     new = read_texts(texts or [NEW_TEXTS], tokenizer, PIECE_TOKENS, seed)
     known = known_requests(prompts, tokenizer, requests, seed)
@@ -215,6 +213,7 @@ def main(
         measured = measure(setting, name, system, results)
         Console().print(table_of(name, measured))
         write_figure(out / f"{name}.png", name, measured, NEW)
+    typer.echo(f"{out}: results.json, and {', '.join(names)} as .png")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
     random.Random(seed).shuffle(units)
     pieces: list[list[int]] = []
     for text in (text for unit in units for text, _ in read_unit(unit)):
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         pieces += [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
         if len(pieces) >= most:
             break

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -38,6 +39,9 @@ _ALTERNATIVE = (
     "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
     "itself as assistant_model, with tokenizer and assistant_tokenizer."
 )
+# By target, and by drafter (a head's is the target): the given tokenizer with which those beside both were last found
+# to agree. To read them takes a second or two with a large vocabulary, and whoever measures binds a pair many times.
+_AGREEING: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, tuple]] = WeakKeyDictionary()
 
 
 def load_model(
@@ -277,6 +281,11 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
     Raises:
         UnsupportedError: the two have different tokenizers, or one of them has another than the given one.
     """
+    other = drafter.model if isinstance(drafter, CausalLMDrafter) else target
+    agreeing = _AGREEING.setdefault(target, WeakKeyDictionary())
+    compared = None if given is None else (given, len(given), target.name_or_path, other.name_or_path)
+    if compared is not None and agreeing.get(other) == compared:
+        return given
     known = {"the given tokenizer": given, "the target's tokenizer": local_tokenizer(target)}
     if isinstance(drafter, CausalLMDrafter):
         is_same_source = bool(target.name_or_path) and drafter.model.name_or_path == target.name_or_path
@@ -288,6 +297,7 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
                 "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers.",
                 stacklevel=3,
             )
+    are_known = None not in known.values()
     known = {name: tokenizer for name, tokenizer in known.items() if tokenizer is not None}
     vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items()}
     for name, vocabulary in vocabularies.items():
@@ -296,6 +306,8 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
             raise UnsupportedError(
                 f"{first} ({len(expected):,} entries) and {name} ({len(vocabulary):,}) differ. {_ALTERNATIVE}"
             )
+    if compared is not None and are_known:
+        agreeing[other] = compared
     return next(iter(known.values()), None)
 
 

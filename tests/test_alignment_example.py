@@ -1,6 +1,7 @@
 """The experiments on online alignment, at their smallest, on the embedded pair."""
 
 import json
+import logging as python_logging
 import re
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from models import tiny, word_tokenizer
+from rich.console import Console
+from transformers import AutoTokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -15,7 +19,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from alignment_experiments import EXPERIMENTS
 from alignment_figures import write_figure
 from alignment_gains import gains, shown
-from online_alignment import app
+from online_alignment import POCKET, app, table_of
+from tuned_target import read_texts
 
 from hf_dynspec.errors import DynSpecError
 
@@ -38,6 +43,7 @@ def folder(tmp_path_factory) -> Path:
     done = run("--out", str(out), *SMALL, "--experiment", "switch", "--experiment", "memory")
     assert done.exit_code == 0, done.exception or done.output
     assert "acceptance length relative to frozen" in done.stdout
+    assert f"{out}: results.json, and switch, memory as .png" in done.stdout
     assert not done.stderr
     return out
 
@@ -88,6 +94,30 @@ def test_every_experiment_is_drawn_also_before_its_second_system(folder, name, t
     assert sizes[0] < sizes[1]
 
 
+def test_tables_show_every_figure_whole_at_80_columns(folder):
+    measured = experiments(folder)["switch"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table_of("switch", measured))
+    shown_table = capture.get()
+    for result in measured.values():
+        if result["alignment"] is not None:
+            assert f"{result['alignment']['training_bytes']:,}" in shown_table
+    assert "…" not in shown_table and max(map(len, shown_table.splitlines())) <= 80
+
+
+def test_long_texts_are_cut_without_a_warning_of_the_tokenizer(tmp_path, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(POCKET / "target", model_max_length=8)
+    (tmp_path / "text.txt").write_text("a text of many words, " * 40)
+    logger = python_logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(read_texts([tmp_path], tokenizer, 16, seed=0).training)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
 # What was measured ---------------------------------------------------------------------------------------------------
 
 
@@ -136,4 +166,12 @@ def test_what_is_wrong_is_named_before_anything_is_tuned(tmp_path, arguments, pr
     assert isinstance(done.exception, (SystemExit, DynSpecError))
     said = f"{done.output} {done.exception}".replace("│", " ")
     assert problem in " ".join(said.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_of_another_family_is_refused_before_anything_is_tuned(tmp_path):
+    tiny().save_pretrained(tmp_path / "drafter")
+    word_tokenizer().save_pretrained(tmp_path / "drafter")
+    done = run("--out", str(tmp_path / "out"), *SMALL, "--drafter", str(tmp_path / "drafter"))
+    assert isinstance(done.exception, DynSpecError) and "tokenizer" in str(done.exception)
     assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from hf_dynspec import ConfigurationError, OnlineAlignment
+from hf_dynspec.alignment.statistics import AlignmentStatistics
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,24 @@ def test_presets_are_what_was_printed():
         OnlineAlignment.osd(rank=0)
     assert len({OnlineAlignment(), paper, OnlineAlignment.osd()}) == 3
     assert all(field.name in OnlineAlignment.__doc__ for field in fields(OnlineAlignment))
+
+
+def test_statistics_are_printed_in_lines():
+    new = str(AlignmentStatistics()).splitlines()
+    assert [line.split("  ")[0] for line in new] == [
+        "requests",
+        "updates",
+        "acceptance before",
+        "acceptance after",
+        "drafts with",
+        "time",
+        "memory",
+    ]
+    assert new[2].endswith("not scored yet") and new[4].endswith("the drafter's own weights")
+    measured = {"acceptance_before": 0.59484, "acceptance_after": 0.73325, "is_served": True}
+    stats = AlignmentStatistics(4, 4, 2, 1, **measured, seconds=0.4366, generation_seconds=7.5373, error="a full disk")
+    lines = dict(map(str.strip, line.split("  ", 1)) for line in str(stats).splitlines())
+    assert lines["updates"] == "4 (2 served, 1 rolled back)" and lines["acceptance before"] == "0.595"
+    assert lines["acceptance after"] == "0.733" and lines["drafts with"] == "what was learnt"
+    assert lines["time"] == "0.44 s, 5.8% of generation's" and lines["turned off by"] == "a full disk"
+    assert max(map(len, str(stats).splitlines())) < 80

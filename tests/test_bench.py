@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, sp
 from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
 from hf_dynspec.evaluation.head_product import head_product
-from hf_dynspec.evaluation.pair import head_labels
+from hf_dynspec.evaluation.pair import head_labels, load_models, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.evaluation.provenance import git_revision
@@ -355,6 +356,17 @@ def test_only_the_calls_of_its_own_row_run_with_the_head_product(folder, small_h
     assert set(seen) >= {"plain", "transformers"} and all(one == {False} for one in seen.values())
 
 
+def test_a_drafter_that_is_larger_than_its_target_is_warned_of(folder):
+    for name, is_larger in (("padded", True), ("twin", False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with open_pair(settings(folder, drafter=str(folder / name))):
+                pass
+            load_models(settings(folder, drafter=str(folder / name)))
+        told = [str(one.message) for one in caught if "see whether they are swapped" in str(one.message)]
+        assert len(told) == 2 * is_larger
+
+
 def test_kernels_are_compiled_before_the_first_call(folder, monkeypatch):
     events = []
     own = benchmark._Run._generate
@@ -623,16 +635,20 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
 
     monkeypatch.setattr(benchmark._Run, "_generate", interrupt)
     out = folder / "interrupted.json"
+    out.write_text("{}")  # of an earlier run
     words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
     result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--no-rivals", "--device", "cpu", "--json", out)
     assert result.exit_code == 130
-    written = json.loads(out.read_text())
-    assert not written["complete"] and "interrupted" in written["notes"][-1]
     kept = "nothing was measured yet" if after == 2 else f"what was measured until then is above and in {out}"
     assert result.stderr.splitlines()[-1] == f"interrupted: {kept}; the same command begins anew"
+    if after == 2:
+        assert out.read_text() == "{}"
+        return
+    written = json.loads(out.read_text())
+    assert not written["complete"] and "interrupted" in written["notes"][-1]
     assert written["provenance"]["finished"] is None
     # Three warm-ups, then whole and unfinished prompts; figures count only prompts that all systems finished.
-    assert len(written["generations"]) == max(0, after - 3)
+    assert len(written["generations"]) == after - 3
     if after == 11:
         assert {run["repeat"] for run in written["generations"]} == {0, 1}
         row = figures(written, "full", 0.0)

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ from hf_dynspec import (
     RouterShortlist,
     TreeConfig,
     UnsupportedError,
+    loading,
 )
+from hf_dynspec.loading import local_tokenizer
 
 
 @pytest.fixture
@@ -709,6 +712,29 @@ def test_a_model_without_a_head_is_refused(target):
 def test_different_vocabularies_are_refused(target):
     with pytest.raises(UnsupportedError, match="universal assisted generation"):
         DynSpecAssistant(tiny(vocabulary=301 + 1024), target=target)
+
+
+def test_tokenizers_of_a_pair_are_read_once_beside_a_given_one(tmp_path, monkeypatch):
+    tokenizer, models = word_tokenizer(), {"target": tiny(), "drafter": tiny(seed=2)}
+    for name, model in models.items():
+        model.name_or_path = str(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    read = []
+    monkeypatch.setattr(loading, "local_tokenizer", lambda model: read.append(model) or local_tokenizer(model))
+    bind = partial(DynSpecAssistant, models["drafter"], target=models["target"])
+    for _ in range(3):
+        bind(tokenizer=tokenizer).unbind()
+    assert read == [models["target"], models["drafter"]]
+    # Another tokenizer is compared, the same one with another token, and what lies beside another model.
+    with pytest.raises(UnsupportedError):
+        bind(tokenizer=character_tokenizer())
+    tokenizer.add_tokens(["more"])
+    bind(tokenizer=tokenizer).unbind()
+    models["drafter"].name_or_path = str(tmp_path / "other")
+    character_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(UnsupportedError):
+        bind(tokenizer=tokenizer)
+    assert len(read) == 8
 
 
 def test_different_tokenizers_are_refused(tmp_path):

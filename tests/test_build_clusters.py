@@ -320,6 +320,9 @@ def test_the_command_makes_a_policy(target, tmp_path):
     # Nothing says how the disk is laid out.
     assert str(tmp_path.parent) not in config.to_json()
     assert config.provenance["command"].startswith("hf-dynspec build clusters --target target --num-clusters 20")
+    # Clusters fit the drafter of whose head they are, and no network chooses them.
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "Where no network was trained" in card and "- Drafter: not named" in card
     rebuilt, named = rebuild_policy(config, tensors), RouterShortlist(out)
     assert rebuilt.settings() == named.settings()
     assert rebuilt.router.num_clusters == named.router.num_clusters == 20

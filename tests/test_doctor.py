@@ -482,6 +482,7 @@ def test_a_drafter_that_is_never_right_is_of_no_use(target, monkeypatch):
     )
     assert max(diagnosis.acceptance("full")) < 0.2
     assert not diagnosis.pays and diagnosis.sentence.startswith("Use none")
+    assert "beside it" not in str(diagnosis), "nothing stands beside a figure that no shortlist changed"
     assert vars(target).get("generate") is bound
 
 

@@ -438,6 +438,7 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([], "--config needs --device-memory-bandwidth and --launch-latency"),
         (["--launch-latency", "5"], "--device-memory-bandwidth"),
         (["--device-memory-bandwidth", "100"], "--launch-latency"),
         (["--device-memory-bandwidth", "0", "--launch-latency", "5"], "--device-memory-bandwidth must be"),

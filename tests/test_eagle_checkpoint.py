@@ -431,7 +431,7 @@ def test_the_command_converts_there_and_back(tmp_path):
     options = ["--verifier", "some/target", "--architectures", "LlamaForCausalLM", "--speculative-tokens", "3"]
     done = convert(tmp_path / "a", tmp_path / "b", "--to", "speculators", *options)
     assert done.exit_code == 0, done.output
-    assert "EAGLE-3 head for speculators" in done.output
+    assert "EAGLE-3 head in the speculators layout" in done.output
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert convert(tmp_path / "b", tmp_path / "c", "--to", "official").exit_code == 0

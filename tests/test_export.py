@@ -110,6 +110,7 @@ def test_a_token_map_is_what_sglang_loads(tmp_path, artifact, tokenizer, ranking
     size = size or 700
     expected = ranking.tolist() if size == VOCABULARY_SIZE else [*ranking[: size - 1].tolist(), tokenizer.eos_token_id]
     assert ids.tolist() == expected and f"{counted(len(expected), 'token id')}, most" in printed
+    assert f"--speculative-algorithm EAGLE --speculative-token-map {out}\n" in printed
     assert int(ids.min()) >= 0 and int(ids.max()) < len(tokenizer)
     assert [one.name for one in out.parent.iterdir()] == ["map.pt"]
 
@@ -266,6 +267,8 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
     source = head.write(tmp_path / "head")
     arguments = ["--ranking", artifact, "--size", 700, "--target", POCKET / "target", "--out", out]
     printed = export("vllm", source, *arguments, "--check", POCKET / "prompts.jsonl")
+    told = json.loads(printed.rpartition("--speculative-config '")[2].rstrip("'\n"))
+    assert told == {"model": str(out), "method": "eagle3", "num_speculative_tokens": 5}
 
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     layer = config["transformer_layer_config"]
@@ -438,7 +441,8 @@ print(json.dumps({"plain": plain.tolist(), "drafted": drafted.tolist(), "forward
 
 def test_transformers_alone_generates_the_same_tokens_with_the_folder(tmp_path, tokenizer):
     artifact = write(tmp_path / "artifact", FrequencyShortlist(torch.arange(len(tokenizer)), size=8192), tokenizer)
-    export("custom-generate", artifact, "--out", tmp_path / "folder", "--repo-id", "me/shortlist")
+    printed = export("custom-generate", artifact, "--out", tmp_path / "folder", "--repo-id", "me/shortlist")
+    assert f"hf upload me/shortlist {tmp_path / 'folder'}\n" in printed
     run = subprocess.run(
         [sys.executable, "-c", _ALONE, POCKET / "target", POCKET / "drafter", tmp_path / "folder"],
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},

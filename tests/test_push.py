@@ -212,6 +212,15 @@ def test_bad_input_is_refused(hub, measured, artifact, words, problem):
     assert hub.requests == [] and files_of(artifact) == before
 
 
+def test_an_exported_folder_is_left_to_the_hubs_own_command(hub, artifact, tmp_path):
+    folder = tmp_path / "exported"
+    words = ["export", "custom-generate", str(artifact), "--out", str(folder)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    done = push(folder, REPO)
+    assert isinstance(done.exception, ConfigurationError)
+    assert f"hf upload {REPO} {folder}" in str(done.exception) and hub.requests == []
+
+
 def test_an_interrupted_measurement_is_refused(measured, tmp_path):
     data = json.loads(measured.bench.read_text())
     (tmp_path / "half.json").write_text(json.dumps({**data, "complete": False}))

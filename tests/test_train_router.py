@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -760,6 +763,40 @@ def test_corals_groups_may_be_clusters_of_equal_size(folder, tmp_path):
     assert result.exit_code == 0, result.output
     equal = RouterShortlist(tmp_path / "equal").router.clusters
     assert torch.equal(CoralShortlist(tmp_path / "coral").router.clusters.long(), equal.long())
+
+
+def test_pinned_tokens_that_leave_no_room_for_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):
+    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--pinned", "200"))
+    assert result.exit_code != 0 and "--pinned 200 leaves no room for clusters" in str(result.exception)
+    assert not (tmp_path / "router").exists()
+
+
+def test_fewer_draft_steps_than_asked_for_are_told(folder, tmp_path):
+    few = CliRunner().invoke(app, words(folder, tmp_path / "router", "--steps", "900000"))
+    assert few.exit_code == 0, few.output
+    recorded = read_artifact(tmp_path / "router")[0].provenance["draft_steps"]
+    assert f"the data gives {recorded:,} draft steps to train on, and not 900,000" in few.output
+    enough = CliRunner().invoke(app, words(folder, tmp_path / "enough"))
+    assert enough.exit_code == 0 and "the data gives" not in enough.output
+
+
+def test_what_is_said_while_a_bar_stands_on_a_terminal_has_lines_of_its_own(folder, tmp_path):
+    control, terminal = pty.openpty()
+    command = [sys.executable, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "router")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "TERM": "xterm"}
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(command, cwd=root, env=environment, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # the terminal's other end is closed when the command has ended
+        while part := os.read(control, 65536):
+            shown += part
+    os.close(control)
+    assert process.wait(timeout=60) == 0, shown.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    # The bar's line is left by a carriage return, and erased.
+    said = [line for line in re.split(r"[\r\n]+", plain) if "batch 10 of at most" in line]
+    assert said and all(line.startswith("batch 10 of at most") for line in said)
 
 
 def test_too_many_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):

@@ -53,3 +53,22 @@ class AlignmentStatistics:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can say it."""
         return {**asdict(self), "overhead": self.overhead}
+
+    def __str__(self) -> str:
+        before, after = (
+            "not scored yet" if share is None else f"{share:.3f}"
+            for share in (self.acceptance_before, self.acceptance_after)
+        )
+        rows = [
+            ("requests", f"{self.requests}"),
+            ("updates", f"{self.updates} ({self.kept} served, {self.rolled_back} rolled back)"),
+            ("acceptance before", before),
+            ("acceptance after", after),
+            ("drafts with", "what was learnt" if self.is_served else "the drafter's own weights"),
+            ("time", f"{self.seconds:.2f} s, {self.overhead:.1%} of generation's"),
+            ("memory", f"requests {self.buffer_bytes:,} bytes, training {self.training_bytes:,} bytes"),
+        ]
+        if self.error is not None:
+            rows.append(("turned off by", self.error))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

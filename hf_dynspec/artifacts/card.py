@@ -274,7 +274,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _described(model: ModelReference | None) -> str:
     if model is None:
-        return "any"
+        return "not named"
     name = _cell(model.name_or_path)
     linked = f"[{name}](https://huggingface.co/{model.hub_id})" if model.hub_id else f"{name} (a local folder)"
     at_commit = f" at commit {model.commit}" if model.commit else ""

@@ -91,7 +91,8 @@ def sample_windows(
     report(len(units), len(units))
     if len(kept) < 2:
         raise CorpusError(
-            f"the texts give {counted(len(kept), 'window')} of {SHORTEST_WINDOW} tokens or more; two are needed"
+            f"the texts give {counted(len(kept), 'window')} of {SHORTEST_WINDOW} tokens or more; two are needed. "
+            "Give more data."
         )
     order = random.permutation(len(kept))
     enough = np.cumsum([len(kept[index]) - 1 for index in order])

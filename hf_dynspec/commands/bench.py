@@ -92,10 +92,14 @@ def bench(
     results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
+
+    def save(measured: "BenchmarkResult") -> None:
+        # An earlier run's results are worth more than none.
+        if measured.generations:
+            results.save(lambda: to_dict(measured, words))
+
     with progress_bar() as report:
-        result = run_benchmark(
-            settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
-        )
+        result = run_benchmark(settings, prompts=workload, report=report, save=save)
     _print(result, by_domain)
     if plot is not None:
         values = to_dict(result, words)

@@ -75,5 +75,5 @@ def eagle(
         speculative_tokens=speculative_tokens,
     )
     write_checkpoint(out, converted)
-    tensors = len(converted.tensors)
-    typer.echo(f"{out}: an EAGLE-{converted.settings.generation} head for {to.value}, {counted(tensors, 'tensor')}")
+    tensors = counted(len(converted.tensors), "tensor")
+    typer.echo(f"{out}: an EAGLE-{converted.settings.generation} head in the {to.value} layout, {tensors}")

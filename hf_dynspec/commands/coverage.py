@@ -72,10 +72,14 @@ def coverage(
     results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
     words = command_line(context)
+
+    def save(measured: "CoverageResult") -> None:
+        # An earlier run's results are worth more than none.
+        if measured.measured:
+            results.save(lambda: to_dict(measured, words))
+
     with progress_bar() as report:
-        result = measure_coverage(
-            settings, prompts=workload, report=report, save=lambda one: results.save(lambda: to_dict(one, words))
-        )
+        result = measure_coverage(settings, prompts=workload, report=report, save=save)
     _print(result, by_domain, by_depth)
     if plot is not None and result.measured:
         write_plot(plot, result)

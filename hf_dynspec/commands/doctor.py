@@ -138,9 +138,9 @@ def _require_estimate(given: dict[str, str]) -> None:
     measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:
         raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
-    for name in ("device_memory_bandwidth", "launch_latency"):
-        if name not in given:
-            raise ConfigurationError(f"--config needs --{name.replace('_', '-')}: say what device to estimate for")
+    needed = {"device_memory_bandwidth": "--device-memory-bandwidth", "launch_latency": "--launch-latency"}
+    if missing := [option for name, option in needed.items() if name not in given]:
+        raise ConfigurationError(f"--config needs {' and '.join(missing)}: say what device to estimate for")
 
 
 def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: list[str]) -> None:

@@ -1,5 +1,6 @@
 """`hf-dynspec export`: what was made here, for other engines."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,7 @@ def sglang(
     shortlist = _read(artifact, "SGLang", size, static, target)
     count = write_token_map(out, shortlist)
     typer.echo(f"{out}: {counted(count, 'token id')}, most frequent first, read back as SGLang does")
+    typer.echo(f"give it to SGLang by --speculative-algorithm EAGLE --speculative-token-map {out}")
 
 
 @export_app.command(short_help="Trim an EAGLE-3 head to a ranking, for vLLM.")
@@ -99,6 +101,8 @@ def vllm(
     typer.echo(f"{out}: an EAGLE-3 head of {counted(count, 'token')} for vLLM, read back bit for bit")
     if texts is not None:
         _check_drafts(checkpoint, out, shortlist, target, texts)
+    told = {"model": str(out), "method": "eagle3", "num_speculative_tokens": speculative_tokens}
+    typer.echo(f"give it to vLLM by --speculative-config '{json.dumps(told)}'")
 
 
 @export_app.command("custom-generate", short_help="Write a folder for transformers alone.")
@@ -126,6 +130,8 @@ def custom_generate(
     shortlist = _read(artifact, "transformers", size, static, target)
     count = write_custom_generate(out, shortlist, repo_id)
     typer.echo(f"{out}: draft from {counted(count, 'token')} by generate(custom_generate={str(repo_id or out)!r}, …)")
+    if repo_id is not None:
+        typer.echo(f"upload it before by hf upload {repo_id} {out}")
 
 
 def _read(artifact: str, engine: str, size: int | None, static: bool, target: str | None) -> "StaticShortlist":

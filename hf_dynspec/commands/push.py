@@ -51,7 +51,7 @@ def push(
     from ..evaluation.bench.published_rows import read_published_rows
 
     require_repository_name(repo_id)
-    config, tensors = read_artifact(_require_folder(directory))
+    config, tensors = read_artifact(_require_folder(directory, repo_id))
     policy = rebuild(config, tensors)
     rows = [row for path in results or () for row in read_published_rows(path, policy)]
     provenance = _provenance(config.provenance, dataset or [], license)
@@ -79,11 +79,17 @@ def push(
     typer.echo(commit.pr_url or commit.commit_url)
 
 
-def _require_folder(directory: Path) -> Path:
+def _require_folder(directory: Path, repo_id: str) -> Path:
+    from ..artifacts.exports.custom_generate import FILES
     from ..errors import ConfigurationError
 
     if not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; give one that holds an artifact")
+    if all((directory / name).is_file() for name in FILES):
+        raise ConfigurationError(
+            f"{directory} is no artifact, but what export custom-generate wrote, which goes to the Hub as it is: "
+            f"hf upload {repo_id} {directory}"
+        )
     return directory
 
 

@@ -146,11 +146,16 @@ def router(
     # What would stop the clusters is told before hours of recording.
     if stored is None:
         require_cluster_settings(num_clusters, seed, 1, pair.vocabulary_size)
+    size = share * pair.vocabulary_size
+    if not is_coral:
+        _require_room(pinned, size)
     parts = None if stored is None else pair.clusters(stored)
     for name, other in others.items():
         pair.require_trained_for(name, other)
     windows, recording = job.record(corpus, text_field, recording_settings, rounds)
     recorded = _require_enough(recording, batch_size)
+    if job.is_main and recorded < steps:
+        typer.echo(f"the data gives {recorded:,} draft steps to train on, and not {steps:,}", err=True)
     parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
     ranking = pair.rank(windows)
     embed, draftable = pair.drafter.embed, pair.drafter.head.token_ids
@@ -168,7 +173,6 @@ def router(
     trained = job.train(recording, parts, ranking[: 0 if is_coral else pinned], training_settings, judge)
     if not job.is_main:
         return
-    size = share * pair.vocabulary_size
     judged = [(shorten_name(name), other) for name, other in others.items()]
     policy, metrics = settle(recording, policy_of(trained), schedule, size, judged, embed, draftable)
     inputs = {"command": command_text(context), **describe_inputs(corpus.files)}
@@ -199,6 +203,17 @@ def _require_options(context: typer.Context, method: str, schedule: str, share: 
     for option, value in (("--share", share), ("--mass", mass)):
         if not 0 < value <= 1:
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+
+
+def _require_room(pinned: int, size: float) -> None:
+    """Refuse pinned tokens that leave no room for clusters on shortlists of a mean `size`."""
+    from ..errors import ConfigurationError
+
+    if pinned >= size:
+        raise ConfigurationError(
+            f"--pinned {pinned:,} leaves no room for clusters on shortlists of {size:,.0f} tokens, which is what "
+            "--share allows: pin fewer tokens, or allow a larger share"
+        )
 
 
 def _start(

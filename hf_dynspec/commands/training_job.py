@@ -1,11 +1,10 @@
 """The stages of training a router, and what is kept of them when one is stopped."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from ..errors import counted
 from .common import Pace, progress_bar
@@ -183,7 +182,8 @@ class TrainingJob:
 
     def _say(self, text: str) -> None:
         if self.is_main:
-            typer.echo(text, err=True)
+            # Not by typer's echo, which writes past the bar that stands on the terminal, into its line.
+            print(text, file=sys.stderr)
 
 
 def describe_kept(work: Path, fix: str) -> str:

@@ -1,5 +1,6 @@
 """What every measurement starts from: a target, its drafters, their tokenizer, and prompts as token ids."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ..loading import load_model, load_tokenizer, without_warnings_of_transforme
 from .policy_text import shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
 from .settings import INDEPENDENT, PairSettings, head_labels
+from .tables import parameter_count
 
 # The note of a measurement that was stopped from the keyboard.
 INTERRUPTION = "interrupted before all was measured"
@@ -103,6 +105,7 @@ def open_pair(
         target = target or _load(settings, "target")
         if drafter is None and settings.drafter:
             drafter = _load(settings, "drafter")
+        _warn_of_larger(drafter, target)
         tokenizer = tokenizer or load_tokenizer(settings.target or target.name_or_path)
         drafters: dict[str, Drafter] = {} if drafter is None else {_label_of(drafter): as_drafter(drafter)}
         for label, checkpoint in heads.items():
@@ -138,7 +141,9 @@ def load_models(
     heads = _read_heads([eagle] if eagle else [], allow_pickle)
     target = _load(settings, "target")
     if not heads:
-        return target, as_drafter(_load(settings, "drafter")), load_tokenizer(str(settings.target))
+        drafter = _load(settings, "drafter")
+        _warn_of_larger(drafter, target)
+        return target, as_drafter(drafter), load_tokenizer(str(settings.target))
     label, checkpoint = heads.popitem()
     with _naming_head(label):
         return target, EagleDrafter(checkpoint, target), load_tokenizer(str(settings.target))
@@ -184,6 +189,19 @@ def _require_names(
         raise ConfigurationError("name the target: a folder or a Hub id")
     if drafter is None and not settings.drafter and not eagle:
         raise ConfigurationError("name the drafter: a folder or a Hub id of a small model, or of an EAGLE head")
+
+
+def _warn_of_larger(drafter: PreTrainedModel | Drafter | None, target: PreTrainedModel) -> None:
+    """Warn of a small model that is none, as where both were named in the wrong order."""
+    if not isinstance(drafter, PreTrainedModel):
+        return
+    its, parameters = drafter.num_parameters(), target.num_parameters()
+    if its > parameters:
+        warnings.warn(
+            f"the drafter has {parameter_count(its)} parameters and its target {parameter_count(parameters)}: see "
+            "whether they are swapped",
+            stacklevel=3,
+        )
 
 
 def _read_heads(sources: Sequence[str], allow_pickle: bool) -> dict[str, EagleCheckpoint]:

@@ -123,21 +123,24 @@ def speed_table(measured: MeasuredPair) -> FittedTable:
 
 def best_table(measured: MeasuredPair) -> FittedTable:
     """The best setting of each policy, with its reason."""
+    best = {policy: measured.best_of(policy) for policy in measured.policies}
+    changes = {
+        policy: "" if policy == FULL else _change(-measured.out_of_vocabulary_loss(one))
+        for policy, one in best.items()
+    }
+    beside = "tokens/round: beside it how many more or fewer they are than with the full vocabulary; "
     table = FittedTable(
         f"The best of each policy, for {counted(measured.settings.max_new_tokens, 'new token')}",
         ["policy", "chain", "tokens/s", "vs plain", "tokens\n/round", "most of a round"],
         caption=(
-            "tokens/round: beside it how many more or fewer they are than with the full vocabulary; ±: the standard "
-            f"error from prompt to prompt, of {measured.measured_prompts}; oracle: the full vocabulary, if scoring it "
-            "took no time"
+            f"{beside if any(changes.values()) else ''}±: the standard error from prompt to prompt, of "
+            f"{measured.measured_prompts}; oracle: the full vocabulary, if scoring it took no time"
         ),
     )
     plain = measured.plain_course(range(measured.measured_prompts))
     table.add_row("plain", "", f"{plain.tokens / plain.seconds:.1f}", "1.00", "1.00", "", ends_section=True)
-    for policy in measured.policies:
-        one = measured.best_of(policy)
-        lost = "" if policy == FULL else _change(-measured.out_of_vocabulary_loss(one))
-        cells = [f"{one.tokens_per_second:.1f}", _ratio(one), f"{one.tokens_per_round:.2f}{lost}"]
+    for policy, one in best.items():
+        cells = [f"{one.tokens_per_second:.1f}", _ratio(one), f"{one.tokens_per_round:.2f}{changes[policy]}"]
         is_last = policy == list(measured.policies)[-1]
         table.add_row(policy, _chain(one), *cells, _dominant(measured, one), ends_section=is_last)
     one = measured.oracle

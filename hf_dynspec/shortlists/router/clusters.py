@@ -69,7 +69,8 @@ class ClusterShortlist(ShortlistPolicy):
         if vocabulary.width not in (None, self.router.reads):
             raise ConfigurationError(
                 f"the router reads hidden states of {self.router.reads} numbers, and the drafter's have "
-                f"{vocabulary.width}. Load the router that was trained for this drafter."
+                f"{vocabulary.width}. Load the router that was trained for this drafter, or clusters that were built "
+                "of it."
             )
         return RouterState(
             self.router,
@@ -110,7 +111,7 @@ class ClusterShortlist(ShortlistPolicy):
         stored = read_stored_policy(artifact, tensor="clusters")
         if stored.name != cls.name:
             fix = f"Name an artifact of the policy {cls.name!r}."
-            raise ArtifactError("config.json: policy", f"is {stored.name!r}", fix)
+            raise ArtifactError("config.json: policy", f"is {stored.name!r}", fix, str(artifact))
         try:
             router = Router.from_tensors(stored.tensors)
             cls._require_stored(stored.settings, router, stored.tensors)

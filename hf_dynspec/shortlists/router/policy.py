@@ -70,7 +70,9 @@ class RouterShortlist(ClusterShortlist):
     }
     card_summary = (
         "The vocabulary is split into clusters of tokens, and before each draft step a small trained network (the "
-        "router) chooses the clusters that the drafter scores, more of them at the first steps of a draft (DynaSpec)."
+        "router) chooses the clusters that the drafter scores, more of them at the first steps of a draft (DynaSpec). "
+        "Where no network was trained, the clusters are chosen whose centroids have the largest product with the "
+        "hidden state of the drafter of whose head they were built."
     )
     card_tags = ("dynaspec", "router")
 
