@@ -3,8 +3,10 @@ several policies the choice between them as well, against each of them at each l
 
 All of them take turns on every prompt, in one process, so that whatever else the computer does meets all alike. Tables
 show tokens per second, how close automatic drafting comes to the best fixed setting of each domain, which nobody knows
-beforehand, and to plain generation where drafting loses. An assistant sees one prompt after another, as it would in a
-server: what it learns from one is there for the next, and nothing is at the first. On the embedded pair:
+beforehand, and to plain generation where drafting loses, with the standard error that comes of the prompts being few;
+that the best setting is picked by the same calls makes its ratio a little lower besides. An assistant sees one prompt
+after another, as it would in a server: what it learns from one is there for the next, and nothing is at the first. On
+the embedded pair:
 
     python examples/automatic_drafting.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
@@ -13,7 +15,9 @@ with `--eagle` in place of `--drafter` for a head, with `--policy hybrid --polic
 with `--random-weights` for a drafter that is never right.
 """
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +34,7 @@ from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.files import write_json
 
 PLAIN, AUTO = "plain", "auto"
-# By domain and system: the seconds of each repeat and the tokens of each, prompt by prompt.
+# By domain and system: the prompt, seconds and new tokens of every call.
 Measured = dict[str, dict[str, list[dict[str, Any]]]]
 
 app = typer.Typer(add_completion=False)
@@ -61,8 +65,8 @@ def open_assistants(
 
 def measure(
     pair: Pair, assistants: dict[str, DynSpecAssistant | None], new_tokens: int, temperature: float, repeats: int
-) -> Iterator[tuple[str, str, float, int]]:
-    """Yields domain, system, seconds and new tokens of one call after another."""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields domain, system, and prompt, seconds and new tokens of one call after another."""
     config = generation_config(pair.target, new_tokens, temperature)
     names = list(assistants)
     for repeat in range(-1, repeats):
@@ -78,38 +82,52 @@ def measure(
                     torch.cuda.synchronize(output.device)
                 seconds = time.perf_counter() - start
                 if repeat >= 0:
-                    yield prompt.domain, name, seconds, output.shape[1] - len(token_ids)
+                    tokens = output.shape[1] - len(token_ids)
+                    yield prompt.domain, name, {"prompt": place, "seconds": seconds, "tokens": tokens}
             if repeat < 0:
                 # A warm-up.
                 break
 
 
-def speeds(measured: Measured, names: list[str]) -> dict[str, dict[str, float]]:
-    """Tokens per second of every system in every domain, and over all domains."""
-    domains = {domain: {name: calls[name] for name in names} for domain, calls in measured.items()}
-    domains["all"] = {name: [call for calls in measured.values() for call in calls[name]] for name in names}
-    return {
-        domain: {
-            name: sum(call["tokens"] for call in calls) / sum(call["seconds"] for call in calls)
-            for name, calls in by_name.items()
-        }
-        for domain, by_name in domains.items()
-    }
+def over_all(measured: Measured, names: list[str]) -> Measured:
+    """What was measured, and under "all" that of all domains together."""
+    return measured | {"all": {name: [call for calls in measured.values() for call in calls[name]] for name in names}}
 
 
-def show(console: Console, title: str, by_domain: dict[str, dict[str, float]], names: list[str]) -> None:
+def speed(calls: list[dict[str, Any]]) -> float:
+    """Tokens per second."""
+    return sum(call["tokens"] for call in calls) / sum(call["seconds"] for call in calls)
+
+
+def standard_error(calls: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """How far the ratio of two systems' speeds may be off since other prompts could have been taken, as a share of it:
+    that of a ratio of sums (Cochran, Sampling Techniques, 1977, section 6.4), as both were given the same prompts. NaN
+    where there is only one."""
+    off = defaultdict(float)
+    for sign, system in ((1, calls), (-1, others)):
+        tokens, seconds = sum(call["tokens"] for call in system), sum(call["seconds"] for call in system)
+        for call in system:
+            off[call["prompt"]] += sign * (call["tokens"] / tokens - call["seconds"] / seconds)
+    count = len(off)
+    return math.sqrt(count / (count - 1) * sum(one * one for one in off.values())) if count > 1 else math.nan
+
+
+def show(console: Console, title: str, measured: Measured, names: list[str]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, and with the one that is the best over all of them."""
     table = Table(
         "", PLAIN, "best fixed", "", "best of\nall", AUTO, "auto /\nbest fixed", "auto /\nplain", title=title
     )
     fixed = [name for name in names if name not in (PLAIN, AUTO)]
-    best_of_all = max(fixed, key=by_domain["all"].get)
-    for domain, speed in by_domain.items():
-        best = max(fixed, key=speed.get)
-        shown = (f"{speed[name]:.1f}" for name in (best, best_of_all, AUTO))
-        ratios = (f"{speed[AUTO] / speed[name]:.3f}" for name in (best, PLAIN))
-        table.add_row(domain, f"{speed[PLAIN]:.1f}", best, *shown, *ratios)
+    best_of_all = max(fixed, key=lambda name: speed(measured["all"][name]))
+    for domain, calls in measured.items():
+        best = max(fixed, key=lambda name: speed(calls[name]))
+        shown = (f"{speed(calls[name]):.1f}" for name in (best, best_of_all, AUTO))
+        ratios = []
+        for name in (best, PLAIN):
+            ratio = speed(calls[AUTO]) / speed(calls[name])
+            ratios.append(f"{ratio:.3f} ± {ratio * standard_error(calls[AUTO], calls[name]):.3f}")
+        table.add_row(domain, f"{speed(calls[PLAIN]):.1f}", best, *shown, *ratios)
     console.print(table)
 
 
@@ -141,18 +159,19 @@ def main(
             names = list(assistants)
             measured: Measured = {one.domain: {name: [] for name in names} for one in pair.prompts}
             task = progress.add_task(f"T = {value:g}", total=repeats * len(pair.prompts) * len(names))
-            for domain, name, seconds, tokens in measure(pair, assistants, max_new_tokens, value, repeats):
-                measured[domain][name].append({"seconds": seconds, "tokens": tokens})
+            for domain, name, call in measure(pair, assistants, max_new_tokens, value, repeats):
+                measured[domain][name].append(call)
                 progress.advance(task)
             rounds = {name: dict(one.stats_total.rounds_of) for name, one in assistants.items() if one is not None}
-            speed = speeds(measured, names)
-            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speed, "rounds_of": rounds}
+            domains = over_all(measured, names)
+            speeds = {domain: {name: speed(calls[name]) for name in names} for domain, calls in domains.items()}
+            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speeds, "rounds_of": rounds}
             for one in assistants.values():
                 if one is not None:
                     one.unbind()
             if out is not None:
                 write_json(out, {"models": pair.described_models(), "results": results})
-            show(console, f"tokens per second, T = {value:g}", speed, names)
+            show(console, f"tokens per second, T = {value:g}", domains, names)
 
 
 if __name__ == "__main__":

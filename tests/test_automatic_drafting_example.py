@@ -1,6 +1,8 @@
 """The measurement of automatic drafting, at its smallest, on the embedded pair."""
 
 import json
+import math
+import random
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from automatic_drafting import app
+from automatic_drafting import app, speed, standard_error
 
 from hf_dynspec.commands import app as commands
 from hf_dynspec.errors import ConfigurationError
@@ -51,6 +53,30 @@ def test_everything_is_timed_in_every_domain(added, tmp_path):
         assert set(speeds) == systems
         assert min(speeds.values()) > 0
     assert all(len(calls) == 1 for domain in result["calls"].values() for calls in domain.values())
+
+
+def test_the_error_of_a_ratio_is_what_leaving_out_prompts_tells():
+    """The jackknife's, over prompts that differ in length and are all measured twice."""
+    rng, prompts = random.Random(0), range(40)
+
+    def calls(spread: float) -> list[dict]:
+        rng.seed(0)
+        tokens = [rng.randint(5, 60) for _ in prompts]
+        rng.seed(spread)
+        pace = [rng.lognormvariate(0, spread) for _ in prompts]
+        return 2 * [{"prompt": one, "tokens": tokens[one], "seconds": tokens[one] * pace[one]} for one in prompts]
+
+    auto, fixed = calls(0.2), calls(0.1)
+    ratios = [
+        math.log(speed([call for call in auto if call["prompt"] != one]))
+        - math.log(speed([call for call in fixed if call["prompt"] != one]))
+        for one in prompts
+    ]
+    mean = sum(ratios) / len(ratios)
+    jackknife = math.sqrt((len(ratios) - 1) / len(ratios) * sum((one - mean) ** 2 for one in ratios))
+    assert standard_error(auto, fixed) == pytest.approx(jackknife, rel=0.05)
+    assert standard_error(auto, auto) == 0
+    assert math.isnan(standard_error(auto[:1], fixed[:1]))
 
 
 @pytest.mark.filterwarnings("ignore:drafting does not pay here")

@@ -8,6 +8,8 @@ the two lies the one wait that every round has, so that on a GPU too it is the t
 import threading
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 
 from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
@@ -25,9 +27,6 @@ _ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
-
-# A token is drafted where it is worth so much of its time: others can follow it.
-_WORTH_OF_STEP = 0.8
 
 # Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
 _TIMED_AT_FIRST = 2
@@ -163,16 +162,29 @@ class AutomaticDrafting:
         if self._confidence is None:
             return None
         with self._lock:
-            confidence = self._confidence
-            least = _WORTH_OF_STEP * self._least_reach(shape) if self._ends_early(shape) else 0.0
-            return EarlyEnd(confidence.acceptances(), least / confidence.mean_acceptance())
+            acceptances, mean = self._confidence.acceptances(), self._confidence.mean_acceptance()
+            least = self._least_reaches(shape, mean) if self._ends_early(shape) else [0.0] * shape.steps
+            return EarlyEnd(acceptances, least)
 
-    def _least_reach(self, shape: DraftShape) -> float:
-        """How likely a drafted token has to be accepted to be worth its time: as many tokens as that time brings
-        otherwise."""
-        # Between lengths that no draft has: along the line through all of them.
-        least, most = (self._seconds(shape._replace(steps=steps, nodes=steps)) for steps in (0.5, LONGEST + 0.5))
-        return (most - least) / LONGEST * max(self._promised, 1 / self._seconds(ALONE))
+    def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
+        """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their
+        time: that those bring as many tokens as that time does otherwise.
+
+        Times do not grow evenly: where one more costs much, as the target goes through its weights once more for it,
+        several more may still be worth theirs.
+
+        Args:
+            shape: the longest draft.
+            acceptance: of a token that is still to be drafted, where those before it were accepted.
+        """
+        seconds = [self._seconds(shape._replace(steps=steps, nodes=steps)) for steps in range(1, LONGEST + 1)]
+        tokens = list(accumulate(acceptance**more for more in range(1, LONGEST)))
+        speed = max(self._promised, 1 / self._seconds(ALONE))
+        least = [
+            speed * min((later - now) / more for later, more in zip(seconds[step:], tokens, strict=False))
+            for step, now in enumerate(seconds[:-1], start=1)
+        ]
+        return [*least, inf]
 
     def _count(self, shape: DraftShape) -> int:
         """How often it was timed."""

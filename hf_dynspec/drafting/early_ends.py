@@ -55,10 +55,11 @@ class EarlyEnd:
 
     Args:
         acceptances: see `RunningConfidence.acceptances`.
-        least: how likely all tokens have to be accepted for another one to be drafted.
+        least: for each number of tokens, from 1 on, how likely all of them have to be accepted for another one to be
+            drafted.
     """
 
-    def __init__(self, acceptances: tuple[float, ...], least: float):
+    def __init__(self, acceptances: tuple[float, ...], least: Sequence[float]):
         self._acceptances = acceptances
         self._least = least
         self._reached = 1.0
@@ -74,7 +75,7 @@ class EarlyEnd:
         """Whether another token is worth its time, after one that the drafter found so probable."""
         self.probabilities.append(probability)
         self._reached *= self._acceptances[_range_of(probability)]
-        return self._reached >= self._least
+        return self._reached >= self._least[self.steps - 1]
 
 
 def _range_of(probability: float) -> int:
