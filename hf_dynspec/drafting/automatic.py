@@ -15,6 +15,7 @@ from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
+from .side_by_side import ROUNDS_OF_EACH, SideBySide
 from .trials import Trials
 
 # The most rounds that earlier calls count for in a new one.
@@ -38,8 +39,10 @@ _FIRST_REST, _LONGEST_REST = 24, 4096
 # They are also as many as it takes for the trials to cost no more than this share of the time: a larger one for the
 # first trial, as drafting may have lost by bad luck.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
-# Rounds of such a trial, and what all rounds before it, and before a change, count for.
-_ROUNDS_OF_RETRIAL = 4
+# Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
+# the target alone does, and so many tokens in a round: where times may be what is wrong.
+_NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
+# What all rounds before a rest, and before a change, count for.
 _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
@@ -78,7 +81,8 @@ class AutomaticDrafting:
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._rest: int | None = None
         self._rested = 0
-        self._retrials = 0
+        # That goes on before a rest, or when drafting is tried again; and the seconds that were lost by it.
+        self._comparison: SideBySide | None = None
         self._lost = 0.0
         # What is still to be said, and whether it was said.
         self._warning: str | None = None
@@ -111,7 +115,7 @@ class AutomaticDrafting:
             self._confidence.fade_to(_TOKENS_PER_ROUND * rounds)
 
     def _wake(self) -> None:
-        self._rest, self._rested, self._retrials = None, 0, 0
+        self._rest, self._rested, self._comparison = None, 0, None
 
     # A round --------------------------------------------------------------------------------------------------------
 
@@ -149,10 +153,12 @@ class AutomaticDrafting:
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
     def _choose(self) -> DraftShape:
+        if self._comparison is not None:
+            return self._comparison.choose()
         if self.is_resting:
             return ALONE
         if self._rest is not None:
-            return self._best_drafted()
+            return self._compare()
         first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens)
         return first or self._best_or_trial((ALONE, *self._shapes))
 
@@ -226,11 +232,9 @@ class AutomaticDrafting:
         self._choice = self._best_of(speeds)
         self._promised = speeds[self._choice]
         if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
-            if not self._has_warned:
-                self._warning, self._has_warned = self._what_is_lost(), True
-            self._rest, self._rested, self._lost = self._first_rest(), 0, 0.0
-            # What comes later counts from its first round on.
-            self._fade_to(_ROUNDS_BEFORE_REST)
+            if self._may_pay():
+                return self._compare()
+            self._begin_rest()
             return ALONE
         if compares:
             tokens, _ = self._tokens_and_seconds(self._choice)
@@ -240,12 +244,30 @@ class AutomaticDrafting:
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
         return self._choice
 
-    def _first_rest(self) -> int:
-        """Tokens from now until drafting is tried again: as many as pay for it, should it bring nothing."""
+    def _may_pay(self) -> bool:
+        """Whether drafting, which seems to lose, may pay if rounds take somewhat else than they seemed to."""
+        tokens, seconds = self._tokens_and_seconds(self._best_drafted())
+        return (
+            tokens > _TOKENS_OF_GOOD_DRAFTS
+            and tokens / seconds > _NEARLY_PAYS * self._promised
+            and any((1 + shape.steps) / self._seconds(shape) > self._promised for shape in self._shapes)
+        )
+
+    def _compare(self) -> DraftShape:
+        """Begin to compare drafting with not drafting. Returns what is drafted first."""
+        self._comparison, self._lost = SideBySide(self._best_drafted()), 0.0
+        return self._comparison.choose()
+
+    def _begin_rest(self) -> None:
+        """Generate without drafts for as many tokens as pay for the next trial, should it bring nothing."""
+        if not self._has_warned:
+            self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        lost = _ROUNDS_OF_RETRIAL * (drafted - alone)
-        return max(_FIRST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL)))
+        lost = ROUNDS_OF_EACH * (drafted - alone)
+        self._rest, self._rested = max(_FIRST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL))), 0
+        # What comes later counts from its first round on.
+        self._fade_to(_ROUNDS_BEFORE_REST)
 
     def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
         """What promises the most, with the policy of before unless another one is clearly better."""
@@ -285,13 +307,17 @@ class AutomaticDrafting:
             self._rounds += 1
             drafted = shape if end is None else shape._replace(steps=end.steps, nodes=end.steps)
             if is_usual:
+                if self._comparison is not None:
+                    self._comparison.add(shape != ALONE, seconds / self._seconds(drafted))
                 self._times.add(self._features(drafted), seconds)
             if shape != ALONE:
                 self._acceptance.add(drafted, accepted)
                 if end is not None:
                     self._confidence.add(end.probabilities, accepted)
-            if self._rest is not None:
-                self._record_rest(shape, accepted, seconds)
+            if self._comparison is not None:
+                self._record_comparison(shape, accepted, seconds)
+            elif self._rest is not None:
+                self._rested += 1
             else:
                 self._trials.record(shape, seconds, self._lost_by(shape, drafted, seconds, is_usual))
 
@@ -302,22 +328,26 @@ class AutomaticDrafting:
         usual = self._seconds(drafted) if is_usual else seconds
         return usual - self._tokens_and_seconds(shape)[0] / self._promised
 
-    def _record_rest(self, shape: DraftShape, accepted: int, seconds: float) -> None:
-        """A round is over while drafting rests or is tried again."""
-        if shape == ALONE:
-            self._rested += 1
-            return
+    def _record_comparison(self, shape: DraftShape, accepted: int, seconds: float) -> None:
+        """A round is over while drafting and not drafting are compared."""
         alone = self._seconds(ALONE)
-        self._retrials += 1
-        self._lost += max(0.0, seconds - (accepted + 1) * alone)
+        if shape != ALONE:
+            self._lost += max(0.0, seconds - (accepted + 1) * alone)
+        if self._comparison.is_over:
+            self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by())
+        elif self._rest is None or shape == ALONE:
+            return
         speeds = self._speeds((ALONE, *self._shapes))
         if max(speeds, key=speeds.get) != ALONE:
             self._wake()
-        elif self._retrials >= _ROUNDS_OF_RETRIAL:
-            paid = int(self._lost / (alone * _SHARE_OF_TRIALS))
-            self._rest = max(min(2 * self._rest, _LONGEST_REST), paid)
-            self._rested, self._retrials, self._lost = 0, 0, 0.0
-            self._fade_to(_ROUNDS_BEFORE_REST)
+        elif self._comparison.is_over:
+            self._comparison = None
+            if self._rest is None:
+                self._begin_rest()
+            else:
+                paid = int(self._lost / (alone * _SHARE_OF_TRIALS))
+                self._rest, self._rested = max(min(2 * self._rest, _LONGEST_REST), paid), 0
+                self._fade_to(_ROUNDS_BEFORE_REST)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""

@@ -7,8 +7,9 @@ from statistics import median, median_low
 
 # Times kept of each shape, and ratios of the latest rounds to what was expected of them.
 _KEPT, _PACES, _ENOUGH_PACES = 31, 9, 5
-# A pace that differs from the usual one by no more than this may be chance.
-_USUAL_PACE = 0.08
+# A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
+# latest: what is chance would add up, and shapes drift apart by it.
+_USUAL_PACE, _SPREADS = 0.08, 1.5
 # How many rounds the straight line through all shapes counts for beside a shape's own.
 _ROUNDS_OF_LINE = 20
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
@@ -59,8 +60,15 @@ class RoundTimes:
         """How many times as long as usual rounds take now."""
         if len(self._paces) < _ENOUGH_PACES:
             return 1.0
-        longer = median(self._paces) - 1.0
-        return 1.0 + max(0.0, longer - _USUAL_PACE) + min(0.0, longer + _USUAL_PACE)
+        middle = median(self._paces)
+        usual = max(_USUAL_PACE, _SPREADS * median(abs(one - middle) for one in self._paces))
+        longer = middle - 1.0
+        return 1.0 + max(0.0, longer - usual) + min(0.0, longer + usual)
+
+    def scale(self, shape: tuple[int, ...], factor: float) -> None:
+        """Take rounds of a shape to be so many times as long as they seemed."""
+        kept = self._seconds[shape] = deque((factor * one for one in self._seconds[shape]), maxlen=_KEPT)
+        self._typical[shape], self._slopes = median_low(kept), None
 
     def count(self, shape: tuple[int, ...]) -> int:
         """How many rounds of a shape are remembered."""
