@@ -2,6 +2,7 @@
 operation by operation, in the same memory and under the same masks."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -98,6 +99,33 @@ def test_weights_that_are_put_elsewhere_are_followed():
         state.advance(text[:19])
         expected = target.get_decoder()(input_ids=text.unsqueeze(0), use_cache=False)[0][0, -1:]
         torch.testing.assert_close(state.draft(text[19:]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_that_is_kept_is_given_up_where_there_is_too_little(monkeypatch):
+    drafter = CausalLMDrafter(tiny().to(DEVICE))
+    kept = weakref.ref(drafter.step._free[32])
+    memory_of_the_package, asked = captured_step._StepMemory, []
+
+    def memory(*args):
+        asked.append(args[2])
+        if kept() is not None:
+            raise torch.OutOfMemoryError
+        return memory_of_the_package(*args)
+
+    monkeypatch.setattr(captured_step, "_StepMemory", memory)
+    with torch.no_grad():
+        drafter.start().advance(prompt(60).to(DEVICE)[0])
+    assert asked == [64, 64]
+
+
+def test_texts_may_outgrow_their_memory_under_autocast():
+    target = tiny().to(DEVICE)
+    assistant = DynSpecAssistant(perturbed(target), "full", target=target)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        output = greedy(
+            target, prompt(10).to(DEVICE), assistant_model=assistant, max_new_tokens=100, eos_token_id=None
+        )
+    assert output.shape[1] == 110 and assistant.stats.accepted > 0
 
 
 def test_what_does_not_agree_is_not_used(monkeypatch):

@@ -9,7 +9,7 @@ yet. A graph is used only where it has agreed with the decoder.
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -29,6 +29,9 @@ _WARM_UPS = 2
 # whole there are two.
 _MOST_APPENDED = 4
 
+# A capture waits for the device, which no other one may meanwhile.
+_capturing = threading.Lock()
+
 
 class CapturedSteps:
     """Draft steps of one model, for as long as its decoder does what it did when this was made, and its weights lie
@@ -39,13 +42,16 @@ class CapturedSteps:
     Args:
         decoder: what is captured.
         windows: for each kind of layer how many positions it looks back on at most (None: all).
+        like: the decoder's keys and values of any context.
     """
 
-    def __init__(self, decoder: SteadyDecoder, windows: Mapping[str, int | None]):
+    def __init__(self, decoder: SteadyDecoder, windows: Mapping[str, int | None], like: list[torch.Tensor]):
         self._decoder, self._windows = decoder, windows
+        self._like = [one[..., :0, :] for one in like]
         self._module = _with_fused_norms(decoder.watch.module)
         self._free: dict[int, _StepMemory] = {}
-        self._lock = threading.Lock()
+        # Memory may come back while it is held, when something else is collected.
+        self._lock = threading.RLock()
 
     def still_holds(self) -> bool:
         """See `SteadyDecoder.still_holds`."""
@@ -53,21 +59,27 @@ class CapturedSteps:
 
     def anew(self) -> "CapturedSteps":
         """Steps of the same decoder, whose weights lie elsewhere now."""
-        return CapturedSteps(self._decoder, self._windows)
+        return CapturedSteps(self._decoder, self._windows, self._like)
 
     def layers(self) -> "FixedLayers":
         """No keys and values yet, to which steps append."""
         return FixedLayers(self)
 
-    def lend(self, positions: int, like: list[torch.Tensor]) -> "_StepMemory":
-        """Memory for at least so many positions, for keys and values of the shapes of some that there are."""
+    def lend(self, positions: int) -> "_StepMemory":
+        """Memory for at least so many positions."""
         capacity = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
         with self._lock:
             memory = self._free.pop(capacity, None)
-        if memory is None:
-            return _StepMemory(self._module, self._windows, capacity, like)
-        memory.follow_stream()
-        return memory
+        if memory is not None:
+            memory.follow_stream()
+            return memory
+        try:
+            return _StepMemory(self._module, self._windows, capacity, self._like)
+        except torch.OutOfMemoryError:
+            # What is kept for other texts is given up for this one.
+            with self._lock:
+                self._free.clear()
+            return _StepMemory(self._module, self._windows, capacity, self._like)
 
     def give_back(self, memory: "_StepMemory") -> None:
         """Keep memory for the next text."""
@@ -109,7 +121,7 @@ def capture_steps(
         return None
     # A model may do anything in its forward; whatever keeps it from being captured only costs speed.
     try:
-        steps = CapturedSteps(SteadyDecoder(watch), windows)
+        steps = CapturedSteps(SteadyDecoder(watch), windows, context_of(watch.module, 1)[1])
         return steps if steps.agree() else None
     except Exception:
         return None
@@ -137,7 +149,7 @@ class FixedLayers:
 
     def append(self, token_ids: torch.Tensor, length: int) -> torch.Tensor:
         """Append tokens, int64 `[m]`, to a text of that length. Returns their hidden states, `[m, d]`."""
-        self._reserve(length + token_ids.shape[0], self._memory.layers(1))
+        self._reserve(length + token_ids.shape[0])
         hidden = [self._memory.append(one, length + index) for index, one in enumerate(token_ids.split(1))]
         self._count = length + len(hidden)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
@@ -149,7 +161,7 @@ class FixedLayers:
     def replace(self, tensors: list[torch.Tensor]) -> None:
         """Take longer ones in their place, which begin with what these hold."""
         count = tensors[0].shape[-2]
-        self._reserve(count, tensors)
+        self._reserve(count)
         self._memory.write(tensors, self._count)
         self._count = count
 
@@ -157,12 +169,12 @@ class FixedLayers:
         """Keep the first so many positions."""
         self._count = length
 
-    def _reserve(self, positions: int, like: list[torch.Tensor]) -> None:
+    def _reserve(self, positions: int) -> None:
         """Have memory for so many positions, with those that are there."""
         before = self._memory
         if before is not None and before.capacity >= positions:
             return
-        self._memory = self._steps.lend(positions, like)
+        self._memory = self._steps.lend(positions)
         if before is not None:
             self._memory.write(before.layers(self._count), 0)
             self._return()
@@ -228,7 +240,7 @@ class _StepMemory:
         self._hidden: torch.Tensor | None = None
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._replay = self._captured()
+        self._graph = self._captured()
 
     def follow_stream(self) -> None:
         """Wait, on the device, for what was computed here on another stream than the one that goes on."""
@@ -250,15 +262,19 @@ class _StepMemory:
         """Append a token, int64 `[1]`, after so many positions. Returns its hidden state, `[1, d]`."""
         self._token_id.copy_(token_id.unsqueeze(0))
         self._position.fill_(length)
-        self._replay()
+        if self._graph is None:
+            self._run()
+        else:
+            with torch.cuda.device(self._device):
+                self._graph.replay()
         # The next step writes where this one wrote.
         return self._hidden[0].clone()
 
-    def _captured(self) -> Callable[[], None]:
-        """What runs a step."""
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """What runs a step; None where there are no graphs."""
         if self._stream is None:
-            return self._run
-        with torch.cuda.device(self._device):
+            return None
+        with _capturing, torch.cuda.device(self._device):
             aside = torch.cuda.Stream()
             aside.wait_stream(self._stream)
             with torch.cuda.stream(aside):
@@ -269,12 +285,7 @@ class _StepMemory:
             # Other threads may be computing.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._run()
-
-        def replay() -> None:
-            with torch.cuda.device(self._device):
-                graph.replay()
-
-        return replay
+        return graph
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -282,14 +293,16 @@ class _StepMemory:
         for layer in cache.layers:
             layer.place = self._position[0]
         masks = {kind: self._mask(window) for kind, window in self._windows.items()}
-        self._hidden = self._decoder(
-            input_ids=self._token_id,
-            position_ids=self._position,
-            # A decoder with one kind of layer takes its mask as it is.
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=cache,
-            use_cache=True,
-        )[0]
+        # In the decoder's own dtype, whatever the call is in that outgrew its memory.
+        with torch.autocast(self._device.type, enabled=False):
+            self._hidden = self._decoder(
+                input_ids=self._token_id,
+                position_ids=self._position,
+                # A decoder with one kind of layer takes its mask as it is.
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+            )[0]
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """`[1, 1, 1, capacity]`: 0 for positions that the token looks at, the lowest number for others."""
