@@ -11,8 +11,8 @@ Only configurations are read, from folders or from the Hub:
     python examples/real_size.py --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B
     python examples/real_size.py --target meta-llama/Llama-3.1-8B --eagle
 
-Models are made on the GPU, where there is one, and take as much memory there as real ones. Their layers have to be
-called as those of Llama, Qwen, Mistral and Gemma are.
+Models are made on the GPU, where there is one, and take as much memory there as real ones; those whose head is their
+embedding have another one here. Their layers have to be called as those of Llama, Qwen, Mistral and Gemma are.
 """
 
 import statistics

@@ -211,6 +211,15 @@ def test_other_work_that_comes_and_goes_does_not_keep_it_from_drafting(chains):
     assert min(ratios) > 0.85
 
 
+@pytest.mark.parametrize("tokens", [2, 3, 4, 6])
+def test_in_short_calls_too_it_comes_to_an_end_with_comparing(tokens, chains):
+    """Most of whose rounds read more than others, and tell nothing of times."""
+    machine, drafting = Machine(12.0, 3.0, 7.0), chains()
+    automatically(machine, [text(0.5, 80, seed) for seed in range(2)], drafting)
+    steps = automatically(machine, [text(0.5, tokens, 100 + seed) for seed in range(400)], drafting)
+    assert sum(one > 0 for one in steps[-300:]) < 30
+
+
 def test_while_it_loses_next_to_nothing_is_drafted(chains):
     """The trials that find out whether it still does take their share of the time at most, after the first ones."""
     machine, drafting = Machine(fixed=2.0, step=4.0), chains()

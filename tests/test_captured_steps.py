@@ -118,6 +118,69 @@ def test_memory_that_is_kept_is_given_up_where_there_is_too_little(monkeypatch):
     assert asked == [64, 64]
 
 
+def test_what_failed_for_lack_of_memory_holds_none_when_it_is_tried_again(monkeypatch):
+    drafter, made = CausalLMDrafter(tiny().to(DEVICE)), []
+
+    class Memory(captured_step._StepMemory):
+        def __init__(self, *args):
+            assert all(one() is None for one in made)
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+            if len(made) == 1:
+                raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(captured_step, "_StepMemory", Memory)
+    with torch.no_grad():
+        drafter.start().advance(prompt(60).to(DEVICE)[0])
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("when", ["made", "changed"])
+def test_inference_mode_leaves_nothing_that_cannot_be_written_to(when):
+    target = tiny().to(DEVICE)
+    drafter, input_ids = perturbed(target), prompt().to(DEVICE)
+    with torch.inference_mode(when == "made"):
+        assistant = DynSpecAssistant(drafter, "full", target=target)
+    if when == "changed":
+        with torch.no_grad():
+            drafter.get_input_embeddings().weight.mul_(1.0)
+            next(drafter.model.layers.parameters()).mul_(1.0)
+    expected = greedy(target, input_ids)
+    with torch.inference_mode():
+        assert torch.equal(greedy(target, input_ids, assistant_model=assistant), expected)
+    assert torch.equal(greedy(target, input_ids, assistant_model=assistant), expected)
+    assert isinstance(assistant.drafter.step, CapturedSteps)
+
+
+def test_what_is_trained_is_not_kept():
+    drafter = CausalLMDrafter(tiny().to(DEVICE))
+    text = prompt(20).to(DEVICE)[0]
+    with torch.enable_grad():
+        assert all(step.hidden.requires_grad for step in drafter.unroll(text, None, 2))
+    assert not any(one.requires_grad for memory in drafter.step._free.values() for one in memory._tensors)
+
+
+def test_what_was_no_number_is_forgotten_with_its_text():
+    drafter = CausalLMDrafter(tiny().to(DEVICE))
+    text = prompt(20).to(DEVICE)[0]
+    with torch.no_grad():
+        expected = drafter.start().advance(text)
+        state = drafter.start()
+        state.advance(text[:10])
+        for tensor in state._layers._memory._tensors:
+            tensor[..., 10:12, :] = torch.nan
+        state._layers._count = 12
+        state._length = 12
+        state.truncate(10)
+        torch.testing.assert_close(state.advance(text[:11]), expected[10:11], rtol=1e-4, atol=1e-4)
+        for tensor in state._layers._memory._tensors:
+            tensor.fill_(torch.nan)
+        del state
+        state = drafter.start()
+        state.advance(text[:19])
+        torch.testing.assert_close(state.draft(text[19:]), expected[-1:], rtol=1e-4, atol=1e-4)
+
+
 def test_texts_may_outgrow_their_memory_under_autocast():
     target = tiny().to(DEVICE)
     assistant = DynSpecAssistant(perturbed(target), "full", target=target)

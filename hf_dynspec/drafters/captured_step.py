@@ -28,6 +28,8 @@ _WARM_UPS = 2
 # Tokens that are read one after another rather than by the decoder, launch by launch: after a draft that was accepted
 # whole there are two.
 _MOST_APPENDED = 4
+# Memory for more positions than this is not kept for the next text.
+_MOST_KEPT_POSITIONS = 8192
 
 # A capture waits for the device, which no other one may meanwhile.
 _capturing = threading.Lock()
@@ -37,7 +39,7 @@ class CapturedSteps:
     """Draft steps of one model, for as long as its decoder does what it did when this was made, and its weights lie
     where they lay.
 
-    Memory and graphs are lent to one text after another. One of each size is kept for the next.
+    Memory and graphs are lent to one text after another. One of each size up to 8,192 positions is kept for the next.
 
     Args:
         decoder: what is captured.
@@ -71,20 +73,28 @@ class CapturedSteps:
         with self._lock:
             memory = self._free.pop(capacity, None)
         if memory is not None:
-            memory.follow_stream()
+            memory.begin()
             return memory
-        try:
-            return _StepMemory(self._module, self._windows, capacity, self._like)
-        except torch.OutOfMemoryError:
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._new_memory(capacity)
+            except torch.OutOfMemoryError:
+                # What the failed attempt holds is free when this block is left.
+                pass
             # What is kept for other texts is given up for this one.
             with self._lock:
                 self._free.clear()
-            return _StepMemory(self._module, self._windows, capacity, self._like)
+            return self._new_memory(capacity)
+
+    def _new_memory(self, capacity: int) -> "_StepMemory":
+        return _StepMemory(self._module, self._windows, capacity, self._like)
 
     def give_back(self, memory: "_StepMemory") -> None:
-        """Keep memory for the next text."""
-        with self._lock:
-            self._free[memory.capacity] = memory
+        """Keep memory for the next text, where it is not very large."""
+        if memory.capacity <= _MOST_KEPT_POSITIONS:
+            with self._lock:
+                self._free[memory.capacity] = memory
 
     def agree(self) -> bool:
         """Whether a step says what the decoder says, after contexts of several lengths."""
@@ -103,6 +113,7 @@ class CapturedSteps:
         return True
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def capture_steps(
     model: PreTrainedModel, watch: WeightsWatch, windows: Mapping[str, int | None]
@@ -145,7 +156,9 @@ class FixedLayers:
         return _MOST_APPENDED if self._count else 0
 
     def start_round(self) -> None:
-        """Nothing: graphs read what lies in the weights' memory now."""
+        """Go on in the stream that computes now. Graphs read what lies in the weights' memory now."""
+        if self._memory is not None:
+            self._memory.follow_stream()
 
     def append(self, token_ids: torch.Tensor, length: int) -> torch.Tensor:
         """Append tokens, int64 `[m]`, to a text of that length. Returns their hidden states, `[m, d]`."""
@@ -167,6 +180,8 @@ class FixedLayers:
 
     def truncate(self, length: int) -> None:
         """Keep the first so many positions."""
+        if length < self._count:
+            self._memory.clear(length, self._count)
         self._count = length
 
     def _reserve(self, positions: int) -> None:
@@ -231,8 +246,12 @@ class _StepMemory:
     ):
         self.capacity = capacity
         self._decoder, self._windows = decoder, windows
-        # Zeros, as what a mask hides is still multiplied, by 0.
-        self._tensors = [one.new_zeros(*one.shape[:-2], capacity, one.shape[-1]) for one in like]
+        # Zeros, as what a mask hides is still multiplied, by 0, which makes none of what is no number. In one block
+        # where they are alike, which is cleared at once.
+        self._blocks = self._tensors = [one.new_zeros(*one.shape[:-2], capacity, one.shape[-1]) for one in like]
+        if len({one.shape for one in like}) == 1:
+            self._blocks = [torch.stack(self._tensors)]
+            self._tensors = list(self._blocks[0].unbind())
         device = like[0].device
         self._token_id = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -242,12 +261,23 @@ class _StepMemory:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._graph = self._captured()
 
+    def begin(self) -> None:
+        """Another text begins here."""
+        self.follow_stream()
+        self.clear(0, self.capacity)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Forget positions."""
+        for block in self._blocks:
+            block[..., start:stop, :].zero_()
+
     def follow_stream(self) -> None:
         """Wait, on the device, for what was computed here on another stream than the one that goes on."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            self._stream = current
+            if current != self._stream:
+                current.wait_stream(self._stream)
+                self._stream = current
 
     def layers(self, length: int) -> list[torch.Tensor]:
         """The first so many positions."""
@@ -256,7 +286,7 @@ class _StepMemory:
     def write(self, tensors: list[torch.Tensor], start: int) -> None:
         """Copy positions from one on."""
         for mine, theirs in zip(self._tensors, tensors, strict=True):
-            mine[..., start : theirs.shape[-2], :] = theirs[..., start:, :]
+            mine[..., start : theirs.shape[-2], :] = theirs[..., start:, :].detach()
 
     def append(self, token_id: torch.Tensor, length: int) -> torch.Tensor:
         """Append a token, int64 `[1]`, after so many positions. Returns its hidden state, `[1, d]`."""
@@ -283,7 +313,7 @@ class _StepMemory:
             self._stream.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # Other threads may be computing.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
                 self._run()
         return graph
 

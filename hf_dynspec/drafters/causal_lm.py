@@ -13,7 +13,7 @@ from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
 from .base import Drafter, UnrolledStep
-from .captured_step import CapturedSteps, capture_steps
+from .captured_step import CapturedSteps, FixedLayers, capture_steps
 from .causal_lm_state import CausalLMState
 from .steady_decoder import can_be_recorded
 from .traced_step import GrownLayers, TracedStep, trace_step
@@ -218,7 +218,8 @@ class CausalLMDrafter(Drafter):
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
     ) -> Iterator[UnrolledStep]:
         # Its hidden states depend on the text alone, and not on where a draft began.
-        embedded, hidden = self.embed(token_ids), self.start().advance(token_ids)
+        # Without a recorded step, whose memory holds no gradients.
+        embedded, hidden = self.embed(token_ids), self._state(GrownLayers()).advance(token_ids)
         for step in range(first, first + depth):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
 
@@ -253,11 +254,15 @@ class CausalLMDrafter(Drafter):
     def start(self) -> CausalLMState:
         if self.step is None:
             self._record_again()
+        # Looked up once, as another thread may find that it does not hold any more.
+        step = self.step
+        return self._state(GrownLayers() if step is None else step.layers())
+
+    def _state(self, layers: GrownLayers | FixedLayers) -> CausalLMState:
         cache = None
         if self.has_own_layers:
             cache = DynamicCache(config=self.model.config.get_text_config())
             cache.activate_past_recording()
-        layers = GrownLayers() if self.step is None else self.step.layers()
         return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, layers, cache)
 
 

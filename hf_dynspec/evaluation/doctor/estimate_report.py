@@ -170,10 +170,11 @@ def _speed_table(estimate: Estimate) -> FittedTable:
 
 
 def _assumptions(estimate: Estimate) -> Iterator[str]:
+    captured = "The drafter's layers are a CUDA graph, in which an operation takes 2.5 µs at most. "
     yield (
         "A part takes the time of its bytes, or of its arithmetic where that is longer and --device-flops is given, "
-        "and of its launches one after another. CUDA graphs, which nothing here uses, would take the launches away: "
-        "--launch-latency 0 shows what is left."
+        f"and of its launches one after another. {captured if estimate.is_captured else ''}Graphs of everything would "
+        "take the launches away: --launch-latency 0 shows what is left."
     )
     yield "Tokenizers were not compared, as configurations say nothing of them: if they differ, nothing is accepted."
     if any(not float(one.weight_bytes).is_integer() for one in (*estimate.verification, estimate.layers)):
