@@ -277,10 +277,19 @@ def test_where_no_acceptance_would_do_next_to_nothing_is_drafted(chains):
     assert sum(steps) <= 4
 
 
+def bring_to_rest(machine: Machine, drafting: AutomaticDrafting) -> None:
+    """By texts of which the drafter knows nothing, of which the last does not end while drafting is tried again."""
+    automatically(machine, [text(0.0, 300, 1)], drafting)
+    for seed in range(50):
+        if drafting.is_resting:
+            return
+        automatically(machine, [text(0.0, 20, 100 + seed)], drafting)
+    raise AssertionError("it does not come to rest")
+
+
 def test_it_drafts_again_when_drafts_are_good_again(chains):
     machine, drafting = Machine(), chains()
-    automatically(machine, [text(0.0, 300, 1)], drafting)
-    assert drafting.is_resting
+    bring_to_rest(machine, drafting)
     steps = automatically(machine, [text(0.9, 1500, 2)], drafting)
     assert not drafting.is_resting
     assert sum(steps[-50:]) / 50 > 4
@@ -289,7 +298,7 @@ def test_it_drafts_again_when_drafts_are_good_again(chains):
 @pytest.mark.parametrize("change", ["weights", "time"])
 def test_a_change_ends_a_rest(change, monkeypatch, chains):
     machine, drafting = Machine(), chains()
-    automatically(machine, [text(0.0, 600, 1)], drafting)
+    bring_to_rest(machine, drafting)
     assert automatically(machine, [text(0.9, 10, 2)], drafting).count(0) == 10
     if change == "weights":
         drafting.renew()
@@ -314,7 +323,8 @@ def test_it_says_by_how_much_drafting_loses(seed, chains):
     with pytest.warns(UserWarning, match="drafting does not pay here") as said:
         automatically(machine, [text(0.5, 500, 10 * seed + one) for one in range(4)], chains())
     alone, drafted = map(float, re.findall(r"([\d.]+) ms", str(said[0].message)))
-    assert 8 < alone < drafted < 16
+    # To three figures, of two speeds that may be nearly the same.
+    assert 8 < alone <= drafted < 16
 
 
 def test_the_sizes_of_trees_are_told_apart():
@@ -401,8 +411,7 @@ def test_what_was_learnt_is_bounded_and_follows_the_weights():
     assert len(learnt._learnt) <= 8
     assert learnt.under("greedy", None, 1) is not first
     machine, resting = Machine(), learnt.under("other", None, 1)
-    automatically(machine, [text(0.0, 300, 1)], resting)
-    assert resting.is_resting
+    bring_to_rest(machine, resting)
     assert not learnt.under("other", None, 2).is_resting
     learnt.forget()
     assert learnt.under("other", None, 2) is not resting
