@@ -126,7 +126,8 @@ def show(console: Console, title: str, measured: Measured, names: list[str]) -> 
         ratios = []
         for name in (best, PLAIN):
             ratio = speed(calls[AUTO]) / speed(calls[name])
-            ratios.append(f"{ratio:.3f} ± {ratio * standard_error(calls[AUTO], calls[name]):.3f}")
+            error = ratio * standard_error(calls[AUTO], calls[name])
+            ratios.append(f"{ratio:.3f}" if math.isnan(error) else f"{ratio:.3f} ± {error:.3f}")
         table.add_row(domain, f"{speed(calls[PLAIN]):.1f}", best, *shown, *ratios)
     console.print(table)
 
