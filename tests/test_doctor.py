@@ -26,7 +26,7 @@ from hf_dynspec.errors import ConfigurationError, NotBoundError
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor.diagnosis import OWN_POLICY, Diagnosis
 from hf_dynspec.evaluation.doctor.expectations import Profile
-from hf_dynspec.evaluation.doctor.measure import _with_own, by_turns, diagnose_pair
+from hf_dynspec.evaluation.doctor.measure import _Measurement, _with_own, by_turns, diagnose_pair
 from hf_dynspec.evaluation.doctor.prediction import (
     acceptance_by_step,
     chain_costs,
@@ -450,6 +450,29 @@ def test_an_assistant_is_diagnosed_and_stays_as_it_was(target, drafter):
     assert diagnosis.sentence in " ".join(str(diagnosis).split())
     assistant.unbind()
     assert vars(target).get("generate") is bound
+
+
+def test_a_profiled_call_that_was_held_up_leaves_no_round_without_time(target, drafter, monkeypatch):
+    """The shorter of the two calls, whose difference is a round's profile, takes longer than the longer one."""
+    generate, held_up = _Measurement._generate, {}
+
+    def held_up_once(self, way, number, new_tokens):
+        call = generate(self, way, number, new_tokens)
+        is_profiled = way.assistant is not None and way.assistant.profile
+        if is_profiled and held_up.setdefault(way.label, new_tokens) == new_tokens:
+            stats = way.assistant.stats
+            stats.seconds = {name: seconds + 10.0 for name, seconds in stats.seconds.items()}
+        return call
+
+    monkeypatch.setattr(_Measurement, "_generate", held_up_once)
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tokenizer=TOKENIZER)
+    policies = {name: as_policy(name) for name in ("full", "hybrid")}
+    diagnosis = assistant.diagnose(TEXTS, seconds=0.1, max_new_tokens=24, num_assistant_tokens=3, policies=policies)
+    assistant.unbind()
+    assert held_up.keys() == diagnosis.profiles.keys() == {"full", "hybrid"}
+    for profile in diagnosis.profiles.values():
+        assert 0 < sum(profile.seconds.values()) < 1
+    assert "%" in str(diagnosis)
 
 
 def test_of_an_assistant_that_chooses_every_policy_is_diagnosed():

@@ -336,7 +336,8 @@ class _Measurement:
         finally:
             way.assistant.profile = False
         few, many = counted
-        if many.rounds <= few.rounds:  # the text ended
+        # The text ended, or the first call was held up for longer than the second has to take.
+        if many.rounds <= few.rounds or sum(many.seconds.values()) <= sum(few.seconds.values()):
             few = DraftingStatistics()
         rounds = many.rounds - few.rounds
         seconds = {name: value - few.seconds.get(name, 0.0) for name, value in many.seconds.items()}
