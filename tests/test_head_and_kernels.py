@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -502,6 +503,103 @@ def test_rows_are_fetched_ahead_where_they_are_many(kernel_calls):
 def test_a_result_that_does_not_fit_is_refused(out, small_weights_are_compiled):
     with pytest.raises(ValueError, match=r"out .* must be contiguous and float32 \[3, 211\] on cpu"):
         cpu.dense_scores(random(3, 37), random(211, 37), out)
+
+
+@pytest.fixture
+def small_heads_are_compiled(compiled_kernels, monkeypatch):
+    monkeypatch.setattr(cpu, "FEWEST_HEAD_ELEMENTS", 1)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_compiled_kernel_scores_packed_rows_of_few_hidden_states(
+    dtype, with_bias, small_heads_are_compiled, kernel_calls, poisoned_memory, monkeypatch
+):
+    """Packed rows and the leading ones; of more hidden states the plain twin does, as it takes less time."""
+    weight, bias = random(V, D, dtype=dtype), random(V, seed=1, dtype=dtype) if with_bias else None
+    head, most = DynamicLMHead(weight, bias), 16 if dtype == torch.float32 else 6
+    plain, plain_calls = reference.packed_scores, []
+    monkeypatch.setattr(reference, "packed_scores", lambda *some: (plain_calls.append(some), plain(*some))[1])
+    tolerance = TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+    shortlists = [forms_of(some_ids(40))[form] for form in ("packed", "prefix, in part")]
+    for m in (1, 2, most, most + 1):
+        hidden = random(m, D, seed=m, dtype=dtype)
+        for shortlist in shortlists:
+            actual = head.scores(hidden, shortlist, PackedRows())
+            expected = truth(hidden, weight, bias, shortlist.scored_slots)
+            torch.testing.assert_close(actual, expected, **tolerance)
+    assert (len(kernel_calls), len(plain_calls)) == (3 * len(shortlists), len(shortlists))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_copies_of_rows_are_of_16_bits_where_that_loses_nothing(
+    dtype, with_bias, small_heads_are_compiled, kernel_calls, poisoned_memory, monkeypatch
+):
+    """A head that was loaded from 16 bits to be computed in fp32: the same scores to the last bit, from half the
+    memory, whatever the number of hidden states."""
+    # Such rows fill cache lines; otherwise the last columns are summed apart, and of 32 bits fewer are the last.
+    d = 64
+    stored, stored_bias = random(V, d, dtype=dtype), random(V, seed=1, dtype=dtype) if with_bias else None
+    weight, bias = stored.float(), None if stored_bias is None else stored_bias.float()
+    head, rows = DynamicLMHead(weight, bias), PackedRows()
+    assert (head.copy_dtype, DynamicLMHead(stored, stored_bias).copy_dtype) == (dtype, dtype)
+    whole = Shortlist(torch.arange(V), 0, is_prefix=True)
+    changed = some_ids(41)
+    for m in (1, 7, 40):
+        hidden = random(m, d, seed=m)
+        expected = cpu.scattered_scores(hidden, weight, torch.arange(V), bias)
+        assert torch.equal(head.scores(hidden, whole, rows), expected)
+        assert torch.equal(head.scores(hidden, replace(whole, size=m + 2), rows), expected[:, : m + 2])
+        for form in ("packed", "packed, in part"):
+            shortlist = forms_of(some_ids(40))[form]
+            assert torch.equal(head.scores(hidden, shortlist, PackedRows()), expected[:, shortlist.scored_slots])
+        # Packed anew, and then row by row.
+        slots = torch.cat([some_ids(40), changed[-1:]])
+        assert torch.equal(head.scores(hidden, Shortlist(slots, 2 * m), rows), expected[:, slots])
+        slots = torch.cat([changed[:3], slots[3:]])
+        shortlist = Shortlist(slots, 2 * m + 1, replaced=torch.arange(3))
+        assert torch.equal(head.scores(hidden, shortlist, rows), expected[:, slots])
+    assert rows._weight.dtype == dtype and head.weight.dtype == torch.float32
+    # A learner asks for gradients, which the kernel has none of.
+    hidden = random(2, d).requires_grad_()
+    head.scores(hidden, whole, rows).sum().backward()
+    torch.testing.assert_close(hidden.grad, weight.sum(0).expand(2, d), **TOLERANCE[torch.float32])
+
+
+def test_one_number_that_16_bits_do_not_hold_keeps_all_copies_in_32(small_heads_are_compiled, monkeypatch):
+    monkeypatch.setattr(cpu, "_COMPARED_ELEMENTS", 5 * D)
+    weight, bias = random(V, D, dtype=torch.bfloat16).float(), random(V, seed=1, dtype=torch.bfloat16).float()
+    assert DynamicLMHead(weight, bias).copy_dtype == torch.bfloat16
+    for spoilt in (weight, bias):
+        kept = spoilt[-1].clone()
+        spoilt[-1] += 2**-20
+        head = DynamicLMHead(weight, bias)
+        assert head.copy_dtype == torch.float32
+        whole, hidden = Shortlist(torch.arange(V), 0, is_prefix=True), random(1, D)
+        torch.testing.assert_close(
+            head.scores(hidden, whole, PackedRows()),
+            truth(hidden, weight, bias, whole.slots),
+            **TOLERANCE[torch.float32],
+        )
+        assert head._leading is None
+        spoilt[-1] = kept
+    # What fp16 cannot hold though it is as short, and what is no number.
+    assert DynamicLMHead(torch.full((V, D), 2.0**20)).copy_dtype == torch.bfloat16
+    assert DynamicLMHead(torch.full((V, D), 1.0 + 2**-10)).copy_dtype == torch.float16
+    assert DynamicLMHead(torch.full((V, D), torch.nan)).copy_dtype == torch.float32
+
+
+def test_where_nothing_is_compiled_copies_are_of_the_heads_dtype(monkeypatch):
+    weight = random(V, D, dtype=torch.bfloat16).float()
+    assert weight.numel() < cpu.FEWEST_HEAD_ELEMENTS and DynamicLMHead(weight).copy_dtype == torch.float32
+    monkeypatch.setattr(cpu, "FEWEST_HEAD_ELEMENTS", 1)
+    assert DynamicLMHead(weight.double()).copy_dtype == torch.float64
+    assert DynamicLMHead(weight.to("meta")).copy_dtype == torch.float32
+    monkeypatch.setattr(cpu, "_kernels", dict)
+    head, hidden, whole = DynamicLMHead(weight), random(1, D), Shortlist(torch.arange(V), 0, is_prefix=True)
+    assert head.copy_dtype == torch.float32
+    assert torch.equal(head.scores(hidden, whole, PackedRows()), reference.packed_scores(hidden, weight, None))
 
 
 def test_small_weights_go_to_the_plain_twin(kernel_calls):

@@ -35,8 +35,7 @@ class Selector:
 
     def prepare(self, head: DynamicLMHead) -> None:
         """Copy and compile what the head needs to score the policy's shortlists."""
-        if self.state.layout is not None:
-            head.prepare_blocks(self.state.layout)
+        head.prepare(self.state.layout)
 
     def restart(self) -> None:
         """Forget the text."""

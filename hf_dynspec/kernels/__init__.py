@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from . import cpu, cpu_best_rows, cpu_top_k, reference
-from .cpu import dense_scores, has_dense_kernel, prepare_kernels
+from .cpu import dense_scores, has_dense_kernel, has_packed_kernel, lossless_dtype, prepare_kernels
 from .cpu_best_rows import prepare_best_rows
 from .reference import (
     TILE_COLUMNS,
@@ -33,7 +33,10 @@ __all__ = [
     "block_scores_for",
     "dense_scores",
     "has_dense_kernel",
+    "has_packed_kernel",
+    "lossless_dtype",
     "packed_scores",
+    "packed_scores_for",
     "prepare_best_rows",
     "prepare_kernels",
     "replace_rows",
@@ -43,6 +46,11 @@ __all__ = [
     "top_k_ids",
     "top_k_ids_for",
 ]
+
+
+def packed_scores_for(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return the fastest implementation of `reference.packed_scores` for rows of a head, `[V, d]`."""
+    return cpu.packed_scores if has_packed_kernel(weight) else reference.packed_scores
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:

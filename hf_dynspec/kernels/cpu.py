@@ -128,6 +128,54 @@ def has_dense_kernel(weight: torch.Tensor) -> bool:
     )
 
 
+# Of a smaller head any rows are scored within microseconds, and compiling takes seconds.
+FEWEST_HEAD_ELEMENTS = 2**20
+# For more hidden states than these a matrix product takes less time; where processors multiply in 16 bits, sooner.
+_MOST_QUERIES = {torch.float32: 16, torch.bfloat16: 6, torch.float16: 6}
+# What is looked at at a time where numbers are compared: it fits the cache.
+_COMPARED_ELEMENTS = 2**18
+
+
+def has_packed_kernel(weight: torch.Tensor) -> bool:
+    """Whether `packed_scores` has a compiled kernel for rows of this head, `[V, d]`: contiguous on the CPU, not small.
+
+    Compiles it, which takes seconds, unless a process on this machine did so before.
+    """
+    is_large = weight.device.type == "cpu" and weight.is_contiguous() and weight.numel() >= FEWEST_HEAD_ELEMENTS
+    return is_large and _has_kernel(weight)
+
+
+def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`reference.packed_scores` for heads of which `has_packed_kernel` holds: compiled where that is faster, and then
+    summed and returned in fp32. The weight may be of 16 bits where the hidden states are of 32.
+
+    Args:
+        hidden: `[m, d]`.
+        weight: contiguous `[n, d]`.
+        bias: contiguous `[n]` of the weight's dtype, or None.
+    """
+    needs_gradients = hidden.requires_grad and torch.is_grad_enabled()
+    is_narrow = weight.dtype != hidden.dtype
+    if not needs_gradients and (is_narrow or hidden.shape[0] <= _MOST_QUERIES[weight.dtype]):
+        return _run(hidden, weight.unsqueeze(1), None, None if bias is None else bias.unsqueeze(1))
+    return reference.packed_scores(hidden, weight.to(hidden), None if bias is None else bias.to(hidden))
+
+
+def lossless_dtype(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
+    """The dtype of 16 bits in which fp32 tensors are exactly what they are, as those are that were loaded from a
+    checkpoint of that dtype; their own where there is none. Stops at the first number that says so."""
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            if all(one is None or _is_exact(one, dtype) for one in (weight, bias)):
+                return dtype
+    return weight.dtype
+
+
+def _is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    rows = max(1, _COMPARED_ELEMENTS // max(1, tensor[:1].numel()))
+    return all(torch.equal(some.to(dtype).to(some.dtype), some) for some in tensor.split(rows))
+
+
 def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`reference.packed_scores` without bias, compiled where `has_dense_kernel`. Gradients do not flow through it.
 

@@ -128,10 +128,10 @@ def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor,
     Args:
         packed: `[C, …]`.
         slots: int64 `[r]`, each below `C`.
-        table: `[V, …]`, of the same dtype and trailing shape.
+        table: `[V, …]`, of the same trailing shape; rounded to the dtype of `packed`.
         ids: int64 `[r]`, each below `V`.
     """
-    packed.index_copy_(0, slots, table.index_select(0, ids))
+    packed.index_copy_(0, slots, table.index_select(0, ids).to(packed.dtype))
 
 
 def argmax_rows(scores: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,13 +13,19 @@ from ..kernels import (
     block_scores_for,
     dense_scores,
     has_dense_kernel,
+    has_packed_kernel,
+    lossless_dtype,
     packed_scores,
+    packed_scores_for,
     prepare_kernels,
     replace_rows,
     scattered_scores_for,
 )
 from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
 from .parts import FORWARD_ERRORS, decoder_of, input_device, is_plain, projection_of, scale_and_cap
+
+# Rows that are copied at a time, so that a copy of another dtype takes no memory twice.
+_COPIED_ROWS = 4096
 
 
 class PackedRows:
@@ -42,7 +50,7 @@ class PackedRows:
             return
         changed = shortlist.replaced
         if changed is None or shortlist.version - 1 != self._version or shortlist.slots.shape[0] != self._capacity:
-            self._repack(head.weight, head.bias, head.rows_of(shortlist.slots))
+            self._repack(head, head.rows_of(shortlist.slots))
         else:
             rows = head.rows_of(shortlist.slots.index_select(0, changed))
             replace_rows(self._weight, changed, head.weight, rows)
@@ -51,18 +59,20 @@ class PackedRows:
         self._version = shortlist.version
         self._capacity = shortlist.slots.shape[0]
 
-    def _repack(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> None:
+    def _repack(self, head: "DynamicLMHead", rows: torch.Tensor) -> None:
         n = rows.shape[0]
         if self._weight is None or self._weight.shape[0] < n:
-            self._weight = weight.new_empty(n, weight.shape[1])
-            self._bias = None if bias is None else bias.new_empty(n)
-        torch.index_select(weight, 0, rows, out=self._weight[:n])
-        if bias is not None:
-            torch.index_select(bias, 0, rows, out=self._bias[:n])
+            self._weight = head.weight.new_empty(n, head.weight.shape[1], dtype=head.copy_dtype)
+            self._bias = None if head.bias is None else head.bias.new_empty(n, dtype=head.copy_dtype)
+        for first in range(0, n, _COPIED_ROWS):
+            some = rows[first : first + _COPIED_ROWS]
+            self._weight[first : first + some.shape[0]] = head.weight.index_select(0, some)
+        if head.bias is not None:
+            self._bias[:n] = head.bias.index_select(0, rows)
 
-    def scores(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+    def scores(self, head: "DynamicLMHead", hidden: torch.Tensor, width: int) -> torch.Tensor:
         """`[m, width]`: the scores of the leading packed rows."""
-        return packed_scores(hidden, self._weight[:width], None if self._bias is None else self._bias[:width])
+        return head.packed_scores(hidden, self._weight[:width], None if self._bias is None else self._bias[:width])
 
 
 class DynamicLMHead:
@@ -92,6 +102,7 @@ class DynamicLMHead:
         self.logit_scale = logit_scale
         self.soft_cap = soft_cap
         self._scattered_scores = scattered_scores_for(self.weight.device)
+        self._leading: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._block_scores = block_scores_for(self.weight.device)
         # The rows in the order of a layout, for as long as somebody has that layout.
         self._blocks: weakref.WeakKeyDictionary[BlockLayout, _Blocks] = weakref.WeakKeyDictionary()
@@ -130,8 +141,7 @@ class DynamicLMHead:
             return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.blocks, shortlist.rest)], dim=1)
         width = shortlist.width
         if shortlist.is_prefix:
-            bias = None if self.bias is None else self.bias[:width]
-            logits = packed_scores(hidden, self.weight[:width], bias)
+            logits = self.packed_scores(hidden, *self._leading_rows(width))
         elif isinstance(shortlist, BlockShortlist):
             held = self._held_blocks(shortlist.layout)
             logits = self._block_scores(hidden, held.weight, shortlist.blocks, held.bias)
@@ -142,7 +152,7 @@ class DynamicLMHead:
             logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
         else:
             rows.update(self, shortlist)
-            logits = rows.scores(hidden, width)
+            logits = rows.scores(self, hidden, width)
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
         return logits if occupied is None else torch.where(occupied, logits, -torch.inf)
@@ -184,12 +194,38 @@ class DynamicLMHead:
         # Sorted ids without repeats need no copy, whose gradients would take longer than the product's.
         return logits if torch.equal(wanted, token_ids) else logits[:, places]
 
-    def prepare_blocks(self, layout: BlockLayout) -> None:
-        """Copy the rows in the order of a layout and, on the CPU, compile what scores its blocks, which takes seconds
-        the first time on a machine."""
-        self._held_blocks(layout)
-        if self.device.type == "cpu":
-            prepare_kernels()
+    @cached_property
+    def packed_scores(self) -> Callable[..., torch.Tensor]:
+        """Scores copies of rows, as `reference.packed_scores`, by the fastest implementation for this head."""
+        return packed_scores_for(self.weight)
+
+    @cached_property
+    def copy_dtype(self) -> torch.dtype:
+        """The dtype of copies of rows: 16 bits for a head in fp32 on the CPU that is exactly the same in them, as one
+        that was loaded from such a checkpoint is. A draft step's scores take as long as reading the rows, and sums
+        are in fp32 either way."""
+        return lossless_dtype(self.weight, self.bias) if has_packed_kernel(self.weight) else self.weight.dtype
+
+    def prepare(self, layout: BlockLayout | None = None) -> None:
+        """Look at the rows, copy them in the order of a layout, where there is one, and, on the CPU, compile what
+        scores them, which takes seconds the first time on a machine."""
+        _ = self.copy_dtype
+        if layout is not None:
+            self._held_blocks(layout)
+            if self.device.type == "cpu":
+                prepare_kernels()
+
+    def _leading_rows(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the leading rows: where they lie, or in a copy of another dtype, made when so many rows
+        are first asked for."""
+        held = self.weight, self.bias
+        if self.copy_dtype != self.weight.dtype:
+            with self._lock:
+                if self._leading is None or self._leading[0].shape[0] < width:
+                    self._leading = tuple(None if one is None else one[:width].to(self.copy_dtype) for one in held)
+                held = self._leading
+        weight, bias = held
+        return weight[:width], None if bias is None else bias[:width]
 
     def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
         """The rows in the order of a layout, copied when the layout is first seen."""
@@ -199,7 +235,8 @@ class DynamicLMHead:
                 rows = self.rows_of(layout.token_ids)
                 bias = self.weight.new_zeros(rows.shape) if self.bias is None else self.bias[rows]
                 bias = torch.where(layout.is_token, bias, -torch.inf)
-                held = self._blocks[layout] = _Blocks(self.weight[rows], bias)
+                weight = self.weight[rows].to(self.copy_dtype)
+                held = self._blocks[layout] = _Blocks(weight, bias.to(self.copy_dtype))
             return held
 
     @property
