@@ -148,11 +148,15 @@ class CooccurrenceGraph(Storable):
         """
         is_known = (token_ids >= 0) & (token_ids < self.vocabulary_size)
         sources = token_ids.to(torch.int64).clamp(0, self.vocabulary_size - 1)
-        places = self.offsets[sources].unsqueeze(1) + torch.arange(count, device=self.offsets.device)
-        is_there = is_known.unsqueeze(1) & (places < self.offsets[sources + 1].unsqueeze(1))
-        places = places.clamp_max(self.edges - 1)
-        found = self.successors[places].to(torch.int64).masked_fill(~is_there, NO_SUCCESSOR)
-        return found, self.probabilities[places].masked_fill(~is_there, 0.0)
+        first, end = (self.offsets.index_select(0, rows).unsqueeze(1) for rows in (sources, sources + 1))
+        places = first + torch.arange(count, device=self.offsets.device)
+        is_absent = (places >= end) | ~is_known.unsqueeze(1)
+        # Selecting along a dimension takes a tenth of the time that indexing does on a CPU.
+        edges = places.clamp_max(self.edges - 1).flatten()
+        found, probabilities = (
+            tensor.index_select(0, edges).view_as(places) for tensor in (self.successors, self.probabilities)
+        )
+        return found.to(torch.int64).masked_fill(is_absent, NO_SUCCESSOR), probabilities.masked_fill(is_absent, 0.0)
 
     # What an artifact stores ----------------------------------------------------------------------------------------
 

@@ -157,12 +157,12 @@ class Retriever:
         if not chosen.numel():
             return []
         token_ids = event.token_ids.cpu()[chosen].numpy()
-        columns = (self._likely(event, chosen), self._probabilities(event, chosen), self._near(event, chosen))
-        found = []
-        for place, trigger, likely, probabilities, near in zip(chosen.tolist(), token_ids, *columns, strict=True):
-            following = self._following(trigger, likely, near)
-            found.append(Retrieved(event.start + place, int(trigger), likely, probabilities, near, following))
-        return found
+        likely, near = self._likely(event, chosen), self._near(event, chosen)
+        # Of all positions at once: a look at the graph costs more than what it finds.
+        following = self._following(np.concatenate([token_ids[:, None], likely, near], axis=1))
+        positions = (event.start + chosen).tolist()
+        columns = positions, token_ids.tolist(), likely, self._probabilities(event, chosen), near, following
+        return [Retrieved(*one) for one in zip(*columns, strict=True)]
 
     def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
         """The target's likeliest tokens at each of the chosen positions."""
@@ -183,13 +183,12 @@ class Retriever:
             return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].numpy()
         return _NO_IDS.repeat(chosen.shape[0], 0)
 
-    def _following(self, trigger: np.int64, *others: np.ndarray) -> np.ndarray:
-        """What follows tokens most often."""
+    def _following(self, asked: np.ndarray) -> np.ndarray:
+        """What follows the tokens of each position most often, for int64 `[n, k]`."""
         if self._graph is None:
-            return _NO_IDS[0]
-        asked = np.concatenate([[trigger], *others])
-        found, _ = self._graph.successors_of(torch.from_numpy(asked), self._successors)
-        return found.flatten().numpy()
+            return _NO_IDS.repeat(len(asked), 0)
+        found, _ = self._graph.successors_of(torch.from_numpy(asked).flatten(), self._successors)
+        return found.view(len(asked), -1).numpy()
 
     def _wanted(self, one: Retrieved) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens that may come in, in their order, and what they are worth: the likely ones their probability, and
