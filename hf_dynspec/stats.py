@@ -2,8 +2,10 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from math import inf, nextafter
 from typing import Any
 
 import torch
@@ -18,6 +20,24 @@ SECTIONS = (*DRAFT_SECTIONS, "verification")
 LAYER_SECTIONS = ("backbone", "verification")
 
 
+class Clock:
+    """Tells the time in seconds, each time more than before: what is measured is divided by, and a computer's clock
+    may say the same twice, where it is coarse or stands still. Not shared between threads.
+
+    Args:
+        now: what it goes by (None: `time.perf_counter`).
+    """
+
+    def __init__(self, now: Callable[[], float] | None = None):
+        self._now = now
+        self._last = -inf
+
+    def __call__(self) -> float:
+        now = time.perf_counter() if self._now is None else self._now()
+        self._last = max(now, nextafter(self._last, inf))
+        return self._last
+
+
 class Stopwatch:
     """Sums the seconds spent in named sections. Costs nothing where it is not enabled.
 
@@ -29,15 +49,16 @@ class Stopwatch:
     def __init__(self, enabled: bool, devices: tuple[torch.device, ...] = ()):
         self.enabled = enabled
         self.seconds = dict.fromkeys(SECTIONS, 0.0) if enabled else {}
+        self._clock = Clock()
         self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         # Tens of sections are entered in a round, and none within itself.
         self._sections = {name: _Section(self, name) for name in self.seconds}
 
     def now(self) -> float:
-        """The time in seconds after all work given to the devices is done."""
+        """The time in seconds after all work given to the devices is done, by a `Clock`."""
         for device in self._devices:
             torch.cuda.synchronize(device)
-        return time.perf_counter()
+        return self._clock()
 
     def section(self, name: str) -> AbstractContextManager:
         """Charge the enclosed work to a section, which is not in one of the same name."""

@@ -25,6 +25,28 @@ if __name__ == "__main__":
 """
 
 
+# With a rest after each unit, so that a command does not end while whoever is to stop it is held up.
+REST = """
+import time
+from hf_dynspec.build.bigram_counts import BigramCounts
+from hf_dynspec.build.frequency import Tally
+
+def resting(add):
+    return lambda *arguments: (add(*arguments), time.sleep(SECONDS))[0]
+
+if __name__ == "__main__":
+    BigramCounts.add, Tally.add = resting(BigramCounts.add), resting(Tally.add)
+"""
+RUN_SLOWLY = REST.replace("SECONDS", "1.0") + RUN_WITH_SMALL_UNITS
+# For few units, which are large.
+RUN_VERY_SLOWLY = f"""{REST.replace("SECONDS", "60.0")}
+from hf_dynspec.commands import main
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 def start(script: str, *arguments: object) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
@@ -43,8 +65,8 @@ def stop_when(is_time: Callable[[], bool], process: subprocess.Popen, how: signa
         time.sleep(0.01)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(how)
-    _, messages = process.communicate(timeout=30)
+    _, messages = process.communicate(timeout=600)
     assert process.returncode != 0, "the command ended before it could be stopped; give it more to do"
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive, "processes outlived the command"
     return messages

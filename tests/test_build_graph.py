@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stopped_commands import RUN_WITH_SMALL_UNITS, start, stop_when
+from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -418,12 +418,12 @@ def test_a_stopped_command_continues_and_ends_with_the_same_graph(tokenizer, tok
     arguments = ["build", "graph", "--tokenizer", tokenizer_folder, "--text", tmp_path / "text"]
     arguments += ["--out", tmp_path / "out", "--processes", 2]
     partial = tmp_path / "out" / "partial"
-    said = stop_between_units(start(RUN_WITH_SMALL_UNITS, *arguments), partial, signal.SIGINT)
+    said = stop_between_units(start(RUN_SLOWLY, *arguments), partial, signal.SIGINT)
     assert f"parts are kept in {partial}; run the same command again to go on" in said
     assert "Traceback" not in said
-    stop_between_units(start(RUN_WITH_SMALL_UNITS, *arguments), partial, signal.SIGKILL)
+    stop_between_units(start(RUN_SLOWLY, *arguments), partial, signal.SIGKILL)
     process = start(RUN_WITH_SMALL_UNITS, *arguments, "--minimum-count", 3)
-    _, messages = process.communicate(timeout=90)
+    _, messages = process.communicate(timeout=600)
     assert process.returncode == 0, messages
     assert "continuing: " in messages
     graph, fingerprint = read_graph(tmp_path / "out")
@@ -713,7 +713,7 @@ def test_several_machines_build_the_same_graph(tokenizer_folder, tmp_path):
         [*launch, *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
     )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import get_type_hints
@@ -23,6 +24,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from stopped_commands import RUN_VERY_SLOWLY
 from typer.testing import CliRunner
 
 import hf_dynspec
@@ -69,10 +71,10 @@ def train(folder: Path, out: Path, *words: object) -> list[str]:
     return list(map(str, ["train", "router", *models, *sizes.split(), "--out", out, *words]))
 
 
-def start(*words: object) -> subprocess.Popen:
+def start(*words: object, program: Sequence[str] = ("-m", "hf_dynspec.commands")) -> subprocess.Popen:
     """The real command, in a process group of its own, as a terminal has it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "hf_dynspec.commands", *map(str, words)],
+        [sys.executable, *program, *map(str, words)],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
@@ -82,7 +84,7 @@ def start(*words: object) -> subprocess.Popen:
     )
 
 
-def run(*words: object, timeout: float = 120) -> tuple[int, str, list[str]]:
+def run(*words: object, timeout: float = 600) -> tuple[int, str, list[str]]:
     """The status of the real command, its output and the lines of its errors."""
     process = start(*words)
     output, errors = process.communicate(timeout=timeout)
@@ -264,13 +266,13 @@ def test_the_version_is_told():
 
 def interrupt_when(process: subprocess.Popen, is_time) -> tuple[int, str, list[str]]:
     """Press Ctrl-C as soon as something holds: the whole group of processes hears it."""
-    end = time.monotonic() + 90
+    end = time.monotonic() + 600
     while not is_time():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert "Traceback" not in output + errors
     return process.returncode, output, errors.splitlines()
 
@@ -312,7 +314,8 @@ def test_interrupted_counts_are_kept_and_the_same_command_ends_them(folder, tmp_
     out = tmp_path / "ranking"
     words = ["build", "frequency", "--tokenizer", folder / "target", "--out", out, "--save-every", 0, "--processes", 2]
     words += ["--text", *sorted(folder.glob("texts-*.jsonl"))]
-    status, _, errors = interrupt_when(start(*words), (out / "partial" / "counts.npz").exists)
+    slowly = start(*words, program=("-c", RUN_VERY_SLOWLY))
+    status, _, errors = interrupt_when(slowly, (out / "partial" / "counts.npz").exists)
     assert status == 130
     kept = rf"interrupted: the counts of \d+ of 4 parts are kept in {out}/partial; run the same command again to go on"
     assert re.fullmatch(kept, errors[-1])

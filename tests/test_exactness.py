@@ -158,7 +158,7 @@ def test_two_threads_on_one_assistant(name, target, drafter):
     switched: set[int] = set()
 
     def run(half: int) -> list[torch.Tensor]:
-        together.wait(timeout=60)
+        together.wait(timeout=600)
         outputs = []
         for input_ids in prompts[half::2]:
             switched.add(threading.get_ident())
@@ -166,7 +166,7 @@ def test_two_threads_on_one_assistant(name, target, drafter):
         return outputs
 
     with ThreadPoolExecutor(2) as pool:
-        halves = list(pool.map(run, range(2), timeout=200))
+        halves = list(pool.map(run, range(2), timeout=600))
     assert len(switched) == 2
     for half, outputs in enumerate(halves):
         for output, own in zip(outputs, expected[half::2], strict=True):

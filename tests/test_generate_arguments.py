@@ -201,7 +201,7 @@ def test_streamed_text(skip_prompt, assistant, target, capsys):
     for one in (assistant, None):
         generate(target, one, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt))
         texts.append(capsys.readouterr().out)
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=120)
         generate(target, one, streamer=streamer)
         assert "".join(streamer).split() == texts[-1].split()
     assert texts[0] == texts[1] and len(texts[0].split()) >= 24

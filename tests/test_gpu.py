@@ -125,7 +125,7 @@ def test_two_threads_on_one_assistant(drafter, pairs):
             return found
 
     with ThreadPoolExecutor(2) as pool:
-        halves = list(pool.map(run, range(2), timeout=200))
+        halves = list(pool.map(run, range(2), timeout=600))
     for half, outputs in enumerate(halves):
         for output, own in zip(outputs, expected[half::2], strict=True):
             assert torch.equal(output, own)

@@ -128,7 +128,7 @@ def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     script.write_text(textwrap.dedent(code))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 # --- On a command line ---

@@ -67,8 +67,10 @@ def test_it_shows_what_shortlists_are_for_and_no_library_warns():
     assert float(real[1]) > float(real[2]) > 0
     (closing,) = filter(None, map(CLOSING.match, run.stdout.splitlines()))
     for shown, other in zip(closing.groups(), ("full", "transformers' assisted", "plain generate"), strict=True):
-        # Speeds in the table are rounded to whole tokens per second.
-        assert float(shown) == pytest.approx(float(table["hybrid"]["speed"]) / float(table[other]["speed"]), rel=0.2)
+        # Speeds in the table are rounded to whole tokens per second, and on a busy machine there are few.
+        speed, others = float(table["hybrid"]["speed"]), float(table[other]["speed"])
+        assert (speed - 0.5) / (others + 0.5) - 0.051 <= float(shown)
+        assert others < 1 or float(shown) <= (speed + 0.5) / (others - 0.5) + 0.051
     named = re.findall(r"^  ((?:docs|model_cards)?/?[\w-]+\.md)  ", run.stdout, re.MULTILINE)
     assert len(named) == 4 and all((ROOT / name).is_file() for name in named)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -312,21 +313,31 @@ def test_neighbours_are_exact_and_computed_once():
 # The thread ------------------------------------------------------------------------------------------------------
 
 
+# Seconds until something is taken to hang: many, as other work on the machine may hold it up.
+PATIENCE = 120
+
+
 def threads() -> int:
     return sum("hf_dynspec retrieval" in one.name for one in threading.enumerate())
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert holds()
+
+
 def test_a_slow_answer_delays_no_round():
     worker, release = Worker(is_synchronous=False), threading.Event()
-    worker.give(lambda: release.wait(5) and "late")
+    worker.give(lambda: release.wait(PATIENCE) and "late")
     worker.give(lambda: "next")
-    start = time.perf_counter()
-    assert worker.take() == [] and time.perf_counter() - start < 1
+    # Whoever waited for it would find it.
+    assert worker.take() == []
     release.set()
-    deadline = time.perf_counter() + 5
     taken = []
-    while len(taken) < 2 and time.perf_counter() < deadline:
-        taken += worker.take()
+    wait_until(lambda: taken.extend(worker.take()) or len(taken) == 2)
     assert taken == ["late", "next"]
     worker.close()
     assert threads() == 0
@@ -345,27 +356,25 @@ def test_what_a_job_raises_is_raised_when_it_is_taken():
 def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous):
     worker, has_begun, release = Worker(is_synchronous), threading.Event(), threading.Event()
     if not is_synchronous:
-        worker.give(lambda: has_begun.set() or (release.wait(20) and "begun"))
+        worker.give(lambda: has_begun.set() or (release.wait(PATIENCE) and "begun"))
         worker.give(lambda: "not begun")
-        assert has_begun.wait(20)
-        threading.Timer(0.1, release.set).start()
+        assert has_begun.wait(PATIENCE)
+        _, _, (_, _, is_ending), _ = worker._ending.peek()
+        threading.Thread(target=lambda: is_ending.wait(PATIENCE) and release.set(), daemon=True).start()
     worker.close()
     worker.give(lambda: "too late")
     worker.wait()
     assert worker.take() == ([] if is_synchronous else ["begun"])
     finishing = threading.Thread(target=worker.finish, daemon=True)
     finishing.start()
-    finishing.join(20)
+    finishing.join(PATIENCE)
     assert not finishing.is_alive() and worker.take_work().late_rounds == 0
 
 
 def test_a_worker_that_is_closed_by_its_own_thread_ends():
     worker = Worker(is_synchronous=False)
     worker.give(worker.close)
-    deadline = time.perf_counter() + 5
-    while threads() and time.perf_counter() < deadline:
-        time.sleep(0.01)
-    assert threads() == 0
+    wait_until(lambda: threads() == 0)
 
 
 def multiply_for(seconds: float) -> None:
@@ -375,16 +384,15 @@ def multiply_for(seconds: float) -> None:
         matrix @ matrix
 
 
-def test_time_that_the_generating_thread_does_not_spend_is_hidden():
+def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch):
+    # What holds up the machine is no time of this thread.
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
     hidden, exposed, release = Worker(is_synchronous=False), Worker(is_synchronous=True), threading.Event()
-    hidden.give(lambda: release.wait(20) and multiply_for(0.2))
+    hidden.give(lambda: release.wait(PATIENCE) and multiply_for(0.2))
     assert hidden.take() == []
     release.set()
-    deadline = time.perf_counter() + 20
-    taken = []
-    while not taken and time.perf_counter() < deadline:
-        time.sleep(0.05)
-        taken = hidden.take()
+    wait_until(lambda: not hidden._done.empty())
+    assert hidden.take() == [None]
     work = hidden.take_work()
     assert work.jobs == 1 and work.seconds >= 0.2 and work.exposed_seconds < 0.1 and work.hidden_share > 0.5
     assert work.late_rounds >= 1
@@ -398,12 +406,23 @@ def test_time_that_the_generating_thread_does_not_spend_is_hidden():
     hidden.close()
 
 
-def test_waiting_for_the_thread_is_not_hidden():
-    worker = Worker(is_synchronous=False)
-    worker.give(lambda: multiply_for(0.1))
+def test_waiting_for_the_thread_is_not_hidden(monkeypatch):
+    worker, is_waited_for, now = Worker(is_synchronous=False), threading.Event(), [0.0]
+
+    def take_long() -> None:
+        assert is_waited_for.wait(PATIENCE)
+        now[0] += 10.0
+
+    def read() -> float:
+        said = now[0]
+        is_waited_for.set()
+        return said
+
+    worker.give(take_long)
+    monkeypatch.setattr(time, "perf_counter", read)
     worker.finish()
     work = worker.take_work()
-    assert work.jobs == 1 and work.exposed_seconds > 0.05 and work.late_rounds == 0
+    assert work.jobs == 1 and work.exposed_seconds >= 10.0 and work.late_rounds == 0
     worker.close()
 
 
@@ -411,9 +430,7 @@ def test_what_is_retrieved_while_the_drafter_reads_is_used_in_the_same_round():
     state = policy(likely=1, synchronous=False).start(vocabulary())
     state.observe(verdict([90], top_ids=[[100]]))
     state.begin_round()
-    deadline = time.perf_counter() + 5
-    while state._worker._done.empty() and time.perf_counter() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: not state._worker._done.empty())
     asked = (torch.tensor([0]), torch.zeros(1, 16))
     assert {90, 100} <= set(state.select(0, *asked).ids().tolist())
     # Within a round nothing changes any more.
@@ -456,7 +473,7 @@ state.observe_prompt(Prompt(torch.arange(9), 0))
     paths = [Path(__file__).parent, Path(__file__).parents[1]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
@@ -486,10 +503,7 @@ def test_sessions_leave_no_threads():
     assert threads() == 1
     del state
     gc.collect()
-    deadline = time.perf_counter() + 5
-    while threads() and time.perf_counter() < deadline:
-        time.sleep(0.01)
-    assert threads() == 0
+    wait_until(lambda: threads() == 0)
 
 
 @pytest.mark.parametrize("synchronous", [True, False])

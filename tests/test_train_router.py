@@ -650,7 +650,7 @@ def test_several_processes_train_the_same_router(folder, tmp_path, mode):
         [*launch, str(tmp_path / "command.py"), *words_for(folder, tmp_path / "two", *mode)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
@@ -792,7 +792,7 @@ def test_what_is_said_while_a_bar_stands_on_a_terminal_has_lines_of_its_own(fold
         while part := os.read(control, 65536):
             shown += part
     os.close(control)
-    assert process.wait(timeout=60) == 0, shown.decode()
+    assert process.wait(timeout=600) == 0, shown.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     # The bar's line is left by a carriage return, and erased.
     said = [line for line in re.split(r"[\r\n]+", plain) if "batch 10 of at most" in line]

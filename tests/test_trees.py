@@ -467,11 +467,11 @@ def test_two_threads_on_one_assistant(target, drafter):
     together = threading.Barrier(2)
 
     def run(half: int) -> list[torch.Tensor]:
-        together.wait(timeout=30)
+        together.wait(timeout=600)
         return [generate(target, assistant, input_ids) for input_ids in prompts[half::2]]
 
     with ThreadPoolExecutor(2) as pool:
-        for half, outputs in enumerate(pool.map(run, range(2), timeout=60)):
+        for half, outputs in enumerate(pool.map(run, range(2), timeout=600)):
             for output, own in zip(outputs, expected[half::2], strict=True):
                 assert torch.equal(output, own)
     alone = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target, tree=SHAPE)

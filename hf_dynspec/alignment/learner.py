@@ -163,7 +163,8 @@ class Learner:
             if before is None or learnt is None:
                 return None
             self._scored = {trajectory: learnt}
-            return float(before.acceptance()), float(learnt.acceptance())
+            scores = before.acceptance(), learnt.acceptance()
+            return None if None in scores else scores
 
     @contextmanager
     def _unlearnt(self) -> Iterator[None]:

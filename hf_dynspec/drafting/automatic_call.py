@@ -1,10 +1,10 @@
 """The rounds of one call under automatic drafting, and what is kept of them for the next call."""
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from ..stats import Clock
 from .automatic import AutomaticDrafting
 from .draft_shapes import ALONE, DraftShape, shapes_of
 from .early_ends import EarlyEnd
@@ -19,13 +19,13 @@ class AutomaticCall:
 
     Args:
         drafting: what was learnt, and is learnt on.
-        clock: tells the time in seconds.
+        now: what its clock goes by, see `Clock`.
     """
 
-    def __init__(self, drafting: AutomaticDrafting, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, drafting: AutomaticDrafting, now: Callable[[], float] | None = None):
         self._drafting = drafting
-        drafting.begin_call(clock())
-        self._clock = clock
+        self._clock = Clock(now)
+        drafting.begin_call(self._clock())
         # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, when it
         # began, whether it reads no more than rounds do, and how many tokens were accepted in it, None until that is
         # known.

@@ -27,12 +27,14 @@ class RoundCosts:
 
     def of_verification(self, rows: int) -> float:
         """Seconds of a forward of the target over `rows` tokens: along straight lines between the measured ones, and
-        along the last of them beyond."""
+        along the last of them beyond, unless that falls."""
         if len(self.verified_rows) == 1:
             return self.verification[0]
         right = min(max(bisect_left(self.verified_rows, rows), 1), len(self.verified_rows) - 1)
         fewer, more = self.verified_rows[right - 1 : right + 1]
         seconds, seconds_of_more = self.verification[right - 1 : right + 1]
+        if rows > more and seconds_of_more < seconds:
+            return seconds_of_more
         return seconds + (seconds_of_more - seconds) * (rows - fewer) / (more - fewer)
 
     def of_round(self, steps: int, candidates: int | None = None) -> float:

@@ -135,7 +135,7 @@ class GenerateCall(Call):
         if self._stopwatch.enabled:
             elapsed = self._stopwatch.now() - self._start
             self._stats.seconds = dict(self._stopwatch.seconds)
-            self._stats.seconds["other"] = elapsed - sum(self._stopwatch.seconds.values())
+            self._stats.seconds["other"] = max(0.0, elapsed - sum(self._stopwatch.seconds.values()))
         config = self._assistant.generation_config
         if config.num_assistant_tokens_schedule == "heuristic" and config.num_assistant_tokens != AUTO:
             config.num_assistant_tokens = self._drafting.num_assistant_tokens

@@ -54,7 +54,7 @@ def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: O
         From 0 to 1. None where the trajectory has nothing that could be scored.
     """
     horizon = unroll(drafter, trajectory, settings)
-    return None if horizon is None else float(horizon.acceptance())
+    return None if horizon is None else horizon.acceptance()
 
 
 @torch.no_grad()

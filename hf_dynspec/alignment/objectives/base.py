@@ -119,8 +119,11 @@ class Horizon:
         entropy = torch.special.entr(target).sum(-1)
         return -(target * self.draft_log_probabilities(support, temperature)).sum(-1) - entropy
 
-    def acceptance(self) -> torch.Tensor:
-        """Scalar: the mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request."""
+    def acceptance(self) -> float | None:
+        """The mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request. None where the
+        request had no shortlist, as nothing was drafted for it."""
+        if not bool(self.could_be_drafted.any()):
+            return None
         temperature = max(self.temperature, _COLDEST)
         # Were the kept ids to sum to 1, drafts that are too sharp would seem better than they are.
         log_target = self.target_logits / temperature - self.target_log_normalisers[:, None]
@@ -130,7 +133,7 @@ class Horizon:
         draft = logits.softmax(-1).gather(1, self.kept)
         # Where the draft cannot propose, the target's is 0 here.
         accepted = torch.minimum(target, draft).sum(-1)
-        return torch.cat([accepted[step] for step in self.steps]).mean()
+        return float(torch.cat([accepted[step] for step in self.steps]).mean())
 
     def passes_gate(self, settings: ObjectiveSettings) -> torch.Tensor:
         """bool `[d]`: which drafts are worth learning from, by their first step: algorithm 1, lines 22 to 24."""

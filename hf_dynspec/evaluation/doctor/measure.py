@@ -270,11 +270,11 @@ class _Measurement:
         """Forwards, then calls after a warm-up, then where the time goes."""
         began, worked = time.monotonic(), time.thread_time()
         self._measure()
-        waiting = 1 - (time.thread_time() - worked) / (time.monotonic() - began)
-        if self._target.device.type == "cpu" and waiting > _MUCH_WAITING:
+        seconds, work = time.monotonic() - began, time.thread_time() - worked
+        if self._target.device.type == "cpu" and work < (1 - _MUCH_WAITING) * seconds:
             self._diagnosis.notes.append(
-                f"{waiting:.0%} of the time went to something else that runs on this computer, so all of this is "
-                "rough. Ask again when nothing else runs."
+                f"{1 - work / seconds:.0%} of the time went to something else that runs on this computer, so all of "
+                "this is rough. Ask again when nothing else runs."
             )
         self._tell("done")
 

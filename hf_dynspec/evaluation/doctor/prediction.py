@@ -126,7 +126,9 @@ def pace_of(calls: Sequence[TimedCall], steps: int = 0, drafts_at_once: bool = F
     rounds = rounds or [call.seconds / len(call.ends) for call in calls]
     longest = _LONGEST_ROUND * median(rounds)
     seconds = fmean(one for one in rounds if one <= longest)
-    return Pace(seconds, fmean(_start(call, seconds) for call in calls))
+    # A start holds the first round, however short what followed it was.
+    start = max(fmean(call.ends[0] for call in calls), fmean(_start(call, seconds) for call in calls))
+    return Pace(seconds, start)
 
 
 def _steady_rounds(call: TimedCall, steps: int, drafts_at_once: bool) -> list[float]:
