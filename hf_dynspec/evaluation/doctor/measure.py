@@ -336,8 +336,9 @@ class _Measurement:
         finally:
             way.assistant.profile = False
         few, many = counted
-        # The text ended, or the first call was held up for longer than the second has to take.
-        if many.rounds <= few.rounds or sum(many.seconds.values()) <= sum(few.seconds.values()):
+        # The text ended, or something of the first call was held up for longer than the second has to take.
+        was_held_up = any(many.seconds.get(name, 0.0) < seconds for name, seconds in few.seconds.items())
+        if many.rounds <= few.rounds or was_held_up:
             few = DraftingStatistics()
         rounds = many.rounds - few.rounds
         seconds = {name: value - few.seconds.get(name, 0.0) for name, value in many.seconds.items()}
