@@ -64,11 +64,15 @@ class PackedRows:
         if self._weight is None or self._weight.shape[0] < n:
             self._weight = head.weight.new_empty(n, head.weight.shape[1], dtype=head.copy_dtype)
             self._bias = None if head.bias is None else head.bias.new_empty(n, dtype=head.copy_dtype)
-        for first in range(0, n, _COPIED_ROWS):
-            some = rows[first : first + _COPIED_ROWS]
-            self._weight[first : first + some.shape[0]] = head.weight.index_select(0, some)
-        if head.bias is not None:
-            self._bias[:n] = head.bias.index_select(0, rows)
+        for tensor, packed in ((head.weight, self._weight), (head.bias, self._bias)):
+            if tensor is None:
+                continue
+            if packed.dtype == tensor.dtype:
+                torch.index_select(tensor, 0, rows, out=packed[:n])
+                continue
+            for first in range(0, n, _COPIED_ROWS):
+                some = rows[first : first + _COPIED_ROWS]
+                packed[first : first + some.shape[0]] = tensor.index_select(0, some)
 
     def scores(self, head: "DynamicLMHead", hidden: torch.Tensor, width: int) -> torch.Tensor:
         """`[m, width]`: the scores of the leading packed rows."""
