@@ -31,6 +31,7 @@ from hf_dynspec.build.ranking import vocabulary_size
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.shortlists import CooccurrenceGraph
+from hf_dynspec.shortlists.retrieval.graph import WantedSuccessors
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -442,23 +443,29 @@ def small_graph() -> CooccurrenceGraph:
     )
 
 
+def wanted_successors(count: int, *wanted: int) -> WantedSuccessors:
+    """Of the small graph, over a vocabulary of 2 tokens: the graph knows more."""
+    return WantedSuccessors(small_graph(), count, np.isin(np.arange(3), wanted))
+
+
 def test_successors_are_looked_up_for_many_tokens_at_once():
-    ids, probabilities = small_graph().successors_of(torch.tensor([2, 0, 1, 0, 4, 99, -1]), 2)
-    assert ids.dtype == torch.int64 and probabilities.dtype == torch.float32
-    assert ids.tolist() == [[0, -1], [2, 1], [-1, -1], [2, 1], [-1, -1], [-1, -1], [-1, -1]]
-    assert probabilities.tolist() == [[1, 0], [0.5, 0.25], [0, 0], [0.5, 0.25], [0, 0], [0, 0], [0, 0]]
-    ids, _ = small_graph().successors_of(torch.tensor([], dtype=torch.int32), 3)
-    assert ids.shape == (0, 3)
-    assert small_graph().successors_of(torch.tensor([0]), 1)[0].tolist() == [[2]]
-    assert small_graph().successors_of(torch.tensor([0]), 0)[0].shape == (1, 0)
+    asked = np.array([2, 0, 1, 0, 4, 99, -1])
+    ids, counts = WantedSuccessors(small_graph(), 2, np.ones(5, dtype=bool)).of(asked)
+    assert (ids.dtype, counts.dtype) == (np.int64, np.int64)
+    assert (ids.tolist(), counts.tolist()) == ([0, 2, 1, 2, 1], [1, 2, 0, 2, 0, 0, 0])
+    ids, counts = WantedSuccessors(small_graph(), 1, np.ones(5, dtype=bool)).of(asked)
+    assert (ids.tolist(), counts.tolist()) == ([0, 2, 2], [1, 1, 0, 1, 0, 0, 0])
+    ids, counts = WantedSuccessors(small_graph(), 2, np.ones(5, dtype=bool)).of(asked[:0])
+    assert (ids.tolist(), counts.tolist()) == ([], [])
 
 
-def test_looking_up_reads_nothing_back():
-    """On a device without values, whatever waits for one fails."""
-    graph = small_graph().to("meta")
-    ids, probabilities = graph.successors_of(torch.tensor([0, 1], device="meta"), 5)
-    assert ids.shape == probabilities.shape == (2, 5)
-    assert small_graph().to("cpu").vocabulary_size == 4
+def test_only_successors_that_may_come_in_are_found():
+    """What is unwanted takes a place among the likeliest all the same; ids past the vocabulary are never wanted."""
+    asked = np.array([0, 2, 3])
+    assert [one.tolist() for one in wanted_successors(2, 1).of(asked)] == [[1], [1, 0, 0]]
+    assert [one.tolist() for one in wanted_successors(1, 1).of(asked)] == [[], [0, 0, 0]]
+    assert [one.tolist() for one in wanted_successors(2, 0).of(asked)] == [[0], [0, 1, 0]]
+    assert [one.tolist() for one in wanted_successors(2).of(asked)] == [[], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from hf_dynspec.evaluation.trace.report import SCHEMA_VERSION, shown_lines, show
 from hf_dynspec.evaluation.trace.result import WAYS, Trace
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.evaluation.trace.timeline import COLORS, median_round
-from hf_dynspec.protocol import Verdict
+from hf_dynspec.protocol import Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistPolicy
 from hf_dynspec.shortlists.retrieval import index, retriever
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
@@ -162,8 +162,10 @@ def require_consistent(trace: Trace) -> None:
 def test_what_was_retrieved_is_told_by_its_way(pairs):
     target, _ = pairs["independent"]
     graph = successor_graph()
-    policy = retrieval(trigger="oov", semantic="token", neighbours=3, graph=graph, successors=2)
+    policy = retrieval(trigger="oov", semantic="token", neighbours=3, graph=graph, successors=2, displaceable=0)
     trace = traced(pairs["independent"], policy)
+    vocabulary = VocabularyInfo(VOCABULARY, (target.generation_config.eos_token_id,), torch.device("cpu"))
+    core = set(policy.core_ids(vocabulary).tolist())
     rows = target.get_output_embeddings().weight.detach()
     plain = target.generate(
         prompt(), max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -173,6 +175,7 @@ def test_what_was_retrieved_is_told_by_its_way(pairs):
     assert {event.position for event in trace.events if not event.in_prompt} == {
         token.position for token in trace.tokens if token.out_of_vocabulary
     }
+    held: set[int] = set()
     for event in trace.triggers:
         place = event.position - prompt().shape[1]
         assert event.token_id == trace.tokens[place].token_id
@@ -180,9 +183,13 @@ def test_what_was_retrieved_is_told_by_its_way(pairs):
         assert set(event.found["likely"]) == set(plain.logits[place][0].topk(6).indices.tolist())
         near = TokenNeighbours(rows, 3).of(torch.tensor([event.token_id]))[0].tolist()
         assert event.found["near"] == near
+        # Two of each, see the graph; what the core holds need not come in.
         seeds = torch.tensor([event.token_id, *event.found["likely"], *near])
-        assert set(event.found["following"]) == set(graph.successors_of(seeds, 2)[0].flatten().tolist())
+        following = set(graph.successors.view(-1, 2)[seeds].flatten().tolist())
+        assert set(event.found["following"]) == following - core
+        held |= following & core
         assert event.context.endswith("".join(token.text for token in trace.tokens[max(0, place - 3) : place]))
+    assert held
     assert {way for entry in trace.entries for way in entry.ways} == {"text", "likely", "near", "following"}
     assert all(entry.event is not None for entry in trace.entries)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .cache import TokenCache
-from .graph import CooccurrenceGraph
+from .graph import WantedSuccessors
 from .index import SemanticIndex
 from .neighbours import TokenNeighbours
 
@@ -51,7 +51,7 @@ class Retrieved:
         likely: int64 `[n]`: what the target found most probable there.
         probabilities: fp32 `[n]`: of these among each other; `[0]` where nobody asked.
         near: int64 `[m]`: what the index or the table of neighbours has near to it.
-        following: int64 `[l]`: what most often follows all of these, with repeats, and `NO_TOKEN` where there is none.
+        following: int64 `[l]`: of what most often follows all of these, with repeats, what may come in.
     """
 
     position: int
@@ -103,8 +103,7 @@ class Retriever:
         semantic: what finds tokens that are near: an index asked with hidden states, a table asked with tokens, or
             None where the target's own likeliest tokens are all.
         neighbours: how many tokens of an index.
-        graph: what finds tokens that follow (None: nothing).
-        successors: how many follow each of the others.
+        successors: what finds tokens that follow (None: nothing).
         listener: is told what is retrieved (None: nobody).
     """
 
@@ -114,8 +113,7 @@ class Retriever:
         is_wanted: torch.Tensor,
         semantic: SemanticIndex | TokenNeighbours | None,
         neighbours: int,
-        graph: CooccurrenceGraph | None,
-        successors: int,
+        successors: WantedSuccessors | None,
         listener: RetrievalListener | None = None,
     ):
         self._cache = cache
@@ -123,7 +121,6 @@ class Retriever:
         self._is_wanted = is_wanted.numpy()
         self._semantic = semantic
         self._neighbours = neighbours
-        self._graph = graph
         self._successors = successors
         self._listener = listener
 
@@ -158,7 +155,7 @@ class Retriever:
             return []
         token_ids = event.token_ids.cpu()[chosen].numpy()
         likely, near = self._likely(event, chosen), self._near(event, chosen)
-        # Of all positions at once: a look at the graph costs more than what it finds.
+        # Of all positions at once: a look-up costs more than what it finds.
         following = self._following(np.concatenate([token_ids[:, None], likely, near], axis=1))
         positions = (event.start + chosen).tolist()
         columns = positions, token_ids.tolist(), likely, self._probabilities(event, chosen), near, following
@@ -183,12 +180,12 @@ class Retriever:
             return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].numpy()
         return _NO_IDS.repeat(chosen.shape[0], 0)
 
-    def _following(self, asked: np.ndarray) -> np.ndarray:
-        """What follows the tokens of each position most often, for int64 `[n, k]`."""
-        if self._graph is None:
-            return _NO_IDS.repeat(len(asked), 0)
-        found, _ = self._graph.successors_of(torch.from_numpy(asked).flatten(), self._successors)
-        return found.view(len(asked), -1).numpy()
+    def _following(self, asked: np.ndarray) -> list[np.ndarray]:
+        """What follows the tokens of each position most often, and may come in, for int64 `[n, k]`."""
+        if self._successors is None:
+            return [_NO_IDS[0]] * len(asked)
+        found, counts = self._successors.of(asked.ravel())
+        return np.split(found, counts.reshape(asked.shape).sum(1).cumsum()[:-1])
 
     def _wanted(self, one: Retrieved) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens that may come in, in their order, and what they are worth: the likely ones their probability, and
