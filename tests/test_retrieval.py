@@ -321,6 +321,16 @@ def threads() -> int:
     return sum("hf_dynspec retrieval" in one.name for one in threading.enumerate())
 
 
+def run_script(script: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, which has to end well."""
+    paths = [Path(__file__).parent, Path(__file__).parents[1]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **(variables or {})}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + PATIENCE
@@ -456,6 +466,35 @@ def test_an_error_in_the_thread_ends_the_call_and_leaves_no_thread(monkeypatch):
     assert threads() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads of a process as Linux tells them")
+def test_operations_in_the_thread_bring_no_threads_of_their_own():
+    """They and those of the thread that generates would be more than cores, and OpenMP then lets all of them sleep."""
+    script = """
+import os
+import torch
+from hf_dynspec.shortlists.retrieval.worker import Worker
+torch.set_num_threads(2)
+numbers = torch.randn(2000, 2000)
+
+def operate():
+    for result in (numbers + 1, numbers.exp(), numbers @ numbers, numbers[torch.arange(500)], numbers.softmax(-1)):
+        del result
+    return threads()
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+operate()
+before, worker = threads(), Worker(is_synchronous=False)
+worker.give(operate)
+worker.wait()
+print(before, *worker.take(), torch.get_num_threads())
+"""
+    done = run_script(script, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"})
+    before, within, threads_of_torch = map(int, done.stdout.split())
+    assert within == before + 1 and threads_of_torch == 2
+
+
 def test_a_process_with_a_live_session_exits():
     script = """
 import torch
@@ -470,11 +509,7 @@ for one in (assistant, conversation):
 state = policy.start(assistant.take_session((2,)).vocabulary)
 state.observe_prompt(Prompt(torch.arange(9), 0))
 """
-    paths = [Path(__file__).parent, Path(__file__).parents[1]]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    run_script(script)
 
 
 def test_synchronous_runs_are_the_same():

@@ -2,7 +2,7 @@
 replacement cache (ARC).
 
 All live on the CPU and hold a few hundred plain numbers. What they hold lies in slots that keep their place, so that
-a packed copy of the head's rows changes only where a token was evicted for another.
+a packed copy of the head's rows changes only where a token was evicted for another. They are filled in their order.
 """
 
 from abc import ABC, abstractmethod

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,7 +17,7 @@ from ..base import ShortlistPolicy, ShortlistState
 from ..frequency import FrequencyShortlist
 from ..registry import read_stored_policy
 from .cache import CACHES
-from .graph import CooccurrenceGraph
+from .graph import CooccurrenceGraph, WantedSuccessors
 from .index import SemanticIndex
 from .neighbours import TokenNeighbours
 from .retriever import NO_TOKEN, RetrievalEvent, RetrievalListener, Retriever
@@ -134,6 +134,8 @@ class RetrievalShortlist(ShortlistPolicy):
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
         self._made_of: tuple[StorageWeakRef, int, int, torch.Size] | None = None
+        # What the graph leads to, and which tokens may come in of which it was made.
+        self._wanted_successors: tuple[WantedSuccessors, torch.Tensor] | None = None
         self.listener: RetrievalListener | None = None
 
     def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
@@ -219,6 +221,20 @@ class RetrievalShortlist(ShortlistPolicy):
                 self._made, self._made_of = weakref.ref(semantic), made_of
             return semantic
 
+    def successors_among(self, is_wanted: torch.Tensor) -> WantedSuccessors | None:
+        """What the graph leads to, made once for those tokens that may come in, and shared by sessions.
+
+        Args:
+            is_wanted: bool `[V + 1]`, on the CPU: see `WantedSuccessors`.
+        """
+        if self.graph is None:
+            return None
+        with self._lock:
+            if self._wanted_successors is None or not torch.equal(self._wanted_successors[1], is_wanted):
+                made = WantedSuccessors(self.graph, self.successors, is_wanted.numpy())
+                self._wanted_successors = made, is_wanted
+            return self._wanted_successors[0]
+
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.setting_rules}
 
@@ -233,6 +249,14 @@ class RetrievalShortlist(ShortlistPolicy):
         return {"core": tensors.get("ranking"), "graph": graph}
 
 
+class _Changes(NamedTuple):
+    """Slots that hold another token now, int64 `[n]`; these tokens, int64 `[n]`; one past the last of the slots."""
+
+    places: torch.Tensor
+    token_ids: torch.Tensor
+    size: int
+
+
 class RetrievalState(ShortlistState):
     """The slots that the core keeps, and after them those of the cache, which first hold the rest of the core. The
     cache itself belongs to the worker."""
@@ -242,23 +266,22 @@ class RetrievalState(ShortlistState):
         core = policy.core_ids(vocabulary)
         self._kept = max(core.shape[0] - policy.displaceable, len(vocabulary.eos_token_ids), 1)
         self._displaceable = core[self._kept :].tolist()
-        # Slots that hold nothing yet have one of the core, and do not count.
-        self._first_slots = torch.cat([core, core[:1].expand(policy.dynamic)])
-        self._first_occupied = torch.arange(self._first_slots.shape[0], device=core.device) < core.shape[0]
+        # The last slots hold nothing yet, and are not scored: caches fill theirs in order.
+        self._first_slots, self._first_size = torch.cat([core, core[:1].expand(policy.dynamic)]), core.shape[0]
         self._cache = CACHES[policy.cache](len(self._displaceable) + policy.dynamic)
         self._cache.fill(self._displaceable)
         self._version = 0
-        self._show(self._first_slots, self._first_occupied, replaced=None)
+        self._show(self._first_slots, self._first_size, replaced=None)
         self._takes_prompts = policy.prompt_positions > 0
         rows = vocabulary.target_rows
         semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
+        is_wanted = _wanted_ids(vocabulary, core[: self._kept])
         self._retriever = Retriever(
             self._cache,
-            _wanted_ids(vocabulary, core[: self._kept]),
+            is_wanted,
             semantic,
             policy.neighbours,
-            policy.graph,
-            policy.successors,
+            policy.successors_among(is_wanted),
             policy.listener,
         )
         self._worker = Worker(policy.synchronous)
@@ -266,11 +289,11 @@ class RetrievalState(ShortlistState):
         # microseconds old.
         self._is_taken_up = False
 
-    def _show(self, slots: torch.Tensor, occupied: torch.Tensor, replaced: torch.Tensor | None) -> None:
-        """Go on with these slots, of which the replaced ones are new (None: the first there are)."""
-        self._slots, self._occupied = slots, occupied
+    def _show(self, slots: torch.Tensor, size: int, replaced: torch.Tensor | None) -> None:
+        """Go on with the first of these slots, of which the replaced ones are new (None: the first there are)."""
+        self._slots, self._size = slots, size
         self._version += replaced is not None
-        self._shortlist = Shortlist(slots, self._version, occupied=occupied, replaced=replaced)
+        self._shortlist = Shortlist(slots, self._version, size, replaced=replaced)
 
     def begin_round(self) -> None:
         self._is_taken_up = False
@@ -290,11 +313,11 @@ class RetrievalState(ShortlistState):
         changes = [one for one in taken if one]
         if not changes:
             return
-        slots, occupied = self._slots, self._occupied
-        for places, token_ids in changes:
-            slots = slots.index_copy(0, places, token_ids)
-            occupied = occupied.index_fill(0, places, True)
-        self._show(slots, occupied, torch.cat([places for places, _ in changes]))
+        slots = self._slots
+        for one in changes:
+            slots = slots.index_copy(0, one.places, one.token_ids)
+        size = max(self._size, *(one.size for one in changes))
+        self._show(slots, size, torch.cat([one.places for one in changes]))
 
     def restart(self) -> None:
         self._worker.finish()
@@ -302,7 +325,7 @@ class RetrievalState(ShortlistState):
         self._cache.fill(self._displaceable)
         if self._slots is not self._first_slots:
             replaced = torch.arange(self._kept, self._slots.shape[0], device=self._slots.device)
-            self._show(self._first_slots, self._first_occupied, replaced)
+            self._show(self._first_slots, self._first_size, replaced)
 
     def observe_prompt(self, prompt: Prompt) -> None:
         if not self._takes_prompts:
@@ -339,13 +362,13 @@ class RetrievalState(ShortlistState):
         # The job must not hold this state, which would keep it from being given up.
         retriever, kept, device = self._retriever, self._kept, self._slots.device
 
-        def retrieve() -> tuple[torch.Tensor, ...]:
+        def retrieve() -> _Changes | tuple[()]:
             changes = retriever.retrieve(event)
             if not changes:
                 return ()
             # Copied from here, so that the round does not wait for the copy.
-            places = torch.tensor(list(changes), device=device).add(kept)
-            return places, torch.tensor(list(changes.values()), device=device)
+            places = torch.tensor([kept + slot for slot in changes], device=device)
+            return _Changes(places, torch.tensor(list(changes.values()), device=device), kept + max(changes) + 1)
 
         self._worker.give(retrieve)
 
