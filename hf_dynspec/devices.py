@@ -1,4 +1,6 @@
-"""What the host may do on a device without waiting for it."""
+"""What the host may do on a device without waiting for it, and on itself without keeping others waiting."""
+
+import ctypes
 
 import torch
 
@@ -20,3 +22,23 @@ GRAPHS = frozenset({"cuda"})
 def has_graphs(device: torch.device) -> bool:
     """Whether operations on a device can be captured, and asked for at once."""
     return device.type in GRAPHS
+
+
+# What sets how many threads take part in the operations of the thread that calls it, and of no other.
+_SET_OWN_THREADS = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
+
+
+def compute_alone() -> None:
+    """Let no other threads take part in the CPU operations of this thread, which works beside one that generates;
+    where torch is built so that this can be said.
+
+    OpenMP would keep such threads beside those of the thread that generates, be more of them than cores, and from then
+    on let all of them sleep between operations: to wake them takes a third of a round's time. `torch.set_num_threads`
+    holds for threads to come as well.
+    """
+    # Where torch has not looked at a thread's number yet, it sets it at the first operation.
+    torch.get_num_threads()
+    library = ctypes.CDLL(torch._C.__file__)
+    for name in _SET_OWN_THREADS:
+        if hasattr(library, name):
+            getattr(library, name)(1)

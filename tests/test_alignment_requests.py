@@ -306,3 +306,39 @@ may_go_on.set()
     run = [sys.executable, "-W", "ignore", "-c", code, os.path.dirname(__file__)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads of a process as Linux tells them")
+def test_a_thread_that_learns_brings_no_threads_of_its_own():
+    """They and those of the thread that generates would be more than cores, and OpenMP then lets all of them sleep."""
+    code = """
+import os
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from models import perturbed, prompt, tiny
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
+from hf_dynspec.alignment import Learner
+torch.set_num_threads(2)
+numbers, counts = torch.randn(2000, 2000), []
+
+def operate(*arguments):
+    weights = numbers.clone().requires_grad_()
+    (weights @ numbers).exp().add(1).softmax(-1).sum().backward()
+    counts.append(len(os.listdir("/proc/self/task")))
+
+Learner.step = operate
+target = tiny()
+alignment = OnlineAlignment(background=True, gate=False, max_overhead=1.0, steps=1)
+assistant = DynSpecAssistant(perturbed(target, 0.3), target=target, alignment=alignment)
+operate()
+target.generate(prompt(), do_sample=False, max_new_tokens=24, assistant_model=assistant)
+assistant.alignment._job.result(600)
+print(*counts)
+"""
+    run = [sys.executable, "-W", "ignore", "-c", code, os.path.dirname(__file__)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    before, within = map(int, done.stdout.split()[:2])
+    assert within == before + 1

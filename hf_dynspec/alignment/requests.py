@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..devices import compute_alone
 from ..errors import ConfigurationError, shown_value
 from .adapter import Adapter
 from .live_weights import DraftingLock
@@ -60,7 +61,9 @@ class RequestLearner:
         self._before: Callable[[], RequestLearner | None] = (lambda: None) if before is None else weakref.ref(before)
         self._is_paused = False
         self._error: str | None = None
-        self._executor = ThreadPoolExecutor(1, "hf_dynspec alignment") if settings.background else None
+        self._executor = None
+        if settings.background:
+            self._executor = ThreadPoolExecutor(1, "hf_dynspec alignment", initializer=compute_alone)
         self._job: Future[None] | None = None
         self._device = next(drafter.module.parameters()).device
         self._stream: torch.cuda.Stream | None = None

@@ -1,6 +1,5 @@
 """One thread beside a session, which retrieves while the device decodes."""
 
-import ctypes
 import threading
 import time
 import weakref
@@ -8,8 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
-
+from ...devices import compute_alone
 from ...forks import MadeAnewAfterFork
 from ...protocol import BackgroundWork
 
@@ -148,31 +146,12 @@ def _do(job: Callable[[], Any]) -> _Done:
 
 
 def _work(given: _Jobs, done: "SimpleQueue[_Done]", is_ending: threading.Event) -> None:
-    _compute_alone()
+    compute_alone()
     while (job := given.get()) is not None:
         # Whoever waits for all jobs waits for these too.
         done.put(_NOT_DONE if is_ending.is_set() else _do(job))
         # Not held until the next one comes.
         job = None
-
-
-# What sets how many threads take part in the operations of the thread that calls it, and of no other.
-_SET_OWN_THREADS = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
-
-
-def _compute_alone() -> None:
-    """Let no other threads take part in this thread's operations, where torch is built so that this can be said.
-
-    OpenMP would keep such threads beside those of the thread that generates, be more of them than cores, and from then
-    on let all of them sleep between operations: to wake them takes a third of a round's time. `torch.set_num_threads`
-    holds for threads to come as well.
-    """
-    # Where torch has not looked at a thread's number yet, it sets it at the first operation.
-    torch.get_num_threads()
-    library = ctypes.CDLL(torch._C.__file__)
-    for name in _SET_OWN_THREADS:
-        if hasattr(library, name):
-            getattr(library, name)(1)
 
 
 def _end(thread: threading.Thread, given: _Jobs, is_ending: threading.Event) -> None:
