@@ -295,6 +295,25 @@ def test_it_drafts_again_when_drafts_are_good_again(chains):
     assert sum(steps[-50:]) / 50 > 4
 
 
+def test_a_stall_while_drafting_is_tried_again_does_not_make_the_next_rest_long(chains):
+    machine, drafting = Machine(stalls=0.0), chains()
+    bring_to_rest(machine, drafting)
+    run, drafts = machine.run, []
+
+    def run_and_stall(steps: int) -> None:
+        run(steps)
+        drafts.extend([steps] * (steps > 0))
+        # The first round reads the text too, and may well take that long.
+        if steps and len(drafts) == 2:
+            machine.now += 500 * machine.seconds(steps)
+
+    machine.run = run_and_stall
+    while len(drafts) < 2 or not drafting.is_resting:
+        automatically(machine, [text(0.0, 20, 3)], drafting)
+    steps = automatically(machine, [text(0.9, 1500, 2)], drafting)
+    assert sum(steps[-50:]) / 50 > 4
+
+
 @pytest.mark.parametrize("change", ["weights", "time"])
 def test_a_change_ends_a_rest(change, monkeypatch, chains):
     machine, drafting = Machine(), chains()

@@ -315,7 +315,7 @@ class AutomaticDrafting:
                 if end is not None:
                     self._confidence.add(end.probabilities, accepted)
             if self._comparison is not None:
-                self._record_comparison(shape, accepted, seconds)
+                self._record_comparison(shape, accepted, self._cost(drafted, seconds, is_usual))
             elif self._rest is not None:
                 self._rested += 1
             else:
@@ -325,14 +325,18 @@ class AutomaticDrafting:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
         if shape == self._choice or not self._promised:
             return 0.0
-        usual = self._seconds(drafted) if is_usual else seconds
-        return usual - self._tokens_and_seconds(shape)[0] / self._promised
+        return self._cost(drafted, seconds, is_usual) - self._tokens_and_seconds(shape)[0] / self._promised
 
-    def _record_comparison(self, shape: DraftShape, accepted: int, seconds: float) -> None:
+    def _cost(self, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
+        """What a round is taken to have cost that took so long: a stall is not its fault, unless it read more than
+        rounds do."""
+        return self._seconds(drafted) if is_usual else seconds
+
+    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float) -> None:
         """A round is over while drafting and not drafting are compared."""
         alone = self._seconds(ALONE)
         if shape != ALONE:
-            self._lost += max(0.0, seconds - (accepted + 1) * alone)
+            self._lost += max(0.0, cost - (accepted + 1) * alone)
         if self._comparison.is_over:
             self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by())
         elif self._rest is None or shape == ALONE:
