@@ -1,6 +1,7 @@
 """What the host may do on a device without waiting for it, and on itself without keeping others waiting."""
 
 import ctypes
+from contextlib import suppress
 
 import torch
 
@@ -38,7 +39,9 @@ def compute_alone() -> None:
     """
     # Where torch has not looked at a thread's number yet, it sets it at the first operation.
     torch.get_num_threads()
-    library = ctypes.CDLL(torch._C.__file__)
-    for name in _SET_OWN_THREADS:
-        if hasattr(library, name):
-            getattr(library, name)(1)
+    # An error here would end the thread, and others wait for what it does.
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(torch._C.__file__)
+        for name in _SET_OWN_THREADS:
+            if hasattr(library, name):
+                getattr(library, name)(1)

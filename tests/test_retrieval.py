@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VOCABULARY, perturbed, prompt, tiny
+from models import VOCABULARY, perturbed, prompt, successor_graph, tiny
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
 from hf_dynspec.protocol import BackgroundWork, HeadRows, Prompt, Verdict, VocabularyInfo
@@ -477,8 +477,7 @@ torch.set_num_threads(2)
 numbers = torch.randn(2000, 2000)
 
 def operate():
-    for result in (numbers + 1, numbers.exp(), numbers @ numbers, numbers[torch.arange(500)], numbers.softmax(-1)):
-        del result
+    [numbers + 1, numbers.exp(), numbers @ numbers, numbers[torch.arange(500)], numbers.softmax(-1)]
     return threads()
 
 def threads():
@@ -510,6 +509,20 @@ state = policy.start(assistant.take_session((2,)).vocabulary)
 state.observe_prompt(Prompt(torch.arange(9), 0))
 """
     run_script(script)
+
+
+def test_successors_are_looked_up_once_for_all_sessions_and_anew_for_other_settings():
+    one = policy(graph=successor_graph(), successors=2)
+    wanted = torch.ones(VOCABULARY + 1, dtype=torch.bool)
+    made = one.successors_among(wanted)
+    assert one.successors_among(wanted.clone()) is made
+    asked = torch.tensor([3]).numpy()
+    assert made.of(asked)[1].tolist() == [2]
+    one.successors = 1
+    assert one.successors_among(wanted).of(asked)[1].tolist() == [1]
+    assert one.successors_among(~wanted).of(asked)[1].tolist() == [0]
+    one.graph = None
+    assert one.successors_among(wanted) is None
 
 
 def test_synchronous_runs_are_the_same():

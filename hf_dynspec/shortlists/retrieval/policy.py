@@ -134,8 +134,8 @@ class RetrievalShortlist(ShortlistPolicy):
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
         self._made_of: tuple[StorageWeakRef, int, int, torch.Size] | None = None
-        # What the graph leads to, and which tokens may come in of which it was made.
-        self._wanted_successors: tuple[WantedSuccessors, torch.Tensor] | None = None
+        # What the graph leads to, of which graph and how many successors of a token, and which tokens may come in.
+        self._wanted_successors: tuple[WantedSuccessors, CooccurrenceGraph, int, torch.Tensor] | None = None
         self.listener: RetrievalListener | None = None
 
     def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
@@ -227,13 +227,17 @@ class RetrievalShortlist(ShortlistPolicy):
         Args:
             is_wanted: bool `[V + 1]`, on the CPU: see `WantedSuccessors`.
         """
-        if self.graph is None:
+        graph, count = self.graph, self.successors
+        if graph is None:
             return None
         with self._lock:
-            if self._wanted_successors is None or not torch.equal(self._wanted_successors[1], is_wanted):
-                made = WantedSuccessors(self.graph, self.successors, is_wanted.numpy())
-                self._wanted_successors = made, is_wanted
-            return self._wanted_successors[0]
+            if self._wanted_successors is not None:
+                made, of_graph, of_count, wanted = self._wanted_successors
+                if of_graph is graph and of_count == count and torch.equal(wanted, is_wanted):
+                    return made
+            made = WantedSuccessors(graph, count, is_wanted.numpy())
+            self._wanted_successors = made, graph, count, is_wanted
+            return made
 
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.setting_rules}
