@@ -27,7 +27,7 @@ from hf_dynspec import (
 )
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafting import automatic_call
-from hf_dynspec.drafting.automatic import AutomaticDrafting
+from hf_dynspec.drafting.automatic import FEATURES_BEFORE_RETRIAL, AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.early_ends import EarlyEnd
@@ -806,6 +806,22 @@ def test_a_drafter_that_is_never_right_is_left_alone(target, even_pace):
             break
     assert assistant.stats.drafted == 0
     assert not read
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", ["another model", "EAGLE-2", "EAGLE-3"])
+def test_a_rest_ends_also_for_a_head_that_is_not_shown_the_text_meanwhile(drafter, tree, target, even_pace):
+    drafts = drafters(target)[drafter]()
+    assistant = DynSpecAssistant(drafts, target=target, tree=tree, num_assistant_tokens="auto")
+    arguments = {"assistant_model": assistant, "max_new_tokens": 60, "do_sample": False, "eos_token_id": 299}
+    target.generate(prompt(), **arguments)
+    ((drafting, _),) = assistant.learnt_drafting._learnt.values()
+    drafting._rest, drafting._rested = FEATURES_BEFORE_RETRIAL + 70, 0
+    drafted = []
+    for seed in range(4):
+        target.generate(prompt(seed=seed), **arguments)
+        drafted.append(assistant.stats.drafted)
+    assert drafted[0] == 0 and drafted[-1] > 0
 
 
 def test_what_is_learnt_belongs_to_the_setting(target):

@@ -26,12 +26,13 @@ class AutomaticCall:
         self._drafting = drafting
         self._clock = Clock(now)
         drafting.begin_call(self._clock())
-        # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, when it
-        # began, whether it reads no more than rounds do, and how many tokens were accepted in it, None until that is
-        # known.
+        # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, whether
+        # drafting rests in it, when it began, whether it reads no more than rounds do, and how many tokens were accepted
+        # in it, None until that is known.
         self._shape = ALONE
         self._end: EarlyEnd | None = None
         self._most = 0
+        self._rests = False
         self._began = 0.0
         self._is_usual = False
         self._accepted: int | None = None
@@ -68,6 +69,7 @@ class AutomaticCall:
         shape = self._drafting.choose(fixed) if most > 0 else ALONE
         is_drafting = shape.steps > 0
         self._shape, self._most = shape, most
+        self._rests = not is_drafting and self._drafting.is_resting
         self._end = self._drafting.early_end(shape) if is_drafting else None
         # Another policy than before has to be shown the text first, and its rows have to be packed.
         has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
@@ -90,9 +92,10 @@ class AutomaticCall:
 
     def end_round(self, accepted: int) -> None:
         """The target has spoken: so many drafted tokens were accepted, one below the other."""
-        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short.
+        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short. A rest
+        # goes on also where nothing could be drafted, as a head is not given what it reads.
         needed = self._shape.steps if self._end is None else min(self._shape.steps, self._end.steps + 1)
-        if 0 < self._most >= needed:
+        if self._rests or 0 < self._most >= needed:
             self._accepted = accepted
 
 
