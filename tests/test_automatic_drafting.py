@@ -295,6 +295,14 @@ def test_it_drafts_again_when_drafts_are_good_again(chains):
     assert sum(steps[-50:]) / 50 > 4
 
 
+def test_after_many_texts_that_it_cannot_draft_it_drafts_the_next_one(chains):
+    """Rests are as long as trials cost little, and no longer, however often drafting has lost."""
+    machine, drafting = Machine(), chains()
+    automatically(machine, [text(0.0, 300, seed) for seed in range(40)], drafting)
+    steps = automatically(machine, [text(0.9, 600, 100)], drafting)
+    assert steps.count(0) < 400
+
+
 def test_a_stall_while_drafting_is_tried_again_does_not_make_the_next_rest_long(chains):
     machine, drafting = Machine(stalls=0.0), chains()
     bring_to_rest(machine, drafting)
@@ -318,6 +326,7 @@ def test_a_stall_while_drafting_is_tried_again_does_not_make_the_next_rest_long(
 def test_a_change_ends_a_rest(change, monkeypatch, chains):
     machine, drafting = Machine(), chains()
     bring_to_rest(machine, drafting)
+    drafting._rest += 100
     assert automatically(machine, [text(0.9, 10, 2)], drafting).count(0) == 10
     if change == "weights":
         drafting.renew()

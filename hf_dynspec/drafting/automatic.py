@@ -33,11 +33,10 @@ _CLEARLY_BETTER = 1.03
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
-# Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
-# many.
-_FIRST_REST, _LONGEST_REST = 24, 4096
-# They are also as many as it takes for the trials to cost no more than this share of the time: a larger one for the
-# first trial, as drafting may have lost by bad luck.
+# The fewest tokens from when drafting was found to lose until it is tried again. They are as many as it takes for the
+# trials to cost no more than this share of the time: a larger one for the first trial, as drafting may have lost by bad
+# luck.
+_SHORTEST_REST = 24
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
@@ -55,7 +54,7 @@ class AutomaticDrafting:
 
     At first a few shapes are tried. Then the one that promises the most tokens per second is drafted, and now and then
     another policy, or nothing, to see. Where the target alone promises more than every shape, drafting rests, with a
-    warning when that happens first; it is tried again at intervals that grow as long as it loses.
+    warning when that happens first; it is tried again at intervals that are the longer the more it loses.
 
     Args:
         shapes: those to choose from besides `ALONE`, of the policy 0.
@@ -265,7 +264,7 @@ class AutomaticDrafting:
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
         lost = ROUNDS_OF_EACH * (drafted - alone)
-        self._rest, self._rested = max(_FIRST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL))), 0
+        self._rest, self._rested = max(_SHORTEST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL))), 0
         # What comes later counts from its first round on.
         self._fade_to(_ROUNDS_BEFORE_REST)
 
@@ -349,8 +348,7 @@ class AutomaticDrafting:
             if self._rest is None:
                 self._begin_rest()
             else:
-                paid = int(self._lost / (alone * _SHARE_OF_TRIALS))
-                self._rest, self._rested = max(min(2 * self._rest, _LONGEST_REST), paid), 0
+                self._rest, self._rested = max(_SHORTEST_REST, int(self._lost / (alone * _SHARE_OF_TRIALS))), 0
                 self._fade_to(_ROUNDS_BEFORE_REST)
 
     def _what_is_lost(self) -> str:
