@@ -142,10 +142,35 @@ def test_lrfu_weighs_as_many_positions_as_a_long_prompt_has():
     assert set(cache.slots().values()) == {200, 201, 202, 203}
 
 
-def test_what_lrfu_is_told_first_of_a_token_counts():
+def test_lrfu_adds_up_what_an_event_says_of_a_token():
     cache = RecencyFrequencyCache(1)
-    cache.add([7, 8, 7], [0.2, 0.5, 0.9])
-    assert list(cache.take_changes().values()) == [8]
+    cache.add([7, 8, 7], [0.3, 0.5, 0.3])
+    assert list(cache.take_changes().values()) == [7]
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("seed", range(3))
+def test_events_taken_in_together_are_taken_in_one_by_one(kind, seed, is_weighted):
+    rng = random.Random(seed)
+    one_by_one, together = CACHES[kind](24), CACHES[kind](24)
+    for _ in range(60):
+        events = [zipf(rng, 300, rng.randint(0, 40)) for _ in range(rng.randint(1, 30))]
+        weights = [[rng.random() for _ in tokens] for tokens in events]
+        for tokens, worth in zip(events, weights, strict=True):
+            one_by_one.add(tokens, worth if is_weighted else None)
+        all_weights = [weight for worth in weights for weight in worth] if is_weighted else None
+        together.add([token for tokens in events for token in tokens], all_weights, list(map(len, events)))
+        assert together.take_changes() == one_by_one.take_changes()
+        assert together.slots() == one_by_one.slots()
+
+
+def test_lrfu_takes_in_more_events_at_once_than_floats_could_tell_apart():
+    cache = RecencyFrequencyCache(2)
+    cache.add([*range(10, 20_010), 1, 2], [1e3] * 20_000 + [1.0, 1.0], [1] * 20_002)
+    cache.add([3], [0.1])
+    cache.take_changes()
+    assert set(cache.slots().values()) == {20_009, 20_008}
 
 
 @pytest.mark.parametrize("kind", CACHES)

@@ -33,9 +33,9 @@ _CLEARLY_BETTER = 1.03
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
-# The fewest tokens from when drafting was found to lose until it is tried again. They are as many as it takes for the
-# trials to cost no more than this share of the time: a larger one for the first trial, as drafting may have lost by bad
-# luck.
+# The fewest tokens from when drafting was found to lose until it is tried again. They are as many as it takes for
+# trials to cost no more than this share of the time: a larger one for the first trial, as drafting may have lost by
+# bad luck.
 _SHORTEST_REST = 24
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what

@@ -27,8 +27,8 @@ class AutomaticCall:
         self._clock = Clock(now)
         drafting.begin_call(self._clock())
         # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, whether
-        # drafting rests in it, when it began, whether it reads no more than rounds do, and how many tokens were accepted
-        # in it, None until that is known.
+        # drafting rests in it, when it began, whether it reads no more than rounds do, and how many tokens were
+        # accepted in it, None until that is known.
         self._shape = ALONE
         self._end: EarlyEnd | None = None
         self._most = 0

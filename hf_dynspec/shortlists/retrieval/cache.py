@@ -5,6 +5,7 @@ All live on the CPU and hold a few hundred plain numbers. What they hold lies in
 a packed copy of the head's rows changes only where a token was evicted for another. They are filled in their order.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -43,13 +44,16 @@ class TokenCache(ABC):
         """Let decoding steps go by."""
 
     @abstractmethod
-    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Take in one event's tokens, the most wanted first. Those that are here already are refreshed.
+    def add(
+        self, token_ids: np.ndarray, weights: np.ndarray | None = None, counts: Sequence[int] | None = None
+    ) -> None:
+        """Take in events, one after the other. Tokens that are here already are refreshed.
 
         Args:
-            token_ids: int64 `[n]`, not negative: each counts once.
-            weights: `[n]`: what each of them is worth, for caches that weigh (None: little, and alike). Of a token
-                that is named twice, the first one counts.
+            token_ids: int64 `[n]`, not negative: those of one event after those of another, the most wanted of each
+                first.
+            weights: `[n]`: what each mention is worth, for caches that weigh (None: little, and alike).
+            counts: how many of the tokens are of each event (None: all of one).
         """
 
     @abstractmethod
@@ -92,9 +96,9 @@ class RecencyFrequencyCache(TokenCache):
         self._decay, self._unweighted = decay, unweighted
         # The token of each slot, of which the first so many hold one.
         self._tokens, self._count = np.zeros(capacity, dtype=np.int64), 0
-        # By token id: what mentions are worth together, in units that grow, in place of all of them fading; what the
-        # last one was worth; and whether the token is held.
-        self._worth, self._last, self._is_held = np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)
+        # By token id: what mentions are worth together, in units that grow, in place of all of them fading; and
+        # whether the token is held.
+        self._worth, self._is_held = np.zeros(0), np.zeros(0, dtype=bool)
         self._unit = 1.0
         # Since the changes were taken.
         self._mentioned: list[np.ndarray] = []
@@ -112,29 +116,36 @@ class RecencyFrequencyCache(TokenCache):
         self._is_held[first] = True
         self._worth[first] = np.linspace(self._WORTH_OF_FIRST, 0.0, len(first))
 
-    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+    def add(
+        self, token_ids: np.ndarray, weights: np.ndarray | None = None, counts: Sequence[int] | None = None
+    ) -> None:
         token_ids = np.asarray(token_ids, dtype=np.int64)
-        if weights is not None:
-            self._unit /= self._decay
-            self._rescale()
         self._make_room(token_ids)
-        # Of what is written to one place twice, the last stays.
-        self._last[token_ids[::-1]] = self._unweighted if weights is None else weights[::-1]
-        self._worth[token_ids] += self._last[token_ids] * self._unit
+        worth = self._unweighted * self._unit
+        if weights is not None:
+            counts = [len(token_ids)] if counts is None else counts
+            self._fade(len(counts))
+            # Of the first events as much is left as after the last one.
+            left = self._unit * self._decay ** np.arange(len(counts))[::-1]
+            worth = weights * np.repeat(left, counts)
+        np.add.at(self._worth, token_ids, worth)
         self._mentioned.append(token_ids)
 
-    def _rescale(self) -> None:
-        if self._unit > self._LARGEST_UNIT:
-            self._worth /= self._unit
+    def _fade(self, events: int) -> None:
+        """Let all that was mentioned fade, by a larger unit."""
+        left = self._decay**events
+        if self._unit > left * self._LARGEST_UNIT:
+            self._worth *= left / self._unit
             self._unit = 1.0
+        else:
+            self._unit /= left
 
     def _make_room(self, token_ids: np.ndarray) -> None:
         """Let the arrays reach to these tokens."""
         size = int(token_ids.max(initial=-1)) + 1
         if size > len(self._worth):
             more = max(size, 2 * len(self._worth)) - len(self._worth)
-            self._worth, self._last = np.pad(self._worth, (0, more)), np.pad(self._last, (0, more))
-            self._is_held = np.pad(self._is_held, (0, more))
+            self._worth, self._is_held = np.pad(self._worth, (0, more)), np.pad(self._is_held, (0, more))
 
     def refresh(self, token_ids: Iterable[int]) -> None:
         # Of those that were of use the same is said by the event that brings them.
@@ -207,9 +218,18 @@ class GuardedCache(TokenCache):
     def advance(self, steps: int = 1) -> None:
         self._step += steps
 
-    def add(self, token_ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+    def add(
+        self, token_ids: np.ndarray, weights: np.ndarray | None = None, counts: Sequence[int] | None = None
+    ) -> None:
+        token_ids = np.asarray(token_ids).tolist()
+        remaining = iter(token_ids)
+        for count in [len(token_ids)] if counts is None else counts:
+            self._add_event(dict.fromkeys(itertools.islice(remaining, count)))
+
+    def _add_event(self, token_ids: Iterable[int]) -> None:
+        """Take in the distinct tokens of one event."""
         inserted = 0
-        for token_id in dict.fromkeys(np.asarray(token_ids).tolist()):
+        for token_id in token_ids:
             if token_id in self._slot_of:
                 self._hit(token_id)
             elif self._most_insertions is None or inserted < self._most_insertions:

@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ from .neighbours import TokenNeighbours
 
 # Stands for a token that does not matter.
 NO_TOKEN = -1
-# Of one position that brought nothing, `[1, 0]`.
-_NO_IDS = np.empty((1, 0), dtype=np.int64)
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,71 +130,95 @@ class Retriever:
             return self._take_in(event)[1]
         start = time.perf_counter()
         found, changes = self._take_in(event)
-        self._listener.hear(Retrieval(event, found, changes, start, time.perf_counter()))
+        by_position = [] if found is None else found.by_position()
+        self._listener.hear(Retrieval(event, by_position, changes, start, time.perf_counter()))
         return changes
 
-    def _take_in(self, event: RetrievalEvent) -> tuple[list[Retrieved], dict[int, int]]:
-        token_ids = event.token_ids.tolist()
+    def _take_in(self, event: RetrievalEvent) -> tuple["_Found | None", dict[int, int]]:
+        token_ids = event.token_ids.cpu().numpy()
         self._cache.advance(len(token_ids) if event.is_verified else 0)
-        self._cache.refresh(token_ids)
-        found = self._found(event)
-        for one in found:
-            self._cache.add(*self._wanted(one))
+        self._cache.refresh(token_ids.tolist())
+        found = self._found(event, token_ids)
+        if found is not None:
+            self._cache.add(*self._wanted(found))
         return found, self._cache.take_changes()
 
     def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
         """Take up what is made of other weights."""
         self._semantic = semantic
 
-    def _found(self, event: RetrievalEvent) -> list[Retrieved]:
-        """What each position that counts brings, in their order."""
-        chosen = torch.arange(event.token_ids.shape[0], device="cpu")
+    def _found(self, event: RetrievalEvent, token_ids: np.ndarray) -> "_Found | None":
+        """What the positions that count bring (None: none counts)."""
+        chosen = np.arange(len(token_ids))
         if event.is_trigger is not None:
-            chosen = event.is_trigger.cpu().nonzero().squeeze(1)
-        if not chosen.numel():
-            return []
-        token_ids = event.token_ids.cpu()[chosen].numpy()
-        likely, near = self._likely(event, chosen), self._near(event, chosen)
-        # Of all positions at once: a look-up costs more than what it finds.
-        following = self._following(np.concatenate([token_ids[:, None], likely, near], axis=1))
-        positions = (event.start + chosen).tolist()
-        columns = positions, token_ids.tolist(), likely, self._probabilities(event, chosen), near, following
-        return [Retrieved(*one) for one in zip(*columns, strict=True)]
+            (chosen,) = event.is_trigger.cpu().numpy().nonzero()
+        if not len(chosen):
+            return None
+        near = self._near(event, chosen)
+        likely = np.empty((len(chosen), 0), dtype=np.int64)
+        probabilities = likely.astype(np.float32)
+        if event.top_ids is not None:
+            likely = event.top_ids.cpu().numpy()[chosen]
+        if event.top_ids is not None and event.top_logits is not None:
+            probabilities = event.top_logits.cpu().softmax(-1).numpy()[chosen]
+        named = np.concatenate([token_ids[chosen, None], likely, near], axis=1)
+        following, counts = _NO_IDS, np.zeros(len(chosen), dtype=np.int64)
+        if self._successors is not None:
+            following, counts = self._successors.of(named.ravel())
+            counts = counts.reshape(named.shape).sum(1)
+        return _Found(event.start + chosen, named, probabilities, near.shape[1], following, counts)
 
-    def _likely(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
-        """The target's likeliest tokens at each of the chosen positions."""
-        return _NO_IDS.repeat(chosen.shape[0], 0) if event.top_ids is None else event.top_ids.cpu()[chosen].numpy()
-
-    def _probabilities(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
-        """Of the likeliest tokens among each other, at each of the chosen positions."""
-        if event.top_ids is None or event.top_logits is None:
-            return _NO_IDS.astype(np.float32).repeat(chosen.shape[0], 0)
-        return event.top_logits.cpu()[chosen].softmax(-1).numpy()
-
-    def _near(self, event: RetrievalEvent, chosen: torch.Tensor) -> np.ndarray:
+    def _near(self, event: RetrievalEvent, chosen: np.ndarray) -> np.ndarray:
         """What is near to what the target's head was given, or to the token, at each of the chosen positions."""
         if isinstance(self._semantic, SemanticIndex) and event.hidden_states is not None:
-            asked = event.hidden_states.index_select(0, chosen.to(event.hidden_states.device))
+            asked = event.hidden_states[torch.from_numpy(chosen).to(event.hidden_states.device)]
             return self._semantic.search(asked, self._neighbours).numpy()
         if isinstance(self._semantic, TokenNeighbours) and event.is_verified:
             return self._semantic.of(event.token_ids.cpu()[chosen])[:, : self._neighbours].numpy()
-        return _NO_IDS.repeat(chosen.shape[0], 0)
+        return np.empty((len(chosen), 0), dtype=np.int64)
 
-    def _following(self, asked: np.ndarray) -> list[np.ndarray]:
-        """What follows the tokens of each position most often, and may come in, for int64 `[n, k]`."""
-        if self._successors is None:
-            return [_NO_IDS[0]] * len(asked)
-        found, counts = self._successors.of(asked.ravel())
-        return np.split(found, counts.reshape(asked.shape).sum(1).cumsum()[:-1])
-
-    def _wanted(self, one: Retrieved) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens that may come in, in their order, and what they are worth: the likely ones their probability, and
-        the others what the least likely of them is."""
-        ids = np.concatenate([[one.trigger], one.likely, one.near, one.following])
+    def _wanted(self, found: "_Found") -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """The tokens that may come in, those of one position after those of another; what they are worth, the likely
+        ones their probability and the others what the least likely of their position is; and how many of each position
+        there are."""
         # The last entry stands for what is no token: past the vocabulary, or `NO_TOKEN`, which finds it by itself.
-        is_wanted = self._is_wanted[np.minimum(ids, len(self._is_wanted) - 1)]
-        if not len(one.probabilities):
-            return ids[is_wanted], None
-        weights = np.full(len(ids), one.probabilities[-1], dtype=np.float64)
-        weights[1 : len(one.probabilities) + 1] = one.probabilities
-        return ids[is_wanted], weights[is_wanted]
+        is_wanted = self._is_wanted[np.minimum(found.named, len(self._is_wanted) - 1)]
+        ids, weights, counts = found.named[is_wanted], None, is_wanted.sum(1)
+        if found.probabilities.shape[1]:
+            weights = found.probabilities[:, -1:].repeat(found.named.shape[1], 1)
+            weights[:, 1 : found.probabilities.shape[1] + 1] = found.probabilities
+            weights = weights[is_wanted]
+        if not len(found.following):
+            return ids, weights, counts
+        # After what they follow. All of them may come in.
+        places = np.repeat(counts.cumsum(), found.counts)
+        if weights is not None:
+            weights = np.insert(weights, places, np.repeat(found.probabilities[:, -1], found.counts))
+        return np.insert(ids, places, found.following), weights, counts + found.counts
+
+
+class _Found(NamedTuple):
+    """What some positions brought.
+
+    Args:
+        positions: int64 `[n]`: of the text.
+        named: int64 `[n, 1 + likely + near]`: the token that stands there, and what is likely and near.
+        probabilities: fp32 `[n, likely]`: of the likely ones among each other; `[n, 0]` where nobody asked.
+        near: how many of those named are near.
+        following: int64 `[m]`: what follows the named ones most often and may come in, of one position after another.
+        counts: int64 `[n]`: how many of these are of each position.
+    """
+
+    positions: np.ndarray
+    named: np.ndarray
+    probabilities: np.ndarray
+    near: int
+    following: np.ndarray
+    counts: np.ndarray
+
+    def by_position(self) -> list[Retrieved]:
+        """What each of them brought, for a listener."""
+        trigger, likely, near = np.split(self.named, [1, self.named.shape[1] - self.near], axis=1)
+        following = np.split(self.following, self.counts.cumsum()[:-1])
+        columns = self.positions.tolist(), trigger.ravel().tolist(), likely, self.probabilities, near, following
+        return [Retrieved(*one) for one in zip(*columns, strict=True)]
