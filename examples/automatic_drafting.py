@@ -75,7 +75,8 @@ def measure(
             # Nobody is always the one after the slowest.
             turn = (repeat + place) % len(names)
             for name in names[turn:] + names[:turn]:
-                torch.manual_seed(place)
+                # Sampled texts are others in each repeat.
+                torch.manual_seed(place + repeat * len(pair.prompts))
                 start = time.perf_counter()
                 output = pair.target.generate(input_ids, generation_config=config, assistant_model=assistants[name])
                 if output.is_cuda:

@@ -33,10 +33,11 @@ _CLEARLY_BETTER = 1.03
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
-# The fewest tokens from when drafting was found to lose until it is tried again. They are as many as it takes for
-# trials to cost no more than this share of the time: a larger one for the first trial, as drafting may have lost by
-# bad luck.
-_SHORTEST_REST = 24
+# Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
+# many.
+_SHORTEST_REST, _LONGEST_REST = 24, 1024
+# They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
+# gained more than they cost: a larger one for the first trial, as drafting may have lost by bad luck.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
@@ -54,7 +55,8 @@ class AutomaticDrafting:
 
     At first a few shapes are tried. Then the one that promises the most tokens per second is drafted, and now and then
     another policy, or nothing, to see. Where the target alone promises more than every shape, drafting rests, with a
-    warning when that happens first; it is tried again at intervals that are the longer the more it loses.
+    warning when that happens first; it is tried again at intervals that grow as long as it loses, and begin short
+    where it has gained before.
 
     Args:
         shapes: those to choose from besides `ALONE`, of the policy 0.
@@ -83,6 +85,8 @@ class AutomaticDrafting:
         # That goes on before a rest, or when drafting is tried again; and the seconds that were lost by it.
         self._comparison: SideBySide | None = None
         self._lost = 0.0
+        # Seconds that drafting has gained so far.
+        self._gained = 0.0
         # What is still to be said, and whether it was said.
         self._warning: str | None = None
         self._has_warned = False
@@ -199,6 +203,10 @@ class AutomaticDrafting:
         """How long a round takes that drafts just this."""
         return self._times.expected(self._features(shape))
 
+    def _typical_seconds(self, shape: DraftShape) -> float:
+        """How long rounds took that drafted just this. There must have been some."""
+        return self._times.typical(self._features(shape))
+
     def _tokens_and_seconds(self, shape: DraftShape) -> tuple[float, float]:
         """What a round is expected to bring, and to take. One that ends early brings at least what the best length
         does."""
@@ -263,8 +271,14 @@ class AutomaticDrafting:
             self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        lost = ROUNDS_OF_EACH * (drafted - alone)
-        self._rest, self._rested = max(_SHORTEST_REST, int(lost / (alone * _SHARE_OF_FIRST_TRIAL))), 0
+        self._rest_for(_SHORTEST_REST, ROUNDS_OF_EACH * (drafted - alone), _SHARE_OF_FIRST_TRIAL)
+
+    def _rest_for(self, usual: int, lost: float, share: float) -> None:
+        """Rest for so many tokens as usual, and at least for as many as pay for a trial by which so many seconds are
+        lost, at that share of the time; where what drafting has gained pays for it, for no more than these."""
+        pays = max(_SHORTEST_REST, int(lost / (self._seconds(ALONE) * share)))
+        self._rest = min(usual, pays) if self._gained > lost else max(min(usual, _LONGEST_REST), pays)
+        self._rested = 0
         # What comes later counts from its first round on.
         self._fade_to(_ROUNDS_BEFORE_REST)
 
@@ -307,9 +321,11 @@ class AutomaticDrafting:
             drafted = shape if end is None else shape._replace(steps=end.steps, nodes=end.steps)
             if is_usual:
                 if self._comparison is not None:
-                    self._comparison.add(shape != ALONE, seconds / self._seconds(drafted))
+                    self._comparison.add(drafted, seconds)
                 self._times.add(self._features(drafted), seconds)
             if shape != ALONE:
+                if self._count(ALONE):
+                    self._gained += (accepted + 1) * self._seconds(ALONE) - self._cost(drafted, seconds, is_usual)
                 self._acceptance.add(drafted, accepted)
                 if end is not None:
                     self._confidence.add(end.probabilities, accepted)
@@ -337,7 +353,7 @@ class AutomaticDrafting:
         if shape != ALONE:
             self._lost += max(0.0, cost - (accepted + 1) * alone)
         if self._comparison.is_over:
-            self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by())
+            self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by(self._typical_seconds))
         elif self._rest is None or shape == ALONE:
             return
         speeds = self._speeds((ALONE, *self._shapes))
@@ -348,8 +364,7 @@ class AutomaticDrafting:
             if self._rest is None:
                 self._begin_rest()
             else:
-                self._rest, self._rested = max(_SHORTEST_REST, int(self._lost / (alone * _SHARE_OF_TRIALS))), 0
-                self._fade_to(_ROUNDS_BEFORE_REST)
+                self._rest_for(2 * self._rest, self._lost, _SHARE_OF_TRIALS)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""

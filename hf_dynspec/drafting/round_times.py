@@ -74,6 +74,10 @@ class RoundTimes:
         """How many rounds of a shape are remembered."""
         return len(self._seconds.get(shape, ()))
 
+    def typical(self, shape: tuple[int, ...]) -> float:
+        """Seconds that rounds of a shape took, whatever others did. Some of them must have been timed."""
+        return self._typical[shape]
+
     def expected(self, shape: tuple[int, ...]) -> float:
         """Seconds to expect of a round. Some round must have been timed.
 

@@ -1,6 +1,7 @@
 """Drafting and not drafting, compared where both meet the same machine."""
 
-from statistics import median
+from collections.abc import Callable
+from statistics import median_low
 
 from .draft_shapes import ALONE, DraftShape
 
@@ -21,9 +22,9 @@ class SideBySide:
 
     def __init__(self, drafted: DraftShape):
         self._shape = drafted
-        # How many times as long as expected rounds took.
-        self._drafted: list[float] = []
-        self._alone: list[float] = []
+        # What the rounds drafted, which may have ended early, and how long they took.
+        self._drafted: list[tuple[DraftShape, float]] = []
+        self._alone: list[tuple[DraftShape, float]] = []
         self._turns = 0
 
     def choose(self) -> DraftShape:
@@ -31,18 +32,26 @@ class SideBySide:
         self._turns += 1
         return self._shape if len(self._drafted) <= len(self._alone) else ALONE
 
-    def add(self, drafts: bool, ratio: float) -> None:
-        """A round that drafts, or one that does not, took so many times as long as expected."""
-        (self._drafted if drafts else self._alone).append(ratio)
+    def add(self, drafted: DraftShape, seconds: float) -> None:
+        """A round that drafted so much, or nothing, took so long."""
+        (self._alone if drafted == ALONE else self._drafted).append((drafted, seconds))
 
     @property
     def is_over(self) -> bool:
         """Whether there were enough rounds of both, or too many turns."""
         return self._turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= ROUNDS_OF_EACH
 
-    def alone_is_longer_by(self) -> float:
+    def alone_is_longer_by(self, typical: Callable[[DraftShape], float]) -> float:
         """How many times as long as it seemed the target alone takes, as rounds that draft go; 1 where too few of
-        either were seen."""
+        either were seen. Two stalls of either do not count.
+
+        Args:
+            typical: tells how long rounds took that drafted so much, these included.
+        """
         if min(len(self._drafted), len(self._alone)) < ROUNDS_OF_EACH:
             return 1.0
-        return median(self._alone) / median(self._drafted)
+        alone, drafted = (
+            median_low(seconds / typical(shape) for shape, seconds in rounds)
+            for rounds in (self._alone, self._drafted)
+        )
+        return alone / drafted
