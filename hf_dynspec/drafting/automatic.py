@@ -274,8 +274,8 @@ class AutomaticDrafting:
         self._rest_for(_SHORTEST_REST, ROUNDS_OF_EACH * (drafted - alone), _SHARE_OF_FIRST_TRIAL)
 
     def _rest_for(self, usual: int, lost: float, share: float) -> None:
-        """Rest for so many tokens as usual, and at least for as many as pay for a trial by which so many seconds are
-        lost, at that share of the time; where what drafting has gained pays for it, for no more than these."""
+        """Rest for about so many tokens: at least as many as pay for a trial, by which so many seconds are lost, at
+        that share of the time; or at most as many, where drafting has gained more than that."""
         pays = max(_SHORTEST_REST, int(lost / (self._seconds(ALONE) * share)))
         self._rest = min(usual, pays) if self._gained > lost else max(min(usual, _LONGEST_REST), pays)
         self._rested = 0
