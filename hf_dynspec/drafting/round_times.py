@@ -6,12 +6,12 @@ from operator import mul
 from statistics import median, median_low
 
 # Times kept of each shape, and ratios of the latest rounds to what was expected of them.
-_KEPT, _PACES, _ENOUGH_PACES = 31, 9, 5
+_KEPT, _PACES, _ENOUGH_PACES = 61, 9, 5
 # A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
 # latest: what is chance would add up, and shapes drift apart by it.
 _USUAL_PACE, _SPREADS = 0.08, 1.5
 # How many rounds the straight line through all shapes counts for beside a shape's own.
-_ROUNDS_OF_LINE = 20
+_ROUNDS_OF_LINE = 10
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
 # what drafts of one length do not.
 _WEIGHT_OF_ALONE = 0.05
