@@ -5,11 +5,8 @@ All of them take turns on every prompt, in one process, so that whatever else th
 show tokens per second, how close automatic drafting comes to the best fixed setting of each domain, which nobody knows
 beforehand, and to plain generation where drafting loses, with the standard error that comes of the prompts being few;
 that the best setting is picked by the same calls makes its ratio a little lower besides. An assistant sees one prompt
-after another, as it would in a server: what it learns from one is there for the next, and nothing is at the first.
-
-Where a computer is not always equally fast, `--even` says what of that is not its moods: every round is also counted
-with the usual time of rounds that draft as many tokens, which are timed for it first, and plain generation is left
-out. On the embedded pair:
+after another, as it would in a server: what it learns from one is there for the next, and nothing is at the first. On
+the embedded pair:
 
     python examples/automatic_drafting.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
@@ -22,11 +19,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import pairwise
-from operator import mul
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -34,21 +27,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant
-from hf_dynspec.drafting.draft_shapes import LONGEST
-from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.files import write_json
 
 PLAIN, AUTO = "plain", "auto"
-# New tokens of a call in which rounds of one length are timed, and how many such calls each prompt gets.
-TIMED_TOKENS, TIMED_CALLS = 48, 3
-# By domain and system: the prompt, seconds and new tokens of every call, and with `--even` how many of its rounds
-# drafted 0, 1, 2, … tokens.
+# By domain and system: the prompt, seconds and new tokens of every call.
 Measured = dict[str, dict[str, list[dict[str, Any]]]]
 
 app = typer.Typer(add_completion=False)
@@ -78,14 +64,9 @@ def open_assistants(
 
 
 def measure(
-    pair: Pair,
-    assistants: dict[str, DynSpecAssistant | None],
-    new_tokens: int,
-    temperature: float,
-    repeats: int,
-    even: bool,
+    pair: Pair, assistants: dict[str, DynSpecAssistant | None], new_tokens: int, temperature: float, repeats: int
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields domain, system, and what was measured, of one call after another."""
+    """Yields domain, system, and prompt, seconds and new tokens of one call after another."""
     config = generation_config(pair.target, new_tokens, temperature)
     names = list(assistants)
     for repeat in range(-1, repeats):
@@ -102,86 +83,11 @@ def measure(
                     torch.cuda.synchronize(output.device)
                 seconds = time.perf_counter() - start
                 if repeat >= 0:
-                    call = {"prompt": place, "seconds": seconds, "tokens": output.shape[1] - len(token_ids)}
-                    if even:
-                        call["rounds"] = rounds_by_length(assistants[name])
-                    yield prompt.domain, name, call
+                    tokens = output.shape[1] - len(token_ids)
+                    yield prompt.domain, name, {"prompt": place, "seconds": seconds, "tokens": tokens}
             if repeat < 0:
                 # A warm-up.
                 break
-
-
-def rounds_by_length(assistant: DynSpecAssistant) -> list[int]:
-    """How many rounds of the last call drafted 0, 1, 2, … tokens."""
-    stats = assistant.stats
-    return [more - fewer for more, fewer in pairwise([stats.rounds, *stats.drafted_at, 0])]
-
-
-class RoundEnds(BaseStreamer):
-    """Notes the time in seconds at which each round ended, and how many tokens there were then."""
-
-    def __init__(self):
-        self.ends: list[tuple[float, int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        before = self.ends[-1][1] if self.ends else 0
-        self.ends.append((time.perf_counter(), before + value.numel()))
-
-    def end(self) -> None:
-        pass
-
-
-def time_rounds(pair: Pair, policy: Any, longest: int, temperature: float, progress: Progress) -> list[float]:
-    """The usual seconds of rounds that draft 0, 1, 2, … tokens.
-
-    All lengths take turns on a prompt of each domain. A length's share of the time of a turn is compared with what it
-    was in others, so that a turn at which the computer was slow is like any other. Rounds that read a prompt, or are
-    cut short at the end of a call, are left out.
-    """
-    drafter = next(iter(pair.drafters.values()))
-    assistant = DynSpecAssistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer)
-    first = {prompt.domain: token_ids for prompt, token_ids in zip(pair.prompts, pair.encoded, strict=True)}
-    config = generation_config(pair.target, TIMED_TOKENS + longest + 1, temperature)
-    turns = []
-    for token_ids in progress.track(TIMED_CALLS * list(first.values()), description="rounds of each length"):
-        turn = [median_round(pair, assistant, length, token_ids, config) for length in range(longest + 1)]
-        if None not in turn:
-            turns.append(turn)
-    assistant.unbind()
-    if not turns:
-        raise typer.BadParameter("all texts end within a round or two; give other prompts", param_hint="--even")
-    usual = median(map(sum, turns))
-    shares = ([one / sum(turn) for one in turn] for turn in turns)
-    return [usual * median(of_length) for of_length in zip(*shares, strict=True)]
-
-
-def median_round(
-    pair: Pair, assistant: DynSpecAssistant, length: int, token_ids: list[int], config: GenerationConfig
-) -> float | None:
-    """The median seconds of the rounds of a call that drafts so many tokens in each; None where there is none."""
-    ends = RoundEnds()
-    assistant.generation_config.num_assistant_tokens = max(length, 1)
-    is_faster = not length and why_not_head_product(pair.target) is None
-    with head_product(pair.target) if is_faster else nullcontext():
-        pair.target.generate(
-            torch.tensor([token_ids], device=pair.target.device),
-            generation_config=config,
-            assistant_model=assistant if length else None,
-            streamer=ends,
-        )
-    # The prompt comes first, then the round that reads it.
-    whole = [end for end, tokens in ends.ends[1:] if tokens - len(token_ids) <= TIMED_TOKENS]
-    return median(end - began for began, end in pairwise(whole)) if len(whole) > 1 else None
-
-
-def evened(measured: Measured, seconds: list[float]) -> Measured:
-    """What was measured, with rounds of each length as long as those that were timed. What reads the prompt is left
-    out, which is the same for all."""
-
-    def even(call: dict[str, Any]) -> dict[str, Any]:
-        return call | {"seconds": sum(map(mul, call["rounds"], seconds))}
-
-    return {domain: {name: list(map(even, calls)) for name, calls in of.items()} for domain, of in measured.items()}
 
 
 def over_all(measured: Measured, names: list[str]) -> Measured:
@@ -209,23 +115,21 @@ def standard_error(calls: list[dict[str, Any]], others: list[dict[str, Any]]) ->
 
 def show(console: Console, title: str, measured: Measured, names: list[str]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
-    domain, and with the one that is the best over all of them; and with plain generation where that is among these."""
+    domain, and with the one that is the best over all of them."""
+    table = Table(
+        "", PLAIN, "best fixed", "", "best of\nall", AUTO, "auto /\nbest fixed", "auto /\nplain", title=title
+    )
     fixed = [name for name in names if name not in (PLAIN, AUTO)]
-    plain = [name for name in names if name == PLAIN]
-    ratios_to = ["best fixed", *plain]
-    headings = ["", *plain, "best fixed", "", "best of\nall", AUTO, *(f"{AUTO} /\n{other}" for other in ratios_to)]
-    table = Table(*headings, title=title)
     best_of_all = max(fixed, key=lambda name: speed(measured["all"][name]))
     for domain, calls in measured.items():
         best = max(fixed, key=lambda name: speed(calls[name]))
-        speeds = [f"{speed(calls[name]):.1f}" for name in (*plain, best, best_of_all, AUTO)]
-        speeds.insert(len(plain), best)
+        shown = (f"{speed(calls[name]):.1f}" for name in (best, best_of_all, AUTO))
         ratios = []
-        for name in (best, *plain):
+        for name in (best, PLAIN):
             ratio = speed(calls[AUTO]) / speed(calls[name])
             error = ratio * standard_error(calls[AUTO], calls[name])
             ratios.append(f"{ratio:.3f}" if math.isnan(error) else f"{ratio:.3f} ± {error:.3f}")
-        table.add_row(domain, *speeds, *ratios)
+        table.add_row(domain, f"{speed(calls[PLAIN]):.1f}", best, *shown, *ratios)
     console.print(table)
 
 
@@ -244,50 +148,32 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt.")] = 128,
     repeats: Annotated[int, typer.Option(help="How often all of it is timed.")] = 3,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    even: Annotated[
-        bool,
-        typer.Option(help="Count rounds with the median time of those that draft as much, too. Chains, one policy."),
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write what was measured to.")] = None,
 ) -> None:
     """Compare automatic drafting with every fixed setting."""
-    if even and (tree or len(policy) > 1):
-        raise typer.BadParameter("it is for chains of one policy", param_hint="--even")
     console = Console()
-    fixed_lengths = [int(one) for one in lengths.split(",")]
     settings = PairSettings(target, drafter, prompts, max_new_tokens=max_new_tokens, limit=limit, threads=threads)
     results = {}
     with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
         for value in temperature:
             # Made anew for each temperature, so that it learns from nothing.
-            assistants = open_assistants(pair, policy, fixed_lengths, tree, random_weights)
-            result = results[f"{value:g}"] = {}
-            if even:
-                del assistants[PLAIN]
-                longest = max(LONGEST, *fixed_lengths)
-                result["seconds_of_rounds"] = time_rounds(pair, parse_policy(policy[0]), longest, value, progress)
+            assistants = open_assistants(pair, policy, [int(one) for one in lengths.split(",")], tree, random_weights)
             names = list(assistants)
             measured: Measured = {one.domain: {name: [] for name in names} for one in pair.prompts}
             task = progress.add_task(f"T = {value:g}", total=repeats * len(pair.prompts) * len(names))
-            for domain, name, call in measure(pair, assistants, max_new_tokens, value, repeats, even):
+            for domain, name, call in measure(pair, assistants, max_new_tokens, value, repeats):
                 measured[domain][name].append(call)
                 progress.advance(task)
             rounds = {name: dict(one.stats_total.rounds_of) for name, one in assistants.items() if one is not None}
             domains = over_all(measured, names)
             speeds = {domain: {name: speed(calls[name]) for name in names} for domain, calls in domains.items()}
-            result |= {"calls": measured, "tokens_per_second": speeds, "rounds_of": rounds}
+            results[f"{value:g}"] = {"calls": measured, "tokens_per_second": speeds, "rounds_of": rounds}
             for one in assistants.values():
                 if one is not None:
                     one.unbind()
             if out is not None:
                 write_json(out, {"models": pair.described_models(), "results": results})
             show(console, f"tokens per second, T = {value:g}", domains, names)
-            if even:
-                seconds = result["seconds_of_rounds"]
-                of_each = ", ".join(f"{1e3 * one:.1f}" for one in seconds)
-                console.print(f"ms of a round that drafts 0, 1, 2, … tokens: {of_each}")
-                title = f"with these times, without reading prompts, T = {value:g}"
-                show(console, title, evened(domains, seconds), names)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from automatic_drafting import app, evened, speed, standard_error
+from automatic_drafting import app, speed, standard_error
 
 from hf_dynspec.commands import app as commands
 from hf_dynspec.errors import ConfigurationError
@@ -53,39 +53,6 @@ def test_everything_is_timed_in_every_domain(added, tmp_path):
         assert set(speeds) == systems
         assert min(speeds.values()) > 0
     assert all(len(calls) == 1 for domain in result["calls"].values() for calls in domain.values())
-
-
-@pytest.mark.filterwarnings("ignore:drafting does not pay here")
-@pytest.mark.parametrize("head", [False, True], ids=["drafter", "head"])
-def test_rounds_are_counted_with_the_usual_time_of_their_length(head, tmp_path):
-    small = ("--limit", "1", "--max-new-tokens", "24", "--repeats", "1", "--lengths", "2,14", "--temperature", "0")
-    pair = PAIR
-    if head:
-        pair = tuple({"--drafter": "--eagle", POCKET / "drafter": POCKET / "eagle"}.get(one, one) for one in PAIR)
-    done = run(app, *pair, *small, "--even", "--out", tmp_path / "out.json")
-    assert done.exit_code == 0, done.exception or done.output
-    assert "with these times" in done.stdout
-    result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]["0"]
-    seconds = result["seconds_of_rounds"]
-    assert len(seconds) == 15
-    assert min(seconds) > 0
-    for calls in result["calls"].values():
-        assert set(calls) == {"hybrid, 2", "hybrid, 14", "auto"}
-        for name, of_name in calls.items():
-            for call in of_name:
-                # A round brings at most what it drafted and one token of the target's own.
-                assert call["tokens"] <= sum((1 + drafted) * count for drafted, count in enumerate(call["rounds"]))
-                if name == "hybrid, 2":
-                    assert len(call["rounds"]) == 3
-    even = evened(result["calls"], [0.0, 0.0, 1.0] + 12 * [0.0])
-    assert all(call["seconds"] == call["rounds"][2] > 0 for calls in even.values() for call in calls["hybrid, 2"])
-
-
-@pytest.mark.parametrize("added", [("--tree",), ("--policy", "full", "--policy", "hybrid")])
-def test_only_chains_of_one_policy_are_counted_so(added):
-    refused = run(app, *PAIR, *added, "--even")
-    assert refused.exit_code == 2
-    assert "chains of one policy" in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_the_error_of_a_ratio_is_what_leaving_out_prompts_tells():
