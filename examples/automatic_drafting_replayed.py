@@ -5,9 +5,10 @@ are more than what is asked. `automatic_drafting.py` times whole calls instead.
 Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them and
 how many were accepted. Then rounds of every length are timed, in turns. By these times the texts are gone through
 again, with each fixed length, and as automatic drafting itself chooses, which sees one text after another and begins
-with nothing: a shorter draft goes on in the next round where the recorded one did, which is exact for greedy chains of
-a small model and nearly so for others. `--noise` makes each time that it is told longer or shorter by chance, and
-single ones several times as long; what it chose is counted without. On the embedded pair:
+with nothing: a shorter draft goes on in the next round where the recorded one did. So it would with greedy chains of a
+small model; a head, which is shown the target's features anew then, would go on somewhat better, with all settings.
+`--noise` makes each time that automatic drafting is told longer or shorter by chance, and single ones several times as
+long; what it chose is counted without. On the embedded pair:
 
     python examples/automatic_drafting_replayed.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl

@@ -64,6 +64,7 @@ def test_each_round_is_counted_with_the_time_of_its_length():
     assert speed([(0, 1), (8, 5)], SECONDS) == 6 / 3
 
 
+@pytest.mark.filterwarnings("ignore:drafting does not pay here")
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_automatic_drafting_finds_what_pays(ends_early):
     """Where all is accepted it drafts what is long, and where nothing is, mostly nothing."""
