@@ -30,7 +30,7 @@ _CALL = struct.Struct("2P5q")
 # Fewer are chosen from as fast by torch, and columns are packed into 32 bits.
 FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 2**32 - 1
 # Of fewer numbers in all, torch finds the largest of each row sooner.
-_FEWEST_NUMBERS_OF_ARGMAX = 2**16
+_FEWEST_NUMBERS_OF_ARGMAX = 2**14
 
 
 def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:

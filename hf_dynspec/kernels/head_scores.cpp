@@ -242,7 +242,7 @@ inline void score_rows(
     score_tiles<QUERIES, 1>(queries, chunk, share, done, rows, d, scores, stride);
 }
 
-constexpr int64_t FEWEST_FETCHED_BYTES = 4 << 20;
+constexpr int64_t FEWEST_FETCHED_BYTES = 1 << 19;
 constexpr int64_t PAGE_BYTES = 4096;
 
 // All rows in order, or the rows of some blocks: which row of the weight each column of the scores belongs to.
@@ -271,7 +271,7 @@ void score_columns(
     // The fewest groups of queries, of about equal size.
     const int64_t groups = (m + MOST_QUERIES - 1) / MOST_QUERIES;
     // CPUs fetch by themselves, though only within a page; for few queries that is enough where a row fills one. What
-    // is smaller than this is often in the cache.
+    // is smaller than this is there within microseconds; more, a verification has driven out of the cache.
     const int64_t row_bytes = d * sizeof(Number);
     const bool fetches = n * row_bytes > FEWEST_FETCHED_BYTES && (m > 3 || row_bytes < PAGE_BYTES);
     const int64_t looked_up = fetches ? 2 * CHUNK + 1 : CHUNK;
