@@ -2,14 +2,32 @@
 
 import json
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers.utils import logging
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from automatic_drafting_replayed import RECORDED, Clock, Round, app, compare, replay, replay_auto, replay_fixed, speed
+from automatic_drafting_replayed import (
+    RECORDED,
+    LongDrafts,
+    NoisyClock,
+    Round,
+    RoundEnds,
+    app,
+    compare,
+    median_round,
+    replay,
+    replay_auto,
+    replay_fixed,
+    speed,
+)
 
 from hf_dynspec.drafting.draft_shapes import LONGEST
 
@@ -53,11 +71,21 @@ def test_a_shorter_draft_goes_on_where_the_recorded_one_did(length, expected):
     assert replay_fixed([[Round(6 * [0.5], 4)]], length) == expected
 
 
-def test_of_a_draft_that_was_accepted_whole_the_targets_own_token_is_left():
+def test_nothing_is_replayed_beyond_what_was_recorded():
+    """Neither a draft nor a rejection is invented for what follows a draft that was accepted whole."""
     seen = []
     rounds = list(replay([Round([0.9, 0.8], 2)], lambda coming: seen.append(coming) or 1, lambda *_: None))
-    assert seen == [[0.9, 0.8], [0.0]]
-    assert rounds == [(1, 2), (1, 1)]
+    assert seen == [[0.9, 0.8]]
+    assert rounds == [(1, 2)]
+    assert replay_fixed([[Round(3 * [0.9], 3)]], 2) == [(2, 3)]
+    assert replay_fixed([[Round(4 * [0.9], 4)]], 2) == [(2, 3), (1, 2)]
+
+
+def test_nothing_is_learnt_of_drafts_that_are_cut_short():
+    """Chains as long as chosen would seem to be rejected where a recording ends."""
+    sure = [[Round(5 * [0.9], 5)] * 60] * 4
+    drafted = [one for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early=False)]
+    assert drafted.count(5) > len(drafted) / 2
 
 
 def test_each_round_is_counted_with_the_time_of_its_length():
@@ -69,16 +97,59 @@ def test_each_round_is_counted_with_the_time_of_its_length():
 def test_automatic_drafting_finds_what_pays(ends_early):
     """Where all is accepted it drafts what is long, and where nothing is, mostly nothing."""
     sure, never = ([[Round(RECORDED * [one], accepted)] * 40] * 5 for one, accepted in ((0.9, RECORDED), (0.1, 0)))
-    drafted = [one for one, _ in replay_auto(sure, Clock(SECONDS, 0.0, 0), ends_early)]
+    drafted = [one for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early)]
     assert sum(drafted) / len(drafted) > 6
-    drafted = [one for one, _ in replay_auto(never, Clock(SECONDS, 0.0, 0), ends_early)]
+    drafted = [one for one, _ in replay_auto(never, NoisyClock(SECONDS, 0.0, 0), ends_early)]
     assert sum(drafted) / len(drafted) < 0.5
 
 
-def test_chance_changes_what_it_is_told_and_not_what_is_counted():
-    texts = [[Round(RECORDED * [0.9], number % 5) for number in range(60)] for _ in range(4)]
-    quiet, noisy = (compare(texts, SECONDS, True, noise, 2) for noise in (0.0, 0.1))
-    assert {name: quiet[name] for name in quiet if name != "auto"} == {
-        name: noisy[name] for name in noisy if name != "auto"
-    }
-    assert 0.9 < noisy["auto"] / quiet["auto"] < 1.1
+def test_the_clock_is_noisy_where_it_is_to_be():
+    def told(noise: float, seed: int) -> list[float]:
+        clock, times = NoisyClock(SECONDS, noise, seed), [0.0]
+        for _ in range(2000):
+            clock.round(4)
+            times.append(clock.now)
+        return [later - before for before, later in pairwise(times)]
+
+    assert told(0.0, 0) == pytest.approx(2000 * [SECONDS[4]])
+    assert told(0.1, 0) != told(0.1, 1)
+    assert median(told(0.1, 0)) == pytest.approx(SECONDS[4], rel=0.02)
+    assert 0.003 < sum(one > 1.6 * SECONDS[4] for one in told(0.1, 0)) / 2000 < 0.03
+
+
+def test_what_it_chose_is_counted_without_noise():
+    """Where all lengths take the same time and nothing is accepted, they all bring the same."""
+    texts = [[Round(RECORDED * [0.9], 0)] * 60] * 4
+    speeds = compare(texts, [1.0] * (LONGEST + 1), ends_early=True, noise=0.1, seeds=2)
+    assert set(speeds.values()) == {1.0}
+
+
+def test_rounds_that_read_the_prompt_are_not_timed(monkeypatch):
+    """Neither the target's nor a head's: here these take a second, and all others a hundredth."""
+
+    class Target:
+        device = torch.device("cpu")
+
+        def generate(self, input_ids: torch.Tensor, streamer: RoundEnds, **_: object) -> None:
+            for at, tokens in ((0.0, 3), (1.0, 1), (2.0, 2), (2.01, 2), (2.02, 2), (2.5, 99)):
+                monkeypatch.setattr(time, "perf_counter", lambda at=at: at)
+                streamer.put(torch.zeros(tokens))
+
+    pair, assistant = SimpleNamespace(target=Target()), SimpleNamespace(generation_config=SimpleNamespace())
+    assert median_round(pair, assistant, 3, [1, 2, 3], None) == pytest.approx(0.01)
+    assert assistant.generation_config.num_assistant_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--policy", "auto"), "one policy"), (("--max-new-tokens", 1, "--temperature", 0), "end within a round")],
+)
+def test_what_cannot_be_replayed_is_refused(options, said, monkeypatch):
+    monkeypatch.setattr(LongDrafts, "record", lambda *_: None)
+    pair = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl")
+    try:
+        refused = CliRunner().invoke(app, list(map(str, (*pair, "--limit", 1, *options))))
+    finally:
+        logging.enable_progress_bar()
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.output.replace("│", " ").split())

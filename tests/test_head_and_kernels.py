@@ -1,5 +1,6 @@
 """The dynamic head equals the model's own projection on every shortlist, and fast kernels equal their plain twins."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -486,15 +487,15 @@ def test_the_compiled_dense_kernel_equals_its_plain_twin_and_is_what_ran(
 
 
 def test_rows_are_fetched_ahead_where_they_are_many(kernel_calls):
-    """Over 4 MiB of rows: more than are often in the cache, with rows that do and do not fill whole cache lines."""
-    for d in (33, 64, 272, 1040):
-        weight = random(2**20 // d + 70, d, seed=1)
+    """Just under and over 512 KiB of rows, and over 4 MiB, with rows that do and do not fill whole cache lines."""
+    for d, numbers in itertools.product((33, 64, 272, 1040), (2**17 - 1, 2**17 + 2**14, 2**20 + 2**16)):
+        weight = random(numbers // d, d, seed=1)
         for m in (1, 2, 4, 7, 19):
             hidden = random(m, d, seed=m)
             actual = cpu.scattered_scores(hidden, weight, torch.arange(weight.shape[0]), None)
             expected = (hidden.double() @ weight.double().T).float()
             torch.testing.assert_close(actual, expected, rtol=0, atol=2**-22 * d)
-    assert len(kernel_calls) == 20
+    assert len(kernel_calls) == 60
 
 
 @pytest.mark.parametrize(

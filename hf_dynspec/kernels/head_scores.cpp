@@ -270,8 +270,9 @@ void score_columns(
     int64_t d, int64_t n, [[maybe_unused]] int64_t threads) {
     // The fewest groups of queries, of about equal size.
     const int64_t groups = (m + MOST_QUERIES - 1) / MOST_QUERIES;
-    // CPUs fetch by themselves, though only within a page; for few queries that is enough where a row fills one. What
-    // is smaller than this is there within microseconds; more, a verification has driven out of the cache.
+    // CPUs fetch by themselves, though only within a page; for few queries that is enough where a row fills one. Few
+    // bytes arrive within microseconds anyway; more of them a verification has driven out of the cache since the last
+    // draft.
     const int64_t row_bytes = d * sizeof(Number);
     const bool fetches = n * row_bytes > FEWEST_FETCHED_BYTES && (m > 3 || row_bytes < PAGE_BYTES);
     const int64_t looked_up = fetches ? 2 * CHUNK + 1 : CHUNK;
