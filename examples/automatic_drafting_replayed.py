@@ -52,7 +52,7 @@ from hf_dynspec.files import write_json
 RECORDED = LONGEST + 4
 # New tokens of a call in which rounds of one length are timed, and how many such calls the first prompt of each domain
 # gets.
-TIMED_TOKENS, TIMED_CALLS = 64, 3
+TIMED_TOKENS, TIMED_CALLS = 64, 2
 # The share of rounds that are stalls, and how many times as long those are, with `--noise`.
 STALLS, STALLED = 0.01, (2, 10)
 
