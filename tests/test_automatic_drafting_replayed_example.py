@@ -29,6 +29,7 @@ from automatic_drafting_replayed import (
     speed,
 )
 
+from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.draft_shapes import LONGEST
 
 POCKET = Path(__file__).parents[1] / "examples/pocket"
@@ -81,11 +82,14 @@ def test_nothing_is_replayed_beyond_what_was_recorded():
     assert replay_fixed([[Round(4 * [0.9], 4)]], 2) == [(2, 3), (1, 2)]
 
 
-def test_nothing_is_learnt_of_drafts_that_are_cut_short():
-    """Chains as long as chosen would seem to be rejected where a recording ends."""
+def test_nothing_is_learnt_of_drafts_that_are_cut_short(monkeypatch):
+    """They would seem to be rejected where a recording ends."""
+    learn, learnt = AutomaticDrafting.record, []
+    monkeypatch.setattr(AutomaticDrafting, "record", lambda self, *of: (learnt.append(of[0].steps), learn(self, *of)))
     sure = [[Round(5 * [0.9], 5)] * 60] * 4
     drafted = [one for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early=False)]
     assert drafted.count(5) > len(drafted) / 2
+    assert 0 < max(learnt) <= 5
 
 
 def test_each_round_is_counted_with_the_time_of_its_length():
@@ -131,7 +135,7 @@ def test_rounds_that_read_the_prompt_are_not_timed(monkeypatch):
         device = torch.device("cpu")
 
         def generate(self, input_ids: torch.Tensor, streamer: RoundEnds, **_: object) -> None:
-            for at, tokens in ((0.0, 3), (1.0, 1), (2.0, 2), (2.01, 2), (2.02, 2), (2.5, 99)):
+            for at, tokens in ((0.0, 3), (1.0, 1), (2.0, 2), (2.01, 2), (2.5, 99)):
                 monkeypatch.setattr(time, "perf_counter", lambda at=at: at)
                 streamer.put(torch.zeros(tokens))
 

@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CALL = struct.Struct("2P5q")
 # Fewer are chosen from as fast by torch, and columns are packed into 32 bits.
 FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 2**32 - 1
-# Of fewer numbers in all, torch finds the largest of each row sooner.
+# Of fewer numbers in all, torch finds the largest of each row within about ten microseconds.
 _FEWEST_NUMBERS_OF_ARGMAX = 2**14
 
 
