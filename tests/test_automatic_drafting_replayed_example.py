@@ -118,6 +118,7 @@ def test_the_clock_is_noisy_where_it_is_to_be():
     assert told(0.0, 0) == pytest.approx(2000 * [SECONDS[4]])
     assert told(0.1, 0) != told(0.1, 1)
     assert median(told(0.1, 0)) == pytest.approx(SECONDS[4], rel=0.02)
+    assert sum(abs(one / SECONDS[4] - 1) > 0.05 for one in told(0.1, 0)) > 1000
     assert 0.003 < sum(one > 1.6 * SECONDS[4] for one in told(0.1, 0)) / 2000 < 0.03
 
 
