@@ -1,22 +1,25 @@
-"""Compare `num_assistant_tokens="auto"` with fixed draft lengths on recorded drafts, domain by domain, so that neither
-random draws nor changes in the computer's speed, which are larger than the differences in question, decide the result.
-`automatic_drafting.py` times whole calls instead.
+"""Compare `num_assistant_tokens="auto"`, and `policy="auto"`, with fixed settings on recorded drafts, domain by
+domain, so that neither random draws nor changes in the computer's speed, which are larger than the differences in
+question, decide the result. `automatic_drafting.py` times whole calls instead.
 
 Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them and
 how many were accepted. Then rounds of every length are timed, in turns. With these times the texts are gone through
 again: with each fixed length, and as automatic drafting itself chooses, which sees one text after another and knows
 nothing at first. `--noise` makes each time that it is told longer or shorter by chance, and single ones several times
-as long; what it chose is counted without.
+as long; what it chose is counted without. With several policies all of this is done with each of them, and automatic
+drafting chooses between them too; or between them alone, with `--length`.
 
 Where a replayed draft is shorter than the recorded one, the next begins where that went on. A real one would be
 drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
 reality, unless a small model drafts from a shortlist that stays the same. Reading prompts takes no time here, nor does
-what a drafter reads after rounds without drafts. On the embedded pair:
+what a drafter reads after rounds without drafts, or a policy after another one's rounds. After a change of policy it
+goes on at as many tokens of the text that the other policy led to; greedily both led to the same. On the embedded
+pair:
 
     python examples/automatic_drafting_replayed.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
 
-with `--eagle` in place of `--drafter` for a head.
+with `--eagle` in place of `--drafter` for a head, and with `--policy hybrid --policy screen` to choose between these.
 """
 
 import random
@@ -41,7 +44,7 @@ from hf_dynspec import DynSpecAssistant
 from hf_dynspec.devices import is_free_to_look
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall
-from hf_dynspec.drafting.draft_shapes import LONGEST, DraftShape, shapes_of
+from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.early_ends import EarlyEnd, RunningConfidence
 from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
@@ -56,6 +59,8 @@ TIMED_TOKENS, TIMED_CALLS = 64, 2
 # The share of rounds that are stalls, and how many times as long those are, with `--noise`.
 STALLS, STALLED = 0.01, (2, 10)
 
+PLAIN, AUTO = "no drafts", "auto"
+
 app = typer.Typer(add_completion=False)
 
 
@@ -67,6 +72,9 @@ class Round(NamedTuple):
 
 
 Text = list[Round]
+# A prompt's texts, one of each policy; and seconds of rounds, by policy and by how many tokens they draft.
+Texts = tuple[Text, ...]
+Seconds = list[list[float]]
 
 
 # Recording and timing ------------------------------------------------------------------------------------------------
@@ -97,30 +105,43 @@ class LongDrafts(AutomaticDrafting):
         self.text.append(Round(end.probabilities, accepted))
 
 
-def record(pair: Pair, policy: str, config: GenerationConfig, progress: Progress) -> dict[str, list[Text]]:
-    """The texts of each domain."""
-    assistant = DynSpecAssistant(
-        next(iter(pair.drafters.values())),
-        parse_policy(policy),
-        num_assistant_tokens="auto",
-        target=pair.target,
-        tokenizer=pair.tokenizer,
-    )
-    texts: dict[str, list[Text]] = {prompt.domain: [] for prompt in pair.prompts}
+def bound_assistants(pair: Pair, policies: list[str]) -> list[DynSpecAssistant]:
+    """One for each policy."""
+    drafter = next(iter(pair.drafters.values()))
+    return [
+        DynSpecAssistant(drafter, parse_policy(policy), target=pair.target, tokenizer=pair.tokenizer)
+        for policy in policies
+    ]
+
+
+def record(
+    pair: Pair, assistants: list[DynSpecAssistant], config: GenerationConfig, progress: Progress
+) -> dict[str, list[Texts]]:
+    """The texts of each domain's prompts."""
+    texts: dict[str, list[Texts]] = {prompt.domain: [] for prompt in pair.prompts}
     calls = list(zip(pair.prompts, pair.encoded, strict=True))
     for place, (prompt, token_ids) in enumerate(progress.track(calls, description="recording")):
-        assistant.learnt_drafting = drafts = LongDrafts()
-        torch.manual_seed(place)
         input_ids = torch.tensor([token_ids], device=pair.target.device)
-        pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
-        texts[prompt.domain].append(drafts.text)
-    assistant.unbind()
+        texts[prompt.domain].append(
+            tuple(record_text(pair, assistant, input_ids, config, seed=place) for assistant in assistants)
+        )
     for domain, of_domain in texts.items():
-        if not any(of_domain):
+        if not any(map(all, of_domain)):
             raise typer.BadParameter(
                 f"all texts of {domain} end within a round or two; give it other prompts", param_hint="--prompts"
             )
     return texts
+
+
+def record_text(
+    pair: Pair, assistant: DynSpecAssistant, input_ids: torch.Tensor, config: GenerationConfig, seed: int
+) -> Text:
+    """The rounds of a call with long drafts."""
+    assistant.generation_config.num_assistant_tokens = "auto"
+    assistant.learnt_drafting = drafts = LongDrafts()
+    torch.manual_seed(seed)
+    pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
+    return drafts.text
 
 
 class RoundEnds(BaseStreamer):
@@ -137,30 +158,29 @@ class RoundEnds(BaseStreamer):
         pass
 
 
-def time_rounds(pair: Pair, policy: str, temperature: float, progress: Progress) -> list[float]:
-    """The usual seconds of rounds that draft 0, 1, 2, … tokens.
+def time_rounds(pair: Pair, assistants: list[DynSpecAssistant], temperature: float, progress: Progress) -> Seconds:
+    """The usual seconds of rounds that draft 0, 1, 2, … tokens, with each policy.
 
-    All lengths take turns on a prompt of each domain. A length's share of the time of a turn is compared with what it
+    All of them take turns on a prompt of each domain. A length's share of the time of a turn is compared with what it
     was in others, so that a turn at which the computer was slow is like any other. Rounds that read a prompt, or are
     cut short at the end of a call, are left out.
     """
-    drafter = next(iter(pair.drafters.values()))
-    assistant = DynSpecAssistant(drafter, parse_policy(policy), target=pair.target, tokenizer=pair.tokenizer)
     first: dict[str, list[int]] = {}
     for prompt, token_ids in zip(pair.prompts, pair.encoded, strict=True):
         first.setdefault(prompt.domain, token_ids)
     config = generation_config(pair.target, TIMED_TOKENS + LONGEST + 1, temperature)
+    drafted = [(assistant, length) for length in range(1, LONGEST + 1) for assistant in assistants]
     turns = []
     for token_ids in progress.track(TIMED_CALLS * list(first.values()), description="timing rounds of each length"):
-        turn = [median_round(pair, assistant, length, token_ids, config) for length in range(LONGEST + 1)]
+        turn = [median_round(pair, *one, token_ids, config) for one in [(assistants[0], 0), *drafted]]
         if None not in turn:
             turns.append(turn)
-    assistant.unbind()
     if not turns:
         raise typer.BadParameter("all texts end within a round or two; give other prompts", param_hint="--prompts")
     usual = median(map(sum, turns))
     shares = ([one / sum(turn) for one in turn] for turn in turns)
-    return [usual * median(of_length) for of_length in zip(*shares, strict=True)]
+    alone, *others = (usual * median(of_one) for of_one in zip(*shares, strict=True))
+    return [[alone, *others[policy :: len(assistants)]] for policy in range(len(assistants))]
 
 
 def median_round(
@@ -185,93 +205,124 @@ def median_round(
 
 # Replaying -----------------------------------------------------------------------------------------------------------
 
-# Says how many tokens a round drafts, given how probable the drafter finds those that it can; and is told how many it
-# drafted and how many of them were accepted.
-Choose = Callable[[list[float]], int]
-Tell = Callable[[int, int], None]
+# Says what a round drafts, given how probable the drafter finds the tokens that it can with each policy; and is told
+# what it drafted and how many of these were accepted.
+Choose = Callable[[list[list[float]]], DraftShape]
+Tell = Callable[[DraftShape, int], None]
 
 
-def replay(text: Text, choose: Choose, tell: Tell) -> Iterator[tuple[int, int]]:
-    """Go through a text. Yields of each round how many tokens it drafted and how many came out."""
-    for probabilities, accepted in text:
-        done = 0
-        # Of a draft that was accepted whole the target's own token may be left, which nobody knows a draft for.
-        while done <= accepted and done < len(probabilities):
-            coming = probabilities[done:]
-            drafted = min(choose(coming), len(coming))
-            came = min(drafted, accepted - done)
+def replay(texts: Texts, choose: Choose, tell: Tell) -> Iterator[tuple[DraftShape, int]]:
+    """Go through the texts of a prompt. Yields of each round what it drafted and how many tokens came out."""
+    # Of each place in a text what is left there of the draft that was recorded. Of one that was accepted whole the
+    # target's own token may be left, which nobody knows a draft for.
+    left = [
+        [Round(of.probabilities[done:], of.accepted - done) for of in text for done in range(of.accepted + 1)]
+        for text in texts
+    ]
+    place, end = 0, min(map(len, left))
+    while place < end:
+        here = [of_policy[place] for of_policy in left]
+        place += 1
+        if all(one.probabilities for one in here):
+            chosen = choose([one.probabilities for one in here])
+            steps = min(chosen.steps, len(here[chosen.policy].probabilities))
+            came = min(steps, here[chosen.policy].accepted)
+            drafted = chosen._replace(steps=steps, nodes=steps)
             tell(drafted, came)
             yield drafted, came + 1
-            done += came + 1
+            place += came
 
 
-def speed(rounds: list[tuple[int, int]], seconds: list[float]) -> float:
+def speed(rounds: list[tuple[DraftShape, int]], seconds: Seconds) -> float:
     """Tokens per second."""
-    return sum(tokens for _, tokens in rounds) / sum(seconds[drafted] for drafted, _ in rounds)
+    return sum(tokens for _, tokens in rounds) / sum(seconds[drafted.policy][drafted.steps] for drafted, _ in rounds)
 
 
-def replay_fixed(texts: list[Text], length: int) -> list[tuple[int, int]]:
-    """The rounds of drafts of a fixed length."""
-    return [one for text in texts for one in replay(text, lambda _: length, lambda *_: None)]
+def replay_fixed(texts: list[Texts], shape: DraftShape) -> list[tuple[DraftShape, int]]:
+    """The rounds of drafts of a fixed length, with a fixed policy."""
+    return [one for of_prompt in texts for one in replay(of_prompt, lambda _: shape, lambda *_: None)]
 
 
 class NoisyClock:
     """Says the time in seconds of a computer on which rounds take as long as they do, but for chance."""
 
-    def __init__(self, seconds: list[float], noise: float, seed: int):
+    def __init__(self, seconds: Seconds, noise: float, seed: int):
         self.now = 0.0
         self._seconds, self._noise, self._random = seconds, noise, random.Random(seed)
 
-    def round(self, drafted: int) -> None:
+    def round(self, drafted: DraftShape) -> None:
         """A round is over."""
         stall = self._random.uniform(*STALLED) if self._noise and self._random.random() < STALLS else 1.0
-        self.now += self._seconds[drafted] * stall * self._random.lognormvariate(0, self._noise)
+        usual = self._seconds[drafted.policy][drafted.steps]
+        self.now += usual * stall * self._random.lognormvariate(0, self._noise)
 
 
-def replay_auto(texts: list[Text], clock: NoisyClock, ends_early: bool) -> list[tuple[int, int]]:
-    """The rounds that automatic drafting has."""
-    learnt, rounds = AutomaticDrafting(shapes_of(None, ends_early), ends_early=ends_early), []
-    for text in texts:
+def replay_auto(
+    texts: list[Texts], clock: NoisyClock, ends_early: bool, fixed: DraftShape | None = None
+) -> list[tuple[DraftShape, int]]:
+    """The rounds that automatic drafting has, or the choice of a policy for drafts of a fixed shape."""
+    policies = len(texts[0])
+    learnt, rounds = AutomaticDrafting(shapes_of(None, ends_early), policies, ends_early), []
+    for of_prompt in texts:
         call = AutomaticCall(learnt, lambda: clock.now)
 
-        def choose(coming: list[float], call: AutomaticCall = call) -> int:
+        def choose(coming: list[list[float]], call: AutomaticCall = call) -> DraftShape:
             # Nothing is learnt of a draft that is cut short.
-            room = min(LONGEST, len(coming))
-            most = min(call.begin_round(room).steps, room)
-            if not call.ends_early:
-                return most
-            return next((step for step in range(1, most + 1) if not call.goes_on(coming[step - 1])), most)
+            room = min(LONGEST, *map(len, coming))
+            shape = call.begin_round(room, fixed)
+            most = min(shape.steps, room)
+            if call.ends_early:
+                sure = coming[shape.policy]
+                most = next((step for step in range(1, most + 1) if not call.goes_on(sure[step - 1])), most)
+            return shape._replace(steps=most)
 
-        def tell(drafted: int, came: int, call: AutomaticCall = call) -> None:
+        def tell(drafted: DraftShape, came: int, call: AutomaticCall = call) -> None:
             clock.round(drafted)
             call.end_round(came)
 
-        rounds += replay(text, choose, tell)
+        rounds += replay(of_prompt, choose, tell)
     return rounds
 
 
-def compare(texts: list[Text], seconds: list[float], ends_early: bool, noise: float, seeds: int) -> dict[str, float]:
-    """Tokens per second of each fixed length and of automatic drafting, the mean over several random seeds."""
-    speeds = {str(length): speed(replay_fixed(texts, length), seconds) for length in range(LONGEST + 1)}
+def compare(
+    texts: list[Texts],
+    seconds: Seconds,
+    policies: list[str],
+    ends_early: bool,
+    noise: float,
+    seeds: int,
+    length: int | None = None,
+) -> dict[str, float]:
+    """Tokens per second without drafts, of each fixed setting, and of automatic drafting, the mean over several random
+    seeds. Where there is a `length`, all drafts have it, and automatic drafting chooses between policies alone."""
+    lengths = range(1, LONGEST + 1) if length is None else [length]
+    shapes = {
+        f"{name} {steps}": DraftShape(steps, steps, policy)
+        for policy, name in enumerate(policies)
+        for steps in lengths
+    }
+    speeds = {name: speed(replay_fixed(texts, shape), seconds) for name, shape in {PLAIN: ALONE, **shapes}.items()}
+    fixed = None if length is None else DraftShape(length, length)
     with warnings.catch_warnings():
         # Where drafting loses is in the table.
         warnings.filterwarnings("ignore", "drafting does not pay here")
-        chosen = [replay_auto(texts, NoisyClock(seconds, noise, seed), ends_early) for seed in range(seeds)]
-    return speeds | {"auto": mean(speed(rounds, seconds) for rounds in chosen)}
+        clocks = [NoisyClock(seconds, noise, seed) for seed in range(seeds)]
+        chosen = [replay_auto(texts, clock, ends_early and fixed is None, fixed) for clock in clocks]
+    return speeds | {AUTO: mean(speed(rounds, seconds) for rounds in chosen)}
 
 
 def show(console: Console, title: str, speeds: dict[str, dict[str, float]]) -> None:
-    """Print a table of tokens per second, with how automatic drafting compares with the best fixed length of each
+    """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, with the one that is the best of all, and with no drafts."""
-    ratios_to = ["best fixed", "best of all", "no drafts"]
-    headings = ["", "no drafts", "best fixed\nlength", "", "auto", *(f"auto /\n{other}" for other in ratios_to)]
+    ratios_to = ["best fixed", "best of all", PLAIN]
+    headings = ["", PLAIN, "best fixed", "", AUTO, *(f"auto /\n{other}" for other in ratios_to)]
     table = Table(*headings, title=title)
-    lengths = [name for name in speeds["all"] if name not in ("0", "auto")]
-    best_of_all = max(lengths, key=speeds["all"].get)
+    fixed = [name for name in speeds["all"] if name not in (PLAIN, AUTO)]
+    best_of_all = max(fixed, key=speeds["all"].get)
     for domain, of in speeds.items():
-        best = max(lengths, key=of.get)
-        ratios = [f"{of['auto'] / of[one]:.3f}" for one in (best, best_of_all, "0")]
-        table.add_row(domain, f"{of['0']:.1f}", best, f"{of[best]:.1f}", f"{of['auto']:.1f}", *ratios)
+        best = max(fixed, key=of.get)
+        ratios = [f"{of[AUTO] / of[one]:.3f}" for one in (best, best_of_all, PLAIN)]
+        table.add_row(domain, f"{of[PLAIN]:.1f}", best, f"{of[best]:.1f}", f"{of[AUTO]:.1f}", *ratios)
     console.print(table)
 
 
@@ -281,7 +332,11 @@ def main(
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSON lines files of prompts.")],
     drafter: Annotated[str | None, typer.Option("--drafter", help="Folder or Hub id of the small model.")] = None,
     eagle: Annotated[str | None, typer.Option(help="Folder or Hub id of an EAGLE head, in its place.")] = None,
-    policy: Annotated[str, typer.Option(help="Shortlist policy.")] = "hybrid",
+    policy: Annotated[list[str], typer.Option(help="Shortlist policies; several are also chosen from.")] = ["hybrid"],  # noqa: B006
+    length: Annotated[
+        int | None,
+        typer.Option(help="Draft so many tokens, and choose between policies alone.", min=1, max=LONGEST),
+    ] = None,
     temperature: Annotated[list[float], typer.Option(help="0 decodes greedily.")] = [0.0, 0.8],  # noqa: B006
     limit: Annotated[int | None, typer.Option(help="Prompts of each domain; all unless given.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt, about.", min=1)] = 128,
@@ -290,26 +345,31 @@ def main(
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write rounds, times and speeds to.")] = None,
 ) -> None:
-    """Compare automatic drafting with every fixed length on the same drafts."""
-    if len(parse_policy(policy).alternatives(None)) > 1:
-        raise typer.BadParameter("it must be one policy, not a choice between several", param_hint="--policy")
+    """Compare automatic drafting with every fixed setting on the same drafts."""
+    if any(len(parse_policy(one).alternatives(None)) > 1 for one in policy):
+        raise typer.BadParameter("give the policies that are to be chosen from, one by one", param_hint="--policy")
+    if length is not None and len(policy) == 1:
+        raise typer.BadParameter("with one policy and one length there is nothing to choose", param_hint="--length")
     console, results = Console(), {}
     settings = PairSettings(target, drafter, prompts, max_new_tokens=max_new_tokens, limit=limit, threads=threads)
     with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
         ends_early = is_free_to_look(pair.target.device)
+        assistants = bound_assistants(pair, policy)
         for value in temperature:
             config = generation_config(pair.target, max_new_tokens + RECORDED, value)
-            texts = record(pair, policy, config, progress)
-            seconds = time_rounds(pair, policy, value, progress)
-            domains = texts | {"all": [text for of_domain in texts.values() for text in of_domain]}
-            speeds = {name: compare(of, seconds, ends_early, noise, seeds) for name, of in domains.items()}
+            texts = record(pair, assistants, config, progress)
+            seconds = time_rounds(pair, assistants, value, progress)
+            domains = texts | {"all": [of_prompt for of_domain in texts.values() for of_prompt in of_domain]}
+            speeds = {
+                name: compare(of, seconds, policy, ends_early, noise, seeds, length) for name, of in domains.items()
+            }
             results[f"{value:g}"] = {"texts": texts, "seconds_of_rounds": seconds, "tokens_per_second": speeds}
             if out is not None:
-                write_json(out, {"models": pair.described_models(), "results": results})
+                write_json(out, {"models": pair.described_models(), "policies": policy, "results": results})
             show(console, f"tokens per second, T = {value:g}, {len(domains['all'])} prompts", speeds)
-            console.print(
-                "ms of a round that drafts 0, 1, 2, … tokens: " + ", ".join(f"{1e3 * s:.1f}" for s in seconds)
-            )
+            for name, of_policy in zip(policy, seconds, strict=True):
+                times = ", ".join(f"{1e3 * s:.1f}" for s in of_policy)
+                console.print(f"ms of a round that drafts 0, 1, 2, … tokens with {name}: {times}")
 
 
 if __name__ == "__main__":
