@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -321,6 +322,25 @@ def test_a_passage_that_it_cannot_draft_costs_little_of_a_text_that_it_can():
         steps = automatically(machine, texts, AutomaticDrafting(shapes_of(None, True), ends_early=True))
         ratios.append(best_fixed(machine, texts) / sum(map(machine.seconds, steps)))
     assert sum(ratios) / len(ratios) > 0.97
+
+
+def test_bad_luck_with_the_first_drafts_costs_little_of_the_text_after_them(chains):
+    """The first rest is short, and what it takes to try again is one draft."""
+    ratios = []
+    for seed in range(24):
+        known = [*text(0.0, 8, seed), *text(0.8, 250, 100 + seed)]
+        machine = Machine(14.5, 3.6, 1.6, seed=seed)
+        steps = automatically(machine, [known], chains())
+        ratios.append(best_fixed(machine, [known]) / sum(map(machine.seconds, steps)))
+    assert sum(ratios) / len(ratios) > 0.81
+
+
+def test_what_is_never_right_is_tried_with_one_draft_at_a_time(chains):
+    machine, drafting = Machine(stalls=0.0), chains()
+    bring_to_rest(machine, drafting)
+    steps = automatically(machine, [text(0.0, 3000, 1)], drafting)
+    assert 3 < sum(one > 0 for one in steps) < 20
+    assert not any(one and other for one, other in pairwise(steps))
 
 
 @pytest.mark.parametrize("stalled", ["drafted", "alone"])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import Result
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -30,31 +31,52 @@ from automatic_drafting_replayed import (
 )
 
 from hf_dynspec.drafting.automatic import AutomaticDrafting
-from hf_dynspec.drafting.draft_shapes import LONGEST
+from hf_dynspec.drafting.draft_shapes import LONGEST, DraftShape
 
 POCKET = Path(__file__).parents[1] / "examples/pocket"
-# Rounds that take a second each, and as long again for eight tokens.
-SECONDS = [1 + length / 8 for length in range(LONGEST + 1)]
+# Rounds that take a second each, and as long again for eight tokens, with one policy.
+SECONDS = [[1 + length / 8 for length in range(LONGEST + 1)]]
 
 
-@pytest.mark.parametrize("drafter", [("--drafter", POCKET / "drafter"), ("--eagle", POCKET / "eagle")])
-def test_every_length_is_timed_and_replayed_in_every_domain(drafter, tmp_path):
-    pair = ("--target", POCKET / "target", *drafter, "--prompts", POCKET / "prompts.jsonl")
-    small = ("--limit", 1, "--max-new-tokens", 40, "--temperature", 0, "--seeds", 1, "--out", tmp_path / "out.json")
+def drafts_of(length: int, policy: int = 0) -> DraftShape:
+    return DraftShape(length, length, policy)
+
+
+def of_one_policy(texts: list[list[Round]]) -> list[tuple[list[Round]]]:
+    """Prompts of which one policy has led to these texts."""
+    return [(text,) for text in texts]
+
+
+def run(*arguments: object) -> Result:
     try:
-        done = CliRunner().invoke(app, list(map(str, (*pair, *small))))
+        return CliRunner().invoke(app, list(map(str, arguments)))
     finally:
         logging.enable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policies"), [(("--drafter", POCKET / "drafter"), 1), (("--eagle", POCKET / "eagle"), 2)]
+)
+def test_every_setting_is_timed_and_replayed_in_every_domain(drafter, policies, tmp_path):
+    pair = ("--target", POCKET / "target", *drafter, "--prompts", POCKET / "prompts.jsonl")
+    small = ("--limit", 1, "--max-new-tokens", 40, "--temperature", 0, "--seeds", 1, "--out", tmp_path / "out.json")
+    names = ("hybrid", "screen")[:policies]
+    done = run(*pair, *small, *(part for name in names for part in ("--policy", name)))
     assert done.exit_code == 0, done.exception or done.output
     assert "auto /" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]["0"]
-    assert len(result["seconds_of_rounds"]) == LONGEST + 1
-    assert min(result["seconds_of_rounds"]) > 0
+    assert len(result["seconds_of_rounds"]) == policies
+    for seconds in result["seconds_of_rounds"]:
+        assert len(seconds) == LONGEST + 1
+        assert min(seconds) > 0
     assert set(result["tokens_per_second"]) == {"all", *result["texts"]}
+    lengths = range(1, LONGEST + 1)
     for speeds in result["tokens_per_second"].values():
-        assert set(speeds) == {"auto", *map(str, range(LONGEST + 1))}
+        assert set(speeds) == {"auto", "no drafts", *(f"{name} {length}" for name in names for length in lengths)}
         assert min(speeds.values()) > 0
-    rounds = [one for texts in result["texts"].values() for text in texts for one in text]
+    prompts = [texts for of_domain in result["texts"].values() for texts in of_domain]
+    assert {len(texts) for texts in prompts} == {policies}
+    rounds = [one for texts in prompts for text in texts for one in text]
     assert rounds
     for probabilities, accepted in rounds:
         assert len(probabilities) == RECORDED
@@ -69,63 +91,94 @@ def test_every_length_is_timed_and_replayed_in_every_domain(drafter, tmp_path):
 )
 def test_a_shorter_draft_goes_on_where_the_recorded_one_did(length, expected):
     """Of six tokens four were accepted; the fifth that comes out is the target's own."""
-    assert replay_fixed([[Round(6 * [0.5], 4)]], length) == expected
+    rounds = replay_fixed(of_one_policy([[Round(6 * [0.5], 4)]]), drafts_of(length))
+    assert [(drafted.steps, came) for drafted, came in rounds] == expected
 
 
 def test_nothing_is_replayed_beyond_what_was_recorded():
     """Neither a draft nor a rejection is invented for what follows a draft that was accepted whole."""
     seen = []
-    rounds = list(replay([Round([0.9, 0.8], 2)], lambda coming: seen.append(coming) or 1, lambda *_: None))
-    assert seen == [[0.9, 0.8]]
-    assert rounds == [(1, 2)]
-    assert replay_fixed([[Round(3 * [0.9], 3)]], 2) == [(2, 3)]
-    assert replay_fixed([[Round(4 * [0.9], 4)]], 2) == [(2, 3), (1, 2)]
+    text = [Round([0.9, 0.8], 2)]
+    rounds = list(replay((text,), lambda coming: seen.append(coming) or drafts_of(1), lambda *_: None))
+    assert seen == [[[0.9, 0.8]]]
+    assert rounds == [(drafts_of(1), 2)]
+    for accepted, expected in ((3, [(drafts_of(2), 3)]), (4, [(drafts_of(2), 3), (drafts_of(1), 2)])):
+        assert replay_fixed(of_one_policy([[Round(accepted * [0.9], accepted)]]), drafts_of(2)) == expected
+
+
+def test_a_change_of_policy_goes_on_at_the_same_place_of_the_text():
+    """The first policy's drafts are accepted up to the third token, the second one's never; texts are as long as the
+    shorter of them."""
+    texts, shapes = ([Round(6 * [0.9], 3)] * 2, [Round(6 * [0.1], 0)] * 6), [drafts_of(2), drafts_of(5, policy=1)]
+    seen, told = [], []
+    chosen = iter(3 * shapes)
+    rounds = list(replay(texts, lambda coming: seen.append(coming) or next(chosen), lambda *of: told.append(of)))
+    assert rounds == [(shapes[0], 3), (shapes[1], 1), (shapes[0], 3)]
+    assert told == [(shapes[0], 2), (shapes[1], 0), (shapes[0], 2)]
+    assert [[len(policy) for policy in coming] for coming in seen] == [[6, 6], [3, 6], [6, 6]]
 
 
 def test_nothing_is_learnt_of_drafts_that_are_cut_short(monkeypatch):
     """They would seem to be rejected where a recording ends."""
     learn, learnt = AutomaticDrafting.record, []
     monkeypatch.setattr(AutomaticDrafting, "record", lambda self, *of: (learnt.append(of[0].steps), learn(self, *of)))
-    sure = [[Round(5 * [0.9], 5)] * 60] * 4
-    drafted = [one for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early=False)]
+    sure = of_one_policy([[Round(5 * [0.9], 5)] * 60] * 4)
+    drafted = [one.steps for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early=False)]
     assert drafted.count(5) > len(drafted) / 2
     assert 0 < max(learnt) <= 5
 
 
 def test_each_round_is_counted_with_the_time_of_its_length():
-    assert speed([(0, 1), (8, 5)], SECONDS) == 6 / 3
+    seconds = [*SECONDS, [2 * one for one in SECONDS[0]]]
+    assert speed([(drafts_of(0), 1), (drafts_of(8), 5)], seconds) == 6 / 3
+    assert speed([(drafts_of(8), 5), (drafts_of(8, policy=1), 1)], seconds) == 6 / 6
 
 
 @pytest.mark.filterwarnings("ignore:drafting does not pay here")
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_automatic_drafting_finds_what_pays(ends_early):
     """Where all is accepted it drafts what is long, and where nothing is, mostly nothing."""
-    sure, never = ([[Round(RECORDED * [one], accepted)] * 40] * 5 for one, accepted in ((0.9, RECORDED), (0.1, 0)))
-    drafted = [one for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early)]
+    sure, never = (
+        of_one_policy([[Round(RECORDED * [one], accepted)] * 40] * 5) for one, accepted in ((0.9, RECORDED), (0.1, 0))
+    )
+    drafted = [one.steps for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early)]
     assert sum(drafted) / len(drafted) > 6
-    drafted = [one for one, _ in replay_auto(never, NoisyClock(SECONDS, 0.0, 0), ends_early)]
+    drafted = [one.steps for one, _ in replay_auto(never, NoisyClock(SECONDS, 0.0, 0), ends_early)]
     assert sum(drafted) / len(drafted) < 0.5
+
+
+@pytest.mark.parametrize("length", [None, 5])
+@pytest.mark.parametrize("better", [0, 1])
+def test_the_better_policy_is_found(better, length):
+    """One that is accepted further, at the same price: by lengths that are chosen too, or by one."""
+    texts = [tuple([Round(RECORDED * [0.8], 4 if policy == better else 1)] * 60 for policy in (0, 1))] * 12
+    speeds = compare(texts, 2 * SECONDS, ["first", "second"], ends_early=True, noise=0.05, seeds=2, length=length)
+    good, bad = (
+        max(speed for setting, speed in speeds.items() if setting.startswith(name))
+        for name in (("first", "second") if better == 0 else ("second", "first"))
+    )
+    assert speeds["auto"] > max(1.2 * bad, 0.7 * good)
 
 
 def test_the_clock_is_noisy_where_it_is_to_be():
     def told(noise: float, seed: int) -> list[float]:
         clock, times = NoisyClock(SECONDS, noise, seed), [0.0]
         for _ in range(2000):
-            clock.round(4)
+            clock.round(drafts_of(4))
             times.append(clock.now)
         return [later - before for before, later in pairwise(times)]
 
-    assert told(0.0, 0) == pytest.approx(2000 * [SECONDS[4]])
+    assert told(0.0, 0) == pytest.approx(2000 * [SECONDS[0][4]])
     assert told(0.1, 0) != told(0.1, 1)
-    assert median(told(0.1, 0)) == pytest.approx(SECONDS[4], rel=0.02)
-    assert sum(abs(one / SECONDS[4] - 1) > 0.05 for one in told(0.1, 0)) > 1000
-    assert 0.003 < sum(one > 1.6 * SECONDS[4] for one in told(0.1, 0)) / 2000 < 0.03
+    assert median(told(0.1, 0)) == pytest.approx(SECONDS[0][4], rel=0.02)
+    assert sum(abs(one / SECONDS[0][4] - 1) > 0.05 for one in told(0.1, 0)) > 1000
+    assert 0.003 < sum(one > 1.6 * SECONDS[0][4] for one in told(0.1, 0)) / 2000 < 0.03
 
 
 def test_what_it_chose_is_counted_without_noise():
     """Where all lengths take the same time and nothing is accepted, they all bring the same."""
-    texts = [[Round(RECORDED * [0.9], 0)] * 60] * 4
-    speeds = compare(texts, [1.0] * (LONGEST + 1), ends_early=True, noise=0.1, seeds=2)
+    texts = of_one_policy([[Round(RECORDED * [0.9], 0)] * 60] * 4)
+    speeds = compare(texts, [[1.0] * (LONGEST + 1)], ["hybrid"], ends_early=True, noise=0.1, seeds=2)
     assert set(speeds.values()) == {1.0}
 
 
@@ -147,14 +200,15 @@ def test_rounds_that_read_the_prompt_are_not_timed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--policy", "auto"), "one policy"), (("--max-new-tokens", 1, "--temperature", 0), "end within a round")],
+    [
+        (("--policy", "auto"), "one by one"),
+        (("--length", 5), "nothing to choose"),
+        (("--max-new-tokens", 1, "--temperature", 0), "end within a round"),
+    ],
 )
 def test_what_cannot_be_replayed_is_refused(options, said, monkeypatch):
     monkeypatch.setattr(LongDrafts, "record", lambda *_: None)
     pair = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl")
-    try:
-        refused = CliRunner().invoke(app, list(map(str, (*pair, "--limit", 1, *options))))
-    finally:
-        logging.enable_progress_bar()
+    refused = run(*pair, "--limit", 1, *options)
     assert refused.exit_code == 2
     assert said in " ".join(refused.output.replace("│", " ").split())

@@ -15,7 +15,7 @@ from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
-from .side_by_side import ROUNDS_OF_EACH, SideBySide
+from .side_by_side import SideBySide
 from .trials import Trials
 
 # The most rounds that earlier calls count for in a new one.
@@ -33,11 +33,12 @@ _CLEARLY_BETTER = 1.03
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
-# Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are twice as
-# many.
-_SHORTEST_REST, _LONGEST_REST = 24, 1024
+# Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are so many
+# times as many. One missed draft ends a trial, so that it costs little and the next one may come soon: what decided
+# for the rest may have been bad luck with a few drafts.
+_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 24, 1024, 1.25
 # They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
-# gained more than they cost: a larger one for the first trial, as drafting may have lost by bad luck.
+# gained more than they cost: a larger one for the first trial.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
@@ -82,9 +83,10 @@ class AutomaticDrafting:
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._rest: int | None = None
         self._rested = 0
-        # That goes on before a rest, or when drafting is tried again; and the seconds that were lost by it.
+        # That goes on before a rest, or when drafting is tried again; and the seconds that were lost by it, and by the
+        # one before.
         self._comparison: SideBySide | None = None
-        self._lost = 0.0
+        self._lost = self._lost_before = 0.0
         # Seconds that drafting has gained so far.
         self._gained = 0.0
         # What is still to be said, and whether it was said.
@@ -104,6 +106,7 @@ class AutomaticDrafting:
             if self._rest is not None and now - self._ended > _FORGETS_AFTER:
                 self._fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._wake()
+            self._ended = now
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
@@ -156,6 +159,9 @@ class AutomaticDrafting:
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
     def _choose(self) -> DraftShape:
+        if self._comparison is not None and self._comparison.is_over:
+            # By rounds that tell nothing, as the last ones of texts do: where another is recorded it ends itself.
+            self._rest_again()
         if self._comparison is not None:
             return self._comparison.choose()
         if self.is_resting:
@@ -255,10 +261,12 @@ class AutomaticDrafting:
         """Whether drafting, which seems to lose, may pay if rounds take somewhat else than they seemed to."""
         tokens, seconds = self._tokens_and_seconds(self._best_drafted())
         return (
-            tokens > _TOKENS_OF_GOOD_DRAFTS
-            and tokens / seconds > _NEARLY_PAYS * self._promised
-            and any((1 + shape.steps) / self._seconds(shape) > self._promised for shape in self._shapes)
+            tokens > _TOKENS_OF_GOOD_DRAFTS and tokens / seconds > _NEARLY_PAYS * self._promised and self._could_pay()
         )
+
+    def _could_pay(self) -> bool:
+        """Whether drafting would pay if all of it were accepted."""
+        return any((1 + shape.steps) / self._seconds(shape) > self._promised for shape in self._shapes)
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
@@ -271,7 +279,8 @@ class AutomaticDrafting:
             self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        self._rest_for(_SHORTEST_REST, ROUNDS_OF_EACH * (drafted - alone), _SHARE_OF_FIRST_TRIAL)
+        self._lost_before = drafted - alone
+        self._rest_for(_SHORTEST_REST, self._lost_before, _SHARE_OF_FIRST_TRIAL)
 
     def _rest_for(self, usual: int, lost: float, share: float) -> None:
         """Rest for about so many tokens: at least as many as pay for a trial, by which so many seconds are lost, at
@@ -352,19 +361,29 @@ class AutomaticDrafting:
         alone = self._seconds(ALONE)
         if shape != ALONE:
             self._lost += max(0.0, cost - (accepted + 1) * alone)
-        if self._comparison.is_over:
+        is_over = self._comparison.is_over
+        if is_over:
             self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by(self._typical_seconds))
         elif self._rest is None or shape == ALONE:
             return
+        else:
+            # Times decide nothing where next to none of the tokens are accepted.
+            is_over = not self._may_pay() and not (accepted and self._could_pay())
         speeds = self._speeds((ALONE, *self._shapes))
         if max(speeds, key=speeds.get) != ALONE:
             self._wake()
-        elif self._comparison.is_over:
-            self._comparison = None
-            if self._rest is None:
-                self._begin_rest()
-            else:
-                self._rest_for(2 * self._rest, self._lost, _SHARE_OF_TRIALS)
+        elif is_over:
+            self._rest_again()
+
+    def _rest_again(self) -> None:
+        """A comparison is over, and drafting loses still."""
+        self._comparison = None
+        if self._rest is None:
+            self._begin_rest()
+        else:
+            # One that stalled tells nothing of the next one. What it takes to read a long text they all take.
+            lost, self._lost_before = min(self._lost, self._lost_before), self._lost
+            self._rest_for(int(_LONGER_EACH_TIME * self._rest), lost, _SHARE_OF_TRIALS)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""

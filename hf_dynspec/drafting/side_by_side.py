@@ -7,7 +7,7 @@ from .draft_shapes import ALONE, DraftShape
 
 # Rounds of either kind, and turns after which it is over with fewer: rounds that read more than others, as the first
 # ones of a call do, do not count.
-ROUNDS_OF_EACH, _MOST_TURNS = 4, 24
+_ROUNDS_OF_EACH, _MOST_TURNS = 4, 24
 
 
 class SideBySide:
@@ -39,7 +39,7 @@ class SideBySide:
     @property
     def is_over(self) -> bool:
         """Whether there were enough rounds of both, or too many turns."""
-        return self._turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= ROUNDS_OF_EACH
+        return self._turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= _ROUNDS_OF_EACH
 
     def alone_is_longer_by(self, typical: Callable[[DraftShape], float]) -> float:
         """How many times as long as it seemed the target alone takes, as rounds that draft go; 1 where too few of
@@ -48,7 +48,7 @@ class SideBySide:
         Args:
             typical: tells how long rounds took that drafted so much, these included.
         """
-        if min(len(self._drafted), len(self._alone)) < ROUNDS_OF_EACH:
+        if min(len(self._drafted), len(self._alone)) < _ROUNDS_OF_EACH:
             return 1.0
         alone, drafted = (
             median_low(seconds / typical(shape) for shape, seconds in rounds)
