@@ -13,8 +13,9 @@ Where a replayed draft is shorter than the recorded one, the next begins where t
 drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
 reality, unless a small model drafts from a shortlist that stays the same. Reading prompts takes no time here, nor does
 what a drafter reads after rounds without drafts, or a policy after another one's rounds. After a change of policy it
-goes on at as many tokens of the text that the other policy led to; greedily both led to the same. On the embedded
-pair:
+goes on at as many tokens of the text that the other policy led to. Greedily both led to the same. What is drawn from
+text to text differs by more than policies do, so that policies then go through one another's texts as well as their
+own, and what differs is the time that they take. On the embedded pair:
 
     python examples/automatic_drafting_replayed.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
@@ -284,8 +285,13 @@ def replay_auto(
     return rounds
 
 
+def in_turn(texts: list[Texts]) -> list[list[Texts]]:
+    """The texts of prompts, so often that each policy gets those of every policy once."""
+    return [[(*of_prompt[first:], *of_prompt[:first]) for of_prompt in texts] for first in range(len(texts[0]))]
+
+
 def compare(
-    texts: list[Texts],
+    passes: list[list[Texts]],
     seconds: Seconds,
     policies: list[str],
     ends_early: bool,
@@ -294,20 +300,28 @@ def compare(
     length: int | None = None,
 ) -> dict[str, float]:
     """Tokens per second without drafts, of each fixed setting, and of automatic drafting, the mean over several random
-    seeds. Where there is a `length`, all drafts have it, and automatic drafting chooses between policies alone."""
+    seeds. Where there is a `length`, all drafts have it, and automatic drafting chooses between policies alone.
+
+    Args:
+        passes: prompts with their texts. Automatic drafting goes through each of these lists knowing nothing at first.
+    """
     lengths = range(1, LONGEST + 1) if length is None else [length]
     shapes = {
         f"{name} {steps}": DraftShape(steps, steps, policy)
         for policy, name in enumerate(policies)
         for steps in lengths
     }
-    speeds = {name: speed(replay_fixed(texts, shape), seconds) for name, shape in {PLAIN: ALONE, **shapes}.items()}
+    prompts = [of_prompt for texts in passes for of_prompt in texts]
+    speeds = {name: speed(replay_fixed(prompts, shape), seconds) for name, shape in {PLAIN: ALONE, **shapes}.items()}
     fixed = None if length is None else DraftShape(length, length)
     with warnings.catch_warnings():
         # Where drafting loses is in the table.
         warnings.filterwarnings("ignore", "drafting does not pay here")
         clocks = [NoisyClock(seconds, noise, seed) for seed in range(seeds)]
-        chosen = [replay_auto(texts, clock, ends_early and fixed is None, fixed) for clock in clocks]
+        chosen = [
+            [one for texts in passes for one in replay_auto(texts, clock, ends_early and fixed is None, fixed)]
+            for clock in clocks
+        ]
     return speeds | {AUTO: mean(speed(rounds, seconds) for rounds in chosen)}
 
 
@@ -361,7 +375,8 @@ def main(
             seconds = time_rounds(pair, assistants, value, progress)
             domains = texts | {"all": [of_prompt for of_domain in texts.values() for of_prompt in of_domain]}
             speeds = {
-                name: compare(of, seconds, policy, ends_early, noise, seeds, length) for name, of in domains.items()
+                name: compare(in_turn(of) if value else [of], seconds, policy, ends_early, noise, seeds, length)
+                for name, of in domains.items()
             }
             results[f"{value:g}"] = {"texts": texts, "seconds_of_rounds": seconds, "tokens_per_second": speeds}
             if out is not None:

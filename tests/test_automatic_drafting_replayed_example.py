@@ -23,6 +23,7 @@ from automatic_drafting_replayed import (
     RoundEnds,
     app,
     compare,
+    in_turn,
     median_round,
     replay,
     replay_auto,
@@ -152,7 +153,7 @@ def test_automatic_drafting_finds_what_pays(ends_early):
 def test_the_better_policy_is_found(better, length):
     """One that is accepted further, at the same price: by lengths that are chosen too, or by one."""
     texts = [tuple([Round(RECORDED * [0.8], 4 if policy == better else 1)] * 60 for policy in (0, 1))] * 12
-    speeds = compare(texts, 2 * SECONDS, ["first", "second"], ends_early=True, noise=0.05, seeds=2, length=length)
+    speeds = compare([texts], 2 * SECONDS, ["first", "second"], ends_early=True, noise=0.05, seeds=2, length=length)
     good, bad = (
         max(speed for setting, speed in speeds.items() if setting.startswith(name))
         for name in (("first", "second") if better == 0 else ("second", "first"))
@@ -178,8 +179,20 @@ def test_the_clock_is_noisy_where_it_is_to_be():
 def test_what_it_chose_is_counted_without_noise():
     """Where all lengths take the same time and nothing is accepted, they all bring the same."""
     texts = of_one_policy([[Round(RECORDED * [0.9], 0)] * 60] * 4)
-    speeds = compare(texts, [[1.0] * (LONGEST + 1)], ["hybrid"], ends_early=True, noise=0.1, seeds=2)
+    speeds = compare([texts], [[1.0] * (LONGEST + 1)], ["hybrid"], ends_early=True, noise=0.1, seeds=2)
     assert set(speeds.values()) == {1.0}
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_the_luck_of_a_policy_with_its_texts_is_not_held_for_its_own(ends_early):
+    """Two that take the same time do the same on one another's texts, however much easier those of one are."""
+    easy, hard = [Round(RECORDED * [0.8], 6)] * 20, [Round(RECORDED * [0.8], 1)] * 20
+    passes = in_turn([(easy, hard)] * 8)
+    assert passes == [[(easy, hard)] * 8, [(hard, easy)] * 8]
+    speeds = compare(passes, 2 * SECONDS, ["first", "second"], ends_early, noise=0.05, seeds=2)
+    for length in range(1, LONGEST + 1):
+        assert speeds[f"first {length}"] == speeds[f"second {length}"]
+    assert in_turn(of_one_policy([easy, hard])) == [of_one_policy([easy, hard])]
 
 
 def test_rounds_that_read_the_prompt_are_not_timed(monkeypatch):

@@ -36,7 +36,7 @@ _TIMED_BEFORE_REST = 8
 # Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are so many
 # times as many. One missed draft ends a trial, so that it costs little and the next one may come soon: what decided
 # for the rest may have been bad luck with a few drafts.
-_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 24, 1024, 1.25
+_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
 # They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
 # gained more than they cost: a larger one for the first trial.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
