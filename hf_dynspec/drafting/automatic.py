@@ -70,6 +70,10 @@ class AutomaticDrafting:
         self._confidence = RunningConfidence() if ends_early else None
         self._policies = policies
         self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
+        # Of each policy the chains that a longest one may end early as.
+        self._chains = [
+            [DraftShape(steps, steps, policy) for steps in range(1, LONGEST + 1)] for policy in range(policies)
+        ]
         self._times = RoundTimes()
         sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
@@ -77,6 +81,8 @@ class AutomaticDrafting:
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
         self._choice, self._promised = self._shapes[0], 0.0
         self._rounds = self._choose_again_at = self._compare_again_at = 0
+        # How likely drafts of a shape have to be accepted to go on, until it is settled anew.
+        self._least: tuple[DraftShape, list[float]] | None = None
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
@@ -177,9 +183,11 @@ class AutomaticDrafting:
         if self._confidence is None:
             return None
         with self._lock:
-            acceptances, mean = self._confidence.acceptances(), self._confidence.mean_acceptance()
-            least = self._least_reaches(shape, mean) if self._ends_early(shape) else [0.0] * shape.steps
-            return EarlyEnd(acceptances, least)
+            if not self._ends_early(shape):
+                return EarlyEnd(self._confidence.acceptances(), [0.0] * shape.steps)
+            if self._least is None or self._least[0] != shape:
+                self._least = shape, self._least_reaches(shape, self._confidence.mean_acceptance())
+            return EarlyEnd(self._confidence.acceptances(), self._least[1])
 
     def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
         """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their
@@ -192,7 +200,7 @@ class AutomaticDrafting:
             shape: the longest draft.
             acceptance: of a token that is still to be drafted, where those before it were accepted.
         """
-        seconds = [self._seconds(shape._replace(steps=steps, nodes=steps)) for steps in range(1, LONGEST + 1)]
+        seconds = list(map(self._seconds, self._chains[shape.policy]))
         tokens = list(accumulate(acceptance**more for more in range(1, LONGEST)))
         speed = max(self._promised, 1 / self._seconds(ALONE))
         least = [
@@ -217,9 +225,7 @@ class AutomaticDrafting:
         """What a round is expected to bring, and to take. One that ends early brings at least what the best length
         does."""
         tokens, seconds = self._acceptance.expected_tokens, self._seconds
-        lengths = [shape]
-        if self._ends_early(shape):
-            lengths = [shape._replace(steps=steps, nodes=steps) for steps in range(1, LONGEST + 1)]
+        lengths = self._chains[shape.policy] if self._ends_early(shape) else [shape]
         return max(((tokens(one), seconds(one)) for one in lengths), key=lambda expected: expected[0] / expected[1])
 
     def _ends_early(self, shape: DraftShape) -> bool:
@@ -229,10 +235,10 @@ class AutomaticDrafting:
     def _features(self, shape: DraftShape) -> tuple[float, ...]:
         """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
         one of the first policy."""
-        features = shape[:2]
-        if self._policies > 1:
-            features += tuple(shape.steps * (policy == shape.policy) for policy in range(1, self._policies))
-        return features
+        features = [*shape[:2], *[0] * (self._policies - 1)]
+        if shape.policy:
+            features[1 + shape.policy] = shape.steps
+        return tuple(features)
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
@@ -240,6 +246,7 @@ class AutomaticDrafting:
             return trial
         if self._rounds < self._choose_again_at:
             return self._choice
+        self._least = None
         compares = self._rounds >= self._compare_again_at
         speeds = self._speeds(among if compares else [one for one in among if one.policy == self._policy])
         self._choice = self._best_of(speeds)

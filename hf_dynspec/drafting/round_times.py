@@ -15,7 +15,8 @@ _ROUNDS_OF_LINE = 10
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
 # what drafts of one length do not.
 _WEIGHT_OF_ALONE = 0.05
-# Rounds after which the line is drawn anew; at once where a shape was seen no more often than this.
+# Rounds after which the line is drawn anew, and with it all that is expected; at once where a shape was seen no more
+# often than this.
 _ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
 # may have been a stall.
@@ -37,10 +38,11 @@ class RoundTimes:
         self._seconds: dict[Hashable, deque[float]] = {}
         self._typical: dict[Hashable, float] = {}
         self._paces: deque[float] = deque(maxlen=_PACES)
-        # The plane through all of them and the least of them, None where they have to be found anew, and the rounds
-        # that were added since.
+        # The plane through all of them and the least of them, None where they have to be found anew, the rounds that
+        # were added since, and what is expected of shapes until then.
         self._intercept, self._least, self._rounds_of_plane = 0.0, 0.0, 0
         self._slopes: list[float] | None = None
+        self._expected: dict[Hashable, float] = {}
 
     def add(self, shape: tuple[int, ...], seconds: float) -> None:
         """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
@@ -87,12 +89,22 @@ class RoundTimes:
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
         if self._slopes is None:
-            points = [
-                (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
-                for one, kept in self._seconds.items()
-            ]
-            self._intercept, self._slopes = _fit(points)
-            self._least, self._rounds_of_plane = min(self._typical.values()), 0
+            self._draw_plane()
+        expected = self._expected.get(shape)
+        if expected is None:
+            expected = self._expected[shape] = self._by_plane(shape)
+        return expected
+
+    def _draw_plane(self) -> None:
+        points = [
+            (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
+            for one, kept in self._seconds.items()
+        ]
+        self._intercept, self._slopes = _fit(points)
+        self._least, self._rounds_of_plane = min(self._typical.values()), 0
+        self._expected.clear()
+
+    def _by_plane(self, shape: tuple[int, ...]) -> float:
         line = max(self._intercept + sum(map(mul, self._slopes, shape)), self._least)
         kept = self._seconds.get(shape)
         if kept is None:
