@@ -265,24 +265,32 @@ def replay_auto(
     policies = len(texts[0])
     learnt, rounds = AutomaticDrafting(shapes_of(None, ends_early), policies, ends_early), []
     for of_prompt in texts:
-        call = AutomaticCall(learnt, lambda: clock.now)
+        rounds += replay_call(of_prompt, AutomaticCall(learnt, lambda: clock.now), clock, fixed)
+    return rounds
 
-        def choose(coming: list[list[float]], call: AutomaticCall = call) -> DraftShape:
-            # Nothing is learnt of a draft that is cut short.
-            room = min(LONGEST, *map(len, coming))
-            shape = call.begin_round(room, fixed)
-            most = min(shape.steps, room)
-            if call.ends_early:
-                sure = coming[shape.policy]
-                most = next((step for step in range(1, most + 1) if not call.goes_on(sure[step - 1])), most)
-            return shape._replace(steps=most)
 
-        def tell(drafted: DraftShape, came: int, call: AutomaticCall = call) -> None:
-            clock.round(drafted)
+def replay_call(
+    texts: Texts, call: AutomaticCall, clock: NoisyClock, fixed: DraftShape | None
+) -> Iterator[tuple[DraftShape, int]]:
+    """The same of one prompt."""
+    is_whole = True
+
+    def choose(coming: list[list[float]]) -> DraftShape:
+        nonlocal is_whole
+        shape = call.begin_round(LONGEST, fixed)
+        sure = coming[shape.policy][: shape.steps]
+        ends = (step for step, probability in enumerate(sure, start=1) if not call.goes_on(probability))
+        end = next(ends, None) if call.ends_early else None
+        is_whole = end is not None or len(sure) == shape.steps
+        return shape._replace(steps=len(sure) if end is None else end)
+
+    def tell(drafted: DraftShape, came: int) -> None:
+        clock.round(drafted)
+        # Nothing is learnt of a draft that is cut short where the recorded one ends.
+        if is_whole:
             call.end_round(came)
 
-        rounds += replay(of_prompt, choose, tell)
-    return rounds
+    return replay(texts, choose, tell)
 
 
 def in_turn(texts: list[Texts]) -> list[list[Texts]]:
@@ -362,6 +370,8 @@ def main(
     """Compare automatic drafting with every fixed setting on the same drafts."""
     if any(len(parse_policy(one).alternatives(None)) > 1 for one in policy):
         raise typer.BadParameter("give the policies that are to be chosen from, one by one", param_hint="--policy")
+    if len(set(policy)) < len(policy):
+        raise typer.BadParameter("give each policy once", param_hint="--policy")
     if length is not None and len(policy) == 1:
         raise typer.BadParameter("with one policy and one length there is nothing to choose", param_hint="--length")
     console, results = Console(), {}

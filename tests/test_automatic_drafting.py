@@ -375,6 +375,55 @@ def test_a_stall_while_drafting_is_tried_again_does_not_make_the_next_rest_long(
     assert sum(steps[-50:]) / 50 > 4
 
 
+@pytest.mark.parametrize("dear_ones", [1, 2, 5])
+def test_what_dear_trials_cost_is_paid_for_by_rests(dear_ones):
+    """As those are that have to read a long text first: one of so many. The others do not make up for them."""
+    drafting, rested, lost = AutomaticDrafting(shapes_of(None)), 0, 0.0
+    machine = Machine(noise=0.0, stalls=0.0)
+    bring_to_rest(machine, drafting)
+    for trial in range(400):
+        drafting._compare()
+        drafting._lost = 500.0 if trial % dear_ones == 0 else 1.0
+        lost += drafting._lost
+        drafting._end_comparison()
+        rested += drafting._rest
+    assert lost < 0.012 * rested * machine.alone
+
+
+def test_no_rest_is_longer_than_trials_take_to_pay_for(chains):
+    """However much drafting has gained, and however often it lost."""
+    machine, drafting = Machine(noise=0.0, stalls=0.0), chains()
+    bring_to_rest(machine, drafting)
+    drafting._gained, drafting._lost_by_trial = 1e9, 100.0
+    for _ in range(60):
+        drafting._compare()
+        drafting._lost = 100.0
+        drafting._end_comparison()
+    assert drafting._rest == 256
+
+
+def test_a_comparison_without_times_ends_with_drafts_where_they_pay(chains):
+    """Its turns were used up by rounds that tell nothing, while drafts were accepted."""
+    machine, drafting = Machine(noise=0.0, stalls=0.0), chains()
+    automatically(machine, [text(0.9, 600, 1)], drafting)
+    drafting._compare()
+    drafting._comparison._turns = 24
+    assert drafting.choose().steps > 0
+    assert not drafting.is_resting
+
+
+def test_each_trial_goes_by_what_is_known_then():
+    """How sure a draft has to be to go on is not kept from one trial for all later ones."""
+    drafting = AutomaticDrafting(shapes_of(None, True), ends_early=True)
+    machine, seen = Machine(noise=0.0, stalls=0.0), []
+    bring_to_rest(machine, drafting)
+    for _ in range(3):
+        drafting._compare()
+        seen.append(drafting.early_end(drafting.choose())._least)
+        automatically(machine, [text(0.0, 40, 1)], drafting)
+    assert len({id(least) for least in seen}) == 3
+
+
 @pytest.mark.parametrize("change", ["weights", "time"])
 def test_a_change_ends_a_rest(change, monkeypatch, chains):
     machine, drafting = Machine(), chains()

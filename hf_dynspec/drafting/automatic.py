@@ -34,12 +34,14 @@ _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
 # Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are so many
-# times as many. One missed draft ends a trial, so that it costs little and the next one may come soon: what decided
-# for the rest may have been bad luck with a few drafts.
+# times as many. Where next to nothing is accepted one missed draft ends a trial, so that it costs little and the next
+# one may come soon: what decided for the rest may have been bad luck with a few drafts.
 _SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
 # They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
-# gained more than they cost: a larger one for the first trial.
+# gained more than they cost: a larger one for the first trial. Where the latest trial cost more than those before, such
+# a part of it is paid for by the next rest, and the others by later ones: a stall tells little of the trials to come.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
+_LATEST_TRIAL = 0.125
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
 _NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
@@ -47,7 +49,7 @@ _NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
 _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
-# Seconds without a round after which drafting that rests is tried again.
+# Seconds in which no call begins and no round ends, after which drafting that rests is tried again.
 _FORGETS_AFTER = 600.0
 
 
@@ -81,18 +83,18 @@ class AutomaticDrafting:
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
         self._choice, self._promised = self._shapes[0], 0.0
         self._rounds = self._choose_again_at = self._compare_again_at = 0
-        # How likely drafts of a shape have to be accepted to go on, until it is settled anew.
-        self._least: tuple[DraftShape, list[float]] | None = None
+        # A shape, how likely its drafts have to be accepted to go on, and the round in which that is found anew.
+        self._least: tuple[DraftShape, list[float], int] | None = None
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._rest: int | None = None
         self._rested = 0
-        # That goes on before a rest, or when drafting is tried again; and the seconds that were lost by it, and by the
-        # one before.
+        # That goes on before a rest, or when drafting is tried again; the seconds that were lost by it; and those that
+        # one is taken to lose.
         self._comparison: SideBySide | None = None
-        self._lost = self._lost_before = 0.0
+        self._lost = self._lost_by_trial = 0.0
         # Seconds that drafting has gained so far.
         self._gained = 0.0
         # What is still to be said, and whether it was said.
@@ -167,7 +169,7 @@ class AutomaticDrafting:
     def _choose(self) -> DraftShape:
         if self._comparison is not None and self._comparison.is_over:
             # By rounds that tell nothing, as the last ones of texts do: where another is recorded it ends itself.
-            self._rest_again()
+            self._end_comparison()
         if self._comparison is not None:
             return self._comparison.choose()
         if self.is_resting:
@@ -185,8 +187,9 @@ class AutomaticDrafting:
         with self._lock:
             if not self._ends_early(shape):
                 return EarlyEnd(self._confidence.acceptances(), [0.0] * shape.steps)
-            if self._least is None or self._least[0] != shape:
-                self._least = shape, self._least_reaches(shape, self._confidence.mean_acceptance())
+            if self._least is None or self._least[0] != shape or self._rounds >= self._least[2]:
+                least = self._least_reaches(shape, self._confidence.mean_acceptance())
+                self._least = shape, least, self._rounds + _ROUNDS_PER_CHOICE
             return EarlyEnd(self._confidence.acceptances(), self._least[1])
 
     def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
@@ -246,7 +249,6 @@ class AutomaticDrafting:
             return trial
         if self._rounds < self._choose_again_at:
             return self._choice
-        self._least = None
         compares = self._rounds >= self._compare_again_at
         speeds = self._speeds(among if compares else [one for one in among if one.policy == self._policy])
         self._choice = self._best_of(speeds)
@@ -278,6 +280,7 @@ class AutomaticDrafting:
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
         self._comparison, self._lost = SideBySide(self._best_drafted()), 0.0
+        self._promised = 1 / self._seconds(ALONE)
         return self._comparison.choose()
 
     def _begin_rest(self) -> None:
@@ -286,14 +289,14 @@ class AutomaticDrafting:
             self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        self._lost_before = drafted - alone
-        self._rest_for(_SHORTEST_REST, self._lost_before, _SHARE_OF_FIRST_TRIAL)
+        self._lost_by_trial = max(0.0, drafted - alone)
+        self._rest_for(_SHORTEST_REST, self._lost_by_trial, _SHARE_OF_FIRST_TRIAL)
 
     def _rest_for(self, usual: int, lost: float, share: float) -> None:
         """Rest for about so many tokens: at least as many as pay for a trial, by which so many seconds are lost, at
         that share of the time; or at most as many, where drafting has gained more than that."""
-        pays = max(_SHORTEST_REST, int(lost / (self._seconds(ALONE) * share)))
-        self._rest = min(usual, pays) if self._gained > lost else max(min(usual, _LONGEST_REST), pays)
+        usual, pays = min(usual, _LONGEST_REST), max(_SHORTEST_REST, int(lost / (self._seconds(ALONE) * share)))
+        self._rest = min(usual, pays) if self._gained > lost else max(usual, pays)
         self._rested = 0
         # What comes later counts from its first round on.
         self._fade_to(_ROUNDS_BEFORE_REST)
@@ -376,21 +379,24 @@ class AutomaticDrafting:
         else:
             # Times decide nothing where next to none of the tokens are accepted.
             is_over = not self._may_pay() and not (accepted and self._could_pay())
-        speeds = self._speeds((ALONE, *self._shapes))
-        if max(speeds, key=speeds.get) != ALONE:
-            self._wake()
-        elif is_over:
-            self._rest_again()
+        if is_over or self._pays():
+            self._end_comparison()
 
-    def _rest_again(self) -> None:
-        """A comparison is over, and drafting loses still."""
+    def _pays(self) -> bool:
+        """Whether drafting promises more than the target alone."""
+        speeds = self._speeds((ALONE, *self._shapes))
+        return max(speeds, key=speeds.get) != ALONE
+
+    def _end_comparison(self) -> None:
+        """Draft on where that pays by what was seen, and rest where it does not."""
         self._comparison = None
-        if self._rest is None:
+        if self._pays():
+            self._wake()
+        elif self._rest is None:
             self._begin_rest()
         else:
-            # One that stalled tells nothing of the next one. What it takes to read a long text they all take.
-            lost, self._lost_before = min(self._lost, self._lost_before), self._lost
-            self._rest_for(int(_LONGER_EACH_TIME * self._rest), lost, _SHARE_OF_TRIALS)
+            self._lost_by_trial += _LATEST_TRIAL * (self._lost - self._lost_by_trial)
+            self._rest_for(int(_LONGER_EACH_TIME * self._rest), self._lost_by_trial, _SHARE_OF_TRIALS)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""

@@ -38,8 +38,8 @@ class RoundTimes:
         self._seconds: dict[Hashable, deque[float]] = {}
         self._typical: dict[Hashable, float] = {}
         self._paces: deque[float] = deque(maxlen=_PACES)
-        # The plane through all of them and the least of them, None where they have to be found anew, the rounds that
-        # were added since, and what is expected of shapes until then.
+        # The plane through all of them, its slopes None where it has to be drawn anew, and the least of them; the
+        # rounds that were added since, and what is expected of shapes until then.
         self._intercept, self._least, self._rounds_of_plane = 0.0, 0.0, 0
         self._slopes: list[float] | None = None
         self._expected: dict[Hashable, float] = {}
