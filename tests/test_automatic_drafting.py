@@ -638,6 +638,17 @@ def test_a_policy_whose_drafts_are_better_is_found():
     assert often[1] > 2 * often[0]
 
 
+@pytest.mark.parametrize(("shares", "least"), [((0.9, 1.1), 0.9), ((1.1, 0.9), 0.97)], ids=["first", "second"])
+def test_a_policy_whose_drafts_are_much_worse_is_found_out(shares, least):
+    """By few trials: it takes no less time than the other one. Put first it costs more until the other one is tried."""
+    policies, parts = Policies(*((1.0, share) for share in shares)), []
+    for seed in range(6):
+        drafting = AutomaticDrafting(shapes_of(None), 2)
+        seconds, _ = policies.run(16, lambda call: call.begin_round(99, FIVE), drafting, 0.05, seed)
+        parts.append(policies.best(16, [5], seed) / seconds)
+    assert sum(parts) / len(parts) > least
+
+
 @pytest.mark.parametrize("fixed", [FIVE, None], ids=["chains of five", "any length"])
 def test_calls_of_one_round_each_are_never_timed_and_go_on(fixed):
     drafting, now = AutomaticDrafting(shapes_of(None), 3), 0.0

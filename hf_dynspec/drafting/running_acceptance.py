@@ -14,8 +14,9 @@ _ROUNDS_OF_GUESS = 10
 # never is.
 _MISSES_BY_SIZE = 0.2
 # How many tokens the guess counts for that a policy's drafts are accepted like all others, and after how many rounds
-# what is known of that is forgotten by half. The luck of a few hundred rounds is greater than most policies differ by.
-_TOKENS_OF_LIKENESS = 2000.0
+# what is known of that is forgotten by half. Most policies differ by a few hundredths, which is the luck of a few
+# hundred rounds; but one that brings a quarter less has to be found out by its trials.
+_TOKENS_OF_LIKENESS = 500.0
 _HALF_LIFE_OF_GAIN = 1024
 
 
