@@ -640,7 +640,7 @@ def test_a_policy_whose_drafts_are_better_is_found():
 
 @pytest.mark.parametrize(("shares", "least"), [((0.9, 1.1), 0.9), ((1.1, 0.9), 0.97)], ids=["first", "second"])
 def test_a_policy_whose_drafts_are_much_worse_is_found_out(shares, least):
-    """By few trials: it takes no less time than the other one. Put first it costs more until the other one is tried."""
+    """By few trials, though it takes as long as the other one. Put first it costs more until that one is tried."""
     policies, parts = Policies(*((1.0, share) for share in shares)), []
     for seed in range(6):
         drafting = AutomaticDrafting(shapes_of(None), 2)
