@@ -165,7 +165,8 @@ def test_the_better_policy_is_found(better, length):
         max(speed for setting, speed in speeds.items() if setting.startswith(name))
         for name in (("first", "second") if better == 0 else ("second", "first"))
     )
-    assert speeds["auto"] > max(1.2 * bad, 0.7 * good)
+    # Drafting with either in turn would bring 0.7 times as much as the better one.
+    assert speeds["auto"] > max(1.2 * bad, 0.75 * good)
 
 
 def test_the_clock_is_noisy_where_it_is_to_be():
