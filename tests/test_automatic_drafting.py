@@ -390,16 +390,17 @@ def test_what_dear_trials_cost_is_paid_for_by_rests(dear_ones):
     assert lost < 0.012 * rested * machine.alone
 
 
-def test_no_rest_is_longer_than_trials_take_to_pay_for(chains):
-    """However much drafting has gained, and however often it lost."""
+@pytest.mark.parametrize(("lost", "longest"), [(100.0, 256), (5.0, 50)])
+def test_where_drafting_has_gained_rests_stay_short(lost, longest, chains):
+    """However often it lost since: no longer than trials take to pay for, nor than the longest of all."""
     machine, drafting = Machine(noise=0.0, stalls=0.0), chains()
     bring_to_rest(machine, drafting)
-    drafting._gained, drafting._lost_by_trial = 1e9, 100.0
+    drafting._gained, drafting._lost_by_trial = 1e9, lost
     for _ in range(60):
         drafting._compare()
-        drafting._lost = 100.0
+        drafting._lost = lost
         drafting._end_comparison()
-    assert drafting._rest == 256
+    assert drafting._rest == pytest.approx(longest, rel=0.05)
 
 
 def test_a_comparison_without_times_ends_with_drafts_where_they_pay(chains):

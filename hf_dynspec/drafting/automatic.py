@@ -39,7 +39,8 @@ _TIMED_BEFORE_REST = 8
 _SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
 # They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
 # gained more than they cost: a larger one for the first trial. Where the latest trial cost more than those before, so
-# much of that is paid for by the next rest, and what is left by later ones: a stall tells little of trials to come.
+# much of that is paid for by the next rest, and what is left by later ones as long as drafting loses: a stall tells
+# little of trials to come.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 _LATEST_TRIAL = 0.125
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
