@@ -13,6 +13,7 @@ from math import inf
 
 from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
+from .rests import Rests
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
 from .side_by_side import SideBySide
@@ -33,23 +34,11 @@ _CLEARLY_BETTER = 1.03
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
-# Tokens from when drafting was found to lose until it is tried again. Each time that it loses still they are so many
-# times as many. Where next to nothing is accepted one missed draft ends a trial, so that it costs little and the next
-# one may come soon: what decided for the rest may have been bad luck with a few drafts.
-_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
-# They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
-# gained more than they cost: a larger one for the first trial. Where the latest trial cost more than those before, so
-# much of that is paid for by the next rest, and what is left by later ones as long as drafting loses: a stall tells
-# little of trials to come.
-_SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
-_LATEST_TRIAL = 0.125
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
 _NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
 # What all rounds before a rest, and before a change, count for.
 _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
-# Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
-FEATURES_BEFORE_RETRIAL = 64
 # Seconds in which no call begins and no round ends, after which drafting that rests is tried again.
 _FORGETS_AFTER = 600.0
 
@@ -89,15 +78,9 @@ class AutomaticDrafting:
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
-        # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
-        self._rest: int | None = None
-        self._rested = 0
-        # That goes on before a rest, or when drafting is tried again; the seconds that were lost by it; and those that
-        # one is taken to lose.
+        self._rests = Rests()
+        # That goes on before a rest, or when drafting is tried again.
         self._comparison: SideBySide | None = None
-        self._lost = self._lost_by_trial = 0.0
-        # Seconds that drafting has gained so far.
-        self._gained = 0.0
         # What is still to be said, and whether it was said.
         self._warning: str | None = None
         self._has_warned = False
@@ -112,16 +95,19 @@ class AutomaticDrafting:
         """
         with self._lock:
             self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
-            if self._rest is not None and now - self._ended > _FORGETS_AFTER:
-                self._fade_to(_ROUNDS_BEFORE_CHANGE)
-                self._wake()
+            if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
+                self._start_anew()
             self._ended = now
 
     def renew(self) -> None:
         """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
         with self._lock:
-            self._fade_to(_ROUNDS_BEFORE_CHANGE)
-            self._wake()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._fade_to(_ROUNDS_BEFORE_CHANGE)
+        self._rests.end(is_new=True)
+        self._comparison = None
 
     def _fade_to(self, rounds: int) -> None:
         """Let what was accepted before count for no more than so many rounds."""
@@ -129,23 +115,17 @@ class AutomaticDrafting:
         if self._confidence is not None:
             self._confidence.fade_to(_TOKENS_PER_ROUND * rounds)
 
-    def _wake(self) -> None:
-        self._rest, self._rested, self._comparison = None, 0, None
-
     # A round --------------------------------------------------------------------------------------------------------
 
     @property
     def is_resting(self) -> bool:
         """Whether nothing is drafted now."""
-        # Looked up once, as another call may end the rest meanwhile.
-        rest = self._rest
-        return rest is not None and self._rested < rest
+        return self._rests.is_resting
 
     @property
     def reads_features(self) -> bool:
         """Whether a head that reads the target's features has to be given those of the tokens that come now."""
-        rest = self._rest
-        return rest is None or rest - self._rested <= FEATURES_BEFORE_RETRIAL
+        return self._rests.reads_features
 
     def choose(self, fixed: DraftShape | None = None) -> DraftShape:
         """What to draft in the next round, and with which policy.
@@ -175,7 +155,7 @@ class AutomaticDrafting:
             return self._comparison.choose()
         if self.is_resting:
             return ALONE
-        if self._rest is not None:
+        if not self._rests.have_ended:
             return self._compare()
         first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens)
         return first or self._best_or_trial((ALONE, *self._shapes))
@@ -280,25 +260,18 @@ class AutomaticDrafting:
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
-        self._comparison, self._lost = SideBySide(self._best_drafted()), 0.0
+        self._comparison = SideBySide(self._best_drafted())
+        self._rests.try_again()
         self._promised = 1 / self._seconds(ALONE)
         return self._comparison.choose()
 
     def _begin_rest(self) -> None:
-        """Generate without drafts for as many tokens as pay for the next trial, should it bring nothing."""
+        """Generate without drafts until it is worth a trial."""
         if not self._has_warned:
             self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        self._lost_by_trial = max(0.0, drafted - alone)
-        self._rest_for(_SHORTEST_REST, self._lost_by_trial, _SHARE_OF_FIRST_TRIAL)
-
-    def _rest_for(self, usual: int, lost: float, share: float) -> None:
-        """Rest for about so many tokens: at least as many as pay for a trial, by which so many seconds are lost, at
-        that share of the time; or at most as many, where drafting has gained more than that."""
-        usual, pays = min(usual, _LONGEST_REST), max(_SHORTEST_REST, int(lost / (self._seconds(ALONE) * share)))
-        self._rest = min(usual, pays) if self._gained > lost else max(usual, pays)
-        self._rested = 0
+        self._rests.begin(drafted - alone, alone)
         # What comes later counts from its first round on.
         self._fade_to(_ROUNDS_BEFORE_REST)
 
@@ -344,17 +317,30 @@ class AutomaticDrafting:
                     self._comparison.add(drafted, seconds)
                 self._times.add(self._features(drafted), seconds)
             if shape != ALONE:
-                if self._count(ALONE):
-                    self._gained += (accepted + 1) * self._seconds(ALONE) - self._cost(drafted, seconds, is_usual)
+                self._gain(accepted, self._cost(drafted, seconds, is_usual))
                 self._acceptance.add(drafted, accepted)
                 if end is not None:
                     self._confidence.add(end.probabilities, accepted)
             if self._comparison is not None:
                 self._record_comparison(shape, accepted, self._cost(drafted, seconds, is_usual))
-            elif self._rest is not None:
-                self._rested += 1
+            elif not self._rests.have_ended:
+                self._rests.add()
             else:
                 self._trials.record(shape, seconds, self._lost_by(shape, drafted, seconds, is_usual))
+
+    def record_cut(self, shape: DraftShape, accepted: int, began: float, ended: float) -> None:
+        """A round is over that had no room for what was chosen, and tells nothing but what it has cost. The arguments
+        are those of `record`."""
+        with self._lock:
+            self._ended, seconds = ended, ended - began
+            self._gain(accepted, seconds)
+            if self._comparison is not None:
+                self._record_comparison(shape, accepted, seconds)
+
+    def _gain(self, accepted: int, cost: float) -> None:
+        """A round with drafts has cost so many seconds."""
+        if self._count(ALONE):
+            self._rests.gain((accepted + 1) * self._seconds(ALONE) - cost)
 
     def _lost_by(self, shape: DraftShape, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
@@ -371,11 +357,11 @@ class AutomaticDrafting:
         """A round is over while drafting and not drafting are compared."""
         alone = self._seconds(ALONE)
         if shape != ALONE:
-            self._lost += max(0.0, cost - (accepted + 1) * alone)
+            self._rests.lose(cost - (accepted + 1) * alone)
         is_over = self._comparison.is_over
         if is_over:
             self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by(self._typical_seconds))
-        elif self._rest is None or shape == ALONE:
+        elif self._rests.have_ended or shape == ALONE:
             return
         else:
             # Times decide nothing where next to none of the tokens are accepted.
@@ -392,12 +378,12 @@ class AutomaticDrafting:
         """Draft on where that pays by what was seen, and rest where it does not."""
         self._comparison = None
         if self._pays():
-            self._wake()
-        elif self._rest is None:
+            self._rests.end()
+        elif self._rests.have_ended:
             self._begin_rest()
         else:
-            self._lost_by_trial += _LATEST_TRIAL * (self._lost - self._lost_by_trial)
-            self._rest_for(int(_LONGER_EACH_TIME * self._rest), self._lost_by_trial, _SHARE_OF_TRIALS)
+            self._rests.go_on(self._seconds(ALONE))
+            self._fade_to(_ROUNDS_BEFORE_REST)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 from ..stats import Clock
 from .automatic import AutomaticDrafting
-from .draft_shapes import ALONE, DraftShape, shapes_of
+from .draft_shapes import ALONE, DraftShape, are_chains, shapes_of
 from .early_ends import EarlyEnd
 from .tree_config import TreeConfig
 
@@ -64,7 +64,7 @@ class AutomaticCall:
         """
         now = self._clock()
         if self._accepted is not None:
-            self._drafting.record(self._shape, self._accepted, self._began, now, self._is_usual, self._end)
+            self._record(now)
         self._began, self._accepted = now, None
         shape = self._drafting.choose(fixed) if most > 0 else ALONE
         is_drafting = shape.steps > 0
@@ -81,6 +81,15 @@ class AutomaticCall:
             self._unread += 1
         return shape
 
+    def _record(self, now: float) -> None:
+        """The round that was begun last is over now."""
+        shape, is_cut = self._shape, self._end is None and self._most < self._shape.steps
+        if is_cut and not are_chains([shape]):
+            self._drafting.record_cut(shape, self._accepted, self._began, now)
+            return
+        drafted = DraftShape(self._most, self._most, shape.policy) if is_cut else shape
+        self._drafting.record(drafted, self._accepted, self._began, now, self._is_usual, self._end)
+
     @property
     def ends_early(self) -> bool:
         """Whether `goes_on` is to be asked in this round."""
@@ -92,10 +101,9 @@ class AutomaticCall:
 
     def end_round(self, accepted: int) -> None:
         """The target has spoken: so many drafted tokens were accepted, one below the other."""
-        # Nothing is learnt of rounds without a choice, nor of those at the end of a text, which are cut short. A rest
-        # goes on also where nothing could be drafted, as a head is not given what it reads.
-        needed = self._shape.steps if self._end is None else min(self._shape.steps, self._end.steps + 1)
-        if self._rests or 0 < self._most >= needed:
+        # Nothing is learnt of rounds without a choice. A rest goes on also there, where nothing could be drafted, as a
+        # head is not given what it reads.
+        if self._rests or self._most > 0:
             self._accepted = accepted
 
 
