@@ -103,7 +103,8 @@ class LongDrafts(AutomaticDrafting):
     def record(
         self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool, end: EarlyEnd | None = None
     ) -> None:
-        self.text.append(Round(end.probabilities, accepted))
+        if end.steps == RECORDED:
+            self.text.append(Round(end.probabilities, accepted))
 
 
 def bound_assistants(pair: Pair, policies: list[str]) -> list[DynSpecAssistant]:
