@@ -24,6 +24,7 @@ from hf_dynspec import (
 )
 from hf_dynspec.alignment.recording import Recorder
 from hf_dynspec.alignment.replay import Trajectory
+from hf_dynspec.cache_names import CACHE
 
 # What is recorded ----------------------------------------------------------------------------------------------------
 
@@ -85,11 +86,9 @@ def test_a_request_leaves_what_an_eagle_head_reads(layout):
     # The next turn has a cache, whose tokens the target does not read again: the text begins behind them.
     cache = DynamicCache()
     with torch.no_grad():
-        target(prompt(30), past_key_values=cache)
+        target(prompt(30), **{CACHE: cache})
     text = torch.cat([prompt(30), prompt(4, seed=9)], 1)
-    output = target.generate(
-        text, past_key_values=cache, do_sample=False, max_new_tokens=12, assistant_model=assistant
-    )
+    output = target.generate(text, **{CACHE: cache}, do_sample=False, max_new_tokens=12, assistant_model=assistant)
     trajectory = recorded(assistant)[-1]
     assert trajectory.first == 4
     assert_is_what_the_target_says(target, trajectory, output[0], head.reads)

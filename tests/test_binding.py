@@ -42,6 +42,7 @@ from hf_dynspec import (
     UnsupportedError,
     loading,
 )
+from hf_dynspec.cache_names import CACHE, returned_cache
 from hf_dynspec.loading import local_tokenizer
 
 
@@ -336,7 +337,7 @@ def test_a_static_cache_by_default_gives_way_to_a_dynamic_one(target, drafter):
     assistant = DynSpecAssistant(drafter, target=target)
     output = greedy(target, assistant, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
-    assert type(output.past_key_values) is DynamicCache
+    assert type(returned_cache(output)) is DynamicCache
     assert target.generation_config.cache_implementation == "static"
 
 
@@ -370,11 +371,9 @@ def test_an_assistant_passed_by_position(target, drafter):
 def test_a_static_cache_is_refused(target, drafter):
     assistant = DynSpecAssistant(drafter, target=target)
     cache = StaticCache(target.config, max_cache_len=64)
-    refused(
-        UnsupportedError, "DynamicCache", target, drafter, lambda: greedy(target, assistant, past_key_values=cache)
-    )
+    refused(UnsupportedError, "DynamicCache", target, drafter, lambda: greedy(target, assistant, **{CACHE: cache}))
     cache = DynamicCache(config=target.config)
-    assert torch.equal(greedy(target, assistant, past_key_values=cache), greedy(target))
+    assert torch.equal(greedy(target, assistant, **{CACHE: cache}), greedy(target))
 
 
 # Leaving no trace ----------------------------------------------------------------------------------------------------
@@ -553,10 +552,10 @@ def test_an_assistant_made_within_the_call_that_needs_our_own_loop(target, draft
     gc.collect()
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(prompt()[:, :6], past_key_values=cache)
+        target(prompt()[:, :6], **{CACHE: cache})
     with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
         target.generate(
-            prompt(), past_key_values=cache, assistant_model=DynSpecAssistant(drafter, target=target), max_new_tokens=4
+            prompt(), **{CACHE: cache}, assistant_model=DynSpecAssistant(drafter, target=target), max_new_tokens=4
         )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
+from hf_dynspec.cache_names import CACHE
 from hf_dynspec.commands import app
 from hf_dynspec.drafting.expected_speed import RoundCosts, break_even_acceptance, expected_speed
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
@@ -139,10 +140,10 @@ def forward(config: PreTrainedConfig, device: str, ids: torch.Tensor, cached: in
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = DynamicCache(config=config)
     with counting(model):
-        model(torch.arange(cached, device=device).unsqueeze(0), past_key_values=cache, use_cache=True)
+        model(torch.arange(cached, device=device).unsqueeze(0), **{CACHE: cache}, use_cache=True)
     ids = ids.to(device).unsqueeze(0)
     with counting(model, rows=ids.shape[1]) as counter:
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE: cache}, use_cache=True)
     return counter.work
 
 

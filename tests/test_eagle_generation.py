@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.artifacts.config import ModelReference
+from hf_dynspec.cache_names import CACHE, returned_cache
 from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.generation.feedback import TargetFeedback
 
@@ -293,13 +294,13 @@ def test_turns(family, with_cache, shape, drafter):
                     target,
                     one,
                     texts[side],
-                    past_key_values=caches[side],
+                    **{CACHE: caches[side]},
                     return_dict_in_generate=True,
                     max_new_tokens=9,
                     eos_token_id=VOCABULARY - 1,
                 )
                 outputs.append(output.sequences)
-                caches[side] = output.past_key_values if with_cache else None
+                caches[side] = returned_cache(output) if with_cache else None
                 texts[side] = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
             assert torch.equal(*outputs)
         assert assistant.stats_total.accepted > 0
@@ -326,10 +327,8 @@ def test_a_conversation_drafts_as_from_scratch(with_cache, target, drafter, roun
     conversation = assistant.conversation()
     text, cache = prompt(14), None
     for turn in range(3):
-        output = generate(
-            target, conversation, text, past_key_values=cache, return_dict_in_generate=True, max_new_tokens=9
-        )
-        cache = output.past_key_values if with_cache else None
+        output = generate(target, conversation, text, **{CACHE: cache}, return_dict_in_generate=True, max_new_tokens=9)
+        cache = returned_cache(output) if with_cache else None
         text = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
     compared = 0
     for prefix, most, drafted in list(rounds):
@@ -359,13 +358,13 @@ def test_a_conversation_may_change_its_past(shape, target, drafter):
 def test_a_cache_without_its_features(target, drafter):
     """Of a cache that was made elsewhere the head knows nothing: it starts at the tokens that the target reads."""
     with torch.no_grad():
-        cache = target(prompt(20)[:, :-1], past_key_values=DynamicCache()).past_key_values
+        cache = returned_cache(target(prompt(20)[:, :-1], **{CACHE: DynamicCache()}))
     for tree in SHAPES.values():
         assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
         expected = generate(target, None, prompt(20))
         with torch.no_grad():
-            cache = target(prompt(20)[:, :-1], past_key_values=DynamicCache()).past_key_values
-        assert torch.equal(generate(target, assistant, prompt(20), past_key_values=cache), expected)
+            cache = returned_cache(target(prompt(20)[:, :-1], **{CACHE: DynamicCache()}))
+        assert torch.equal(generate(target, assistant, prompt(20), **{CACHE: cache}), expected)
         assert assistant.stats.drafted > 0
 
 

@@ -1,6 +1,8 @@
 """What users pass to `generate` works as without an assistant, or as in transformers' own assisted generation."""
 
+import contextlib
 import copy
+import logging
 import types
 
 import families
@@ -32,6 +34,7 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
+from transformers.utils import generic
 
 from hf_dynspec import (
     ConfigurationError,
@@ -41,6 +44,7 @@ from hf_dynspec import (
     TreeConfig,
     UnsupportedError,
 )
+from hf_dynspec.cache_names import CACHE, CACHE_NAMES, returned_cache
 from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.kernels import cpu
 
@@ -422,15 +426,15 @@ def test_a_cache_from_an_earlier_turn(family, name):
                 target,
                 assistant if assisted else None,
                 text[assisted],
-                past_key_values=cache[assisted],
+                **{CACHE: cache[assisted]},
                 return_dict_in_generate=True,
                 max_new_tokens=10,
                 eos_token_id=VOCABULARY - 1,
             )
             sequences[assisted] = output.sequences
-            cache[assisted] = output.past_key_values
+            cache[assisted] = returned_cache(output)
             # The last token was not fed to the target yet.
-            assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+            assert returned_cache(output).get_seq_length() == output.sequences.shape[1] - 1
             text[assisted] = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
         assert torch.equal(sequences[True], sequences[False])
     assert assistant.stats_total.accepted > 0 or name != "full"
@@ -439,10 +443,44 @@ def test_a_cache_from_an_earlier_turn(family, name):
 def test_a_cache_of_the_prompt_but_its_last_token(assistant, target):
     """As made by hand for a prompt that many calls share."""
     with torch.no_grad():
-        cache = target(prompt()[:, :-1], past_key_values=DynamicCache(config=target.config)).past_key_values
-    actual = generate(target, assistant, past_key_values=copy.deepcopy(cache))
-    assert torch.equal(actual, generate(target, None, past_key_values=cache))
+        cache = returned_cache(target(prompt()[:, :-1], **{CACHE: DynamicCache(config=target.config)}))
+    actual = generate(target, assistant, **{CACHE: copy.deepcopy(cache)})
+    assert torch.equal(actual, generate(target, None, **{CACHE: cache}))
     assert torch.equal(actual, generate(target))
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_cache_under_either_of_its_names(name, assistant, target):
+    """As transformers takes it: versions with the newer name take the older one too, with a warning of their own."""
+    if CACHE_NAMES.index(name) < CACHE_NAMES.index(CACHE):
+        pytest.skip("transformers has no such name yet")
+    with torch.no_grad():
+        cache = returned_cache(target(prompt()[:, :-1], **{CACHE: DynamicCache(config=target.config)}))
+    with contextlib.nullcontext() if name == CACHE else pytest.warns(FutureWarning, match=name):
+        assert torch.equal(generate(target, assistant, **{name: cache}), generate(target))
+    assert cache.get_seq_length() > prompt().shape[1]
+    with pytest.raises(UnsupportedError, match=f"{CACHE} holds"):
+        generate(target, assistant, **{name: cache})
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
+def test_nothing_that_transformers_gave_up_is_asked_of_it(name, head, tree, drafter, tmp_path, caplog):
+    """Its warnings would be the user's to read, and what they warn of is taken away in the end."""
+    target, own = tiny(num_hidden_layers=4), drafter
+    if head:
+        random_head("eagle3").write(tmp_path)
+        own = EagleDrafter.from_pretrained(tmp_path, target=target)
+    generic.logger.warning_once.cache_clear()
+    root = logging.getLogger("transformers")
+    root.addHandler(caplog.handler)
+    try:
+        assistant = DynSpecAssistant(own, POLICY_CASES[name](), target=target, tree=tree)
+        generate(target, assistant, return_dict_in_generate=True)
+    finally:
+        root.removeHandler(caplog.handler)
+    assert not [message for message in caplog.messages if "deprecated" in message]
 
 
 def test_a_cache_and_left_padding(hybrid, target):
@@ -455,9 +493,7 @@ def test_a_cache_and_left_padding(hybrid, target):
         )
         text = torch.cat([first.sequences, prompt(4, seed=9)], dim=1)
         longer = torch.cat([mask, mask.new_ones(1, text.shape[1] - 15)], dim=1)
-        sequences.append(
-            generate(target, assistant, text, attention_mask=longer, past_key_values=first.past_key_values)
-        )
+        sequences.append(generate(target, assistant, text, attention_mask=longer, **{CACHE: returned_cache(first)}))
     assert torch.equal(*sequences)
 
 
@@ -754,8 +790,8 @@ def test_new_tokens_alone_after_a_cache(family, pads, tree):
     def continued(length: int, with_assistant: bool) -> torch.Tensor:
         cache = DynamicCache(config=target.config)
         with torch.no_grad():
-            target(whole[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
-        arguments = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 20, "do_sample": False}
+            target(whole[:, :length], attention_mask=mask[:, :length], **{CACHE: cache})
+        arguments = {"attention_mask": mask, CACHE: cache, "max_new_tokens": 20, "do_sample": False}
         model = assistant if with_assistant else None
         return target.generate(whole[:, length:], assistant_model=model, **arguments)
 
@@ -773,12 +809,12 @@ def test_attentions_after_a_cache_have_plain_generations_shapes():
     for model in (assistant, None):
         cache = DynamicCache(config=target.config)
         with torch.no_grad():
-            target(prompt(30)[:, :20], past_key_values=cache)
+            target(prompt(30)[:, :20], **{CACHE: cache})
         outputs.append(
             target.generate(
                 prompt(30)[:, 20:],
                 attention_mask=mask,
-                past_key_values=cache,
+                **{CACHE: cache},
                 assistant_model=model,
                 max_new_tokens=10,
                 do_sample=False,

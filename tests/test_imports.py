@@ -27,6 +27,7 @@ ROOMS = (
     "shortlists",
     "modeling",
     "alignment",
+    "cache_names",
     "drafters",
     "drafting",
     "loading",

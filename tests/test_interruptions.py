@@ -16,6 +16,7 @@ from models import POLICY_CASES, VOCABULARY, perturbed, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, RetrievalShortlist, UnsupportedError
+from hf_dynspec.cache_names import CACHE
 from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.generation.call import Bindable
 
@@ -100,13 +101,13 @@ def test_a_cache_of_a_call_that_was_ended_by_an_error(raises, pair, tree):
     for at in (1, 3, 4):
         cache = DynamicCache(config=target.config.get_text_config())
         with pytest.raises(Stop):
-            greedy(target, prompt(), assistant, past_key_values=cache, **Caller(_stops(at)).arguments[raises])
+            greedy(target, prompt(), assistant, **{CACHE: cache}, **Caller(_stops(at)).arguments[raises])
         drafts_were_there += assistant.stats.drafted > 0
         assert cache.get_seq_length() < text.shape[1]
         assert len({layer.get_seq_length() for layer in cache.layers if layer.is_initialized}) <= 1
         text_so_far = text[:, : cache.get_seq_length() + 1]
         following = torch.cat([text_so_far, prompt(9, seed=5)], dim=1)
-        assert torch.equal(greedy(target, following, assistant, past_key_values=cache), greedy(target, following))
+        assert torch.equal(greedy(target, following, assistant, **{CACHE: cache}), greedy(target, following))
     assert drafts_were_there
 
 
@@ -117,10 +118,10 @@ def test_a_cache_of_a_call_that_was_interrupted_within_a_forward(tree, target, d
     # One layer has read the candidates then, and the other has not.
     hook = target.model.layers[0].register_forward_hook(lambda *unused: stop())
     with pytest.raises(Stop):
-        greedy(target, prompt(), assistant, past_key_values=cache)
+        greedy(target, prompt(), assistant, **{CACHE: cache})
     hook.remove()
     following = torch.cat([prompt(), prompt(9, seed=5)], dim=1)
-    assert torch.equal(greedy(target, following, assistant, past_key_values=cache), greedy(target, following))
+    assert torch.equal(greedy(target, following, assistant, **{CACHE: cache}), greedy(target, following))
 
 
 @SHAPES

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_dynspec import DynSpecAssistant, TreeConfig, UnsupportedError
+from hf_dynspec.cache_names import CACHE, returned_cache
 
 SHAPES = {"chain": False, "tree": TreeConfig(total_tokens=12, depth=2, top_k=3)}
 EVERYTHING = {
@@ -93,7 +94,7 @@ def assert_same_output(actual: GenerateDecoderOnlyOutput, expected: GenerateDeco
         assert isinstance(ours, tuple) and len(ours) == len(theirs)
         for token, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert_same_entries(one, other, f"{name} of token {token}")
-    assert_same_cache(actual.past_key_values, expected.past_key_values)
+    assert_same_cache(returned_cache(actual), returned_cache(expected))
 
 
 def assert_same_entries(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...], name: str) -> None:
@@ -202,13 +203,13 @@ def test_going_on_with_a_returned_cache(target, assistant):
     second = target.generate(
         first.sequences,
         assistant_model=assistant,
-        past_key_values=first.past_key_values,
+        **{CACHE: returned_cache(first)},
         attention_mask=mask,
         **arguments,
     )
     assert torch.equal(second.sequences, whole)
     expected = generate(target, max_new_tokens=10, return_dict_in_generate=True)
-    assert_same_cache(second.past_key_values, expected.past_key_values)
+    assert_same_cache(returned_cache(second), returned_cache(expected))
 
 
 def test_position_ids(llama, llamas_assistant):
@@ -473,9 +474,9 @@ def test_a_cache_that_only_the_targets_configuration_names_gives_way(llama, llam
 def test_a_cache_of_the_whole_prompt_is_refused(llama, llamas_assistant):
     """Plain generation reads the prompt a second time, behind itself. Nobody can want that."""
     with torch.no_grad():
-        cache = llama(prompt(), past_key_values=DynamicCache(config=llama.config)).past_key_values
-    with pytest.raises(UnsupportedError, match=r"past_key_values.*(whole prompt|crop)"):
-        generate(llama, llamas_assistant, past_key_values=cache)
+        cache = returned_cache(llama(prompt(), **{CACHE: DynamicCache(config=llama.config)}))
+    with pytest.raises(UnsupportedError, match=rf"{CACHE}.*(whole prompt|crop)"):
+        generate(llama, llamas_assistant, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 40])

@@ -47,6 +47,7 @@ from hf_dynspec import (
     TreeConfig,
     UnsupportedError,
 )
+from hf_dynspec.cache_names import CACHE, returned_cache
 from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.drafting.trees import TreeGrowth
 from hf_dynspec.generation.verification import Outcome
@@ -422,7 +423,7 @@ def test_a_cache_without_windows(family, prompt_length):
     arguments = {"max_new_tokens": 20, "eos_token_id": VOCABULARY - 1}
     expected = generate(target, None, prompt(prompt_length), **arguments)
     for cache in (DynamicCache(), DynamicCache(config=target.config), None):
-        output = generate(target, assistant, prompt(prompt_length), past_key_values=cache, **arguments)
+        output = generate(target, assistant, prompt(prompt_length), **{CACHE: cache}, **arguments)
         assert torch.equal(output, expected)
         assert len(assistant.stats.tokens_per_round) > 2
 
@@ -645,7 +646,7 @@ def test_a_criterion_is_asked_after_every_token(length, assistant, target):
     assert torch.equal(output.sequences, generate(target)[:, :length])
     assert len(output.scores) == length - 12
     assert set(criterion.lengths) >= set(range(13, length + 1))
-    assert output.past_key_values.get_seq_length() == length - 1
+    assert returned_cache(output).get_seq_length() == length - 1
 
 
 @pytest.mark.parametrize("place", [2, 5, 9])
@@ -781,8 +782,8 @@ def test_everything_that_can_be_returned(family):
             assert [tensor.shape for tensor in mine] == [tensor.shape for tensor in its]
             for tensor, own in zip(mine, its, strict=True):
                 torch.testing.assert_close(tensor, own, **CLOSE)
-    assert actual.past_key_values.get_seq_length() == actual.sequences.shape[1] - 1
-    for layer, other in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    assert returned_cache(actual).get_seq_length() == actual.sequences.shape[1] - 1
+    for layer, other in zip(returned_cache(actual).layers, returned_cache(expected).layers, strict=True):
         torch.testing.assert_close(layer.keys[..., -5:, :], other.keys[..., -5:, :], **CLOSE)
         torch.testing.assert_close(layer.values[..., -5:, :], other.values[..., -5:, :], **CLOSE)
 
@@ -830,12 +831,12 @@ def test_a_cache_from_an_earlier_turn(family, in_conversation):
                 target,
                 ours if assisted else None,
                 text[assisted],
-                past_key_values=cache[assisted],
+                **{CACHE: cache[assisted]},
                 return_dict_in_generate=True,
                 max_new_tokens=10,
                 eos_token_id=VOCABULARY - 1,
             )
-            cache[assisted] = outputs[assisted].past_key_values
+            cache[assisted] = returned_cache(outputs[assisted])
             assert cache[assisted].get_seq_length() == outputs[assisted].sequences.shape[1] - 1
             text[assisted] = torch.cat([outputs[assisted].sequences, prompt(4, seed=30 + turn)], dim=1)
         assert torch.equal(outputs[True].sequences, outputs[False].sequences)
@@ -844,8 +845,8 @@ def test_a_cache_from_an_earlier_turn(family, in_conversation):
 
 def test_a_cache_of_the_prompt_but_its_last_token(assistant, target):
     with torch.no_grad():
-        cache = target(prompt()[:, :-1], past_key_values=DynamicCache(config=target.config)).past_key_values
-    assert torch.equal(generate(target, assistant, past_key_values=cache), generate(target))
+        cache = returned_cache(target(prompt()[:, :-1], **{CACHE: DynamicCache(config=target.config)}))
+    assert torch.equal(generate(target, assistant, **{CACHE: cache}), generate(target))
 
 
 @pytest.mark.parametrize("name", ["full", "frequency", "in_context, lru", "hybrid", "random", "eos_only"])

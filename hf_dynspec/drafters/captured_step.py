@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..cache_names import cache_inputs
 from .steady_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
 from .weights_watch import WeightsWatch
 
@@ -106,7 +107,7 @@ class CapturedSteps:
             actual = fixed.append(token_id[0], length)
             cache = cache_of(context)
             position = torch.full_like(token_id, length)
-            expected = decoder(input_ids=token_id, position_ids=position, past_key_values=cache, use_cache=True)[0][0]
+            expected = decoder(input_ids=token_id, position_ids=position, **cache_inputs(cache))[0][0]
             kept = fixed.read()[-1][..., -1, :]
             if not are_close(actual, expected) or not are_close(kept, cache.layers[-1].values[..., -1, :]):
                 return False
@@ -330,8 +331,7 @@ class _StepMemory:
                 position_ids=self._position,
                 # A decoder with one kind of layer takes its mask as it is.
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=cache,
-                use_cache=True,
+                **cache_inputs(cache),
             )[0]
 
     def _mask(self, window: int | None) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..cache_names import cache_inputs
 from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
 from .captured_step import FixedLayers
@@ -127,7 +128,7 @@ class CausalLMState(DrafterState):
     def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the decoder on tokens, `[m]`, and keep their keys and values."""
         cache = cache_of(self._layers.read()) if self._cache is None else self._cache
-        hidden = self._decoder(input_ids=token_ids.unsqueeze(0), past_key_values=cache, use_cache=True, **inputs)[0]
+        hidden = self._decoder(input_ids=token_ids.unsqueeze(0), **cache_inputs(cache), **inputs)[0]
         if self._cache is None:
             self._layers.replace(layers_of(cache))
         return hidden[0].to(self._head_weight)

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..cache_names import cache_inputs
 from .weights_watch import WeightsWatch
 
 # Lengths of cached context at which what was recorded is compared with the decoder.
@@ -88,7 +89,7 @@ def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torc
     embedding = decoder.get_input_embeddings().weight
     context = torch.arange(length, device=embedding.device).remainder(embedding.shape[0]).unsqueeze(0)
     cache = DynamicCache()
-    decoder(input_ids=context, past_key_values=cache, use_cache=True)
+    decoder(input_ids=context, **cache_inputs(cache))
     return context[:, -1:], layers_of(cache)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..cache_names import cache_inputs
 from .steady_decoder import (
     COMPARED_LENGTHS,
     SteadyDecoder,
@@ -178,7 +179,7 @@ class _Step:
         for (holder, name), weight in zip(self._places, weights, strict=True):
             holder[name] = weight
         cache = cache_of(list(layers))
-        outputs = self._decoder(input_ids=token_id, position_ids=position, past_key_values=cache, use_cache=True)
+        outputs = self._decoder(input_ids=token_id, position_ids=position, **cache_inputs(cache))
         return (outputs[0], *layers_of(cache))
 
 

@@ -13,6 +13,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..cache_names import CACHE_NAMES, passed_cache
 from ..errors import UnsupportedError
 
 CACHES_THAT_CAN_BE_CROPPED = (None, "dynamic", "dynamic_full", "offloaded")
@@ -74,6 +75,10 @@ class CallArguments:
         settings = {name: value for name, value in self.kwargs.items() if name not in own}
         return target._prepare_generation_config(self.get("generation_config"), **settings)[0]
 
+    def cache(self) -> Any:
+        """The cache that was passed, under either name."""
+        return passed_cache({name: self.get(name) for name in CACHE_NAMES})
+
     def input_ids(self) -> Any:
         """The tokens that were passed, under either name."""
         inputs = self.get("inputs")
@@ -84,7 +89,7 @@ def prepare_cache(target: PreTrainedModel, call: CallArguments) -> None:
     """Ask for a dynamic cache where only the target's own defaults name another, as Gemma 2's, or none, as MPT's."""
     default = target.generation_config.cache_implementation
     asked = call.asked("cache_implementation")
-    if default not in CACHES_THAT_CAN_BE_CROPPED and asked is None and call.get("past_key_values") is None:
+    if default not in CACHES_THAT_CAN_BE_CROPPED and asked is None and call.cache() is None:
         call.set("cache_implementation", "dynamic")
     if target.generation_config.use_cache is False:
         call.set("use_cache", True)

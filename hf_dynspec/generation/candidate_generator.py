@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache_names import CACHE, passed_cache
 from ..drafting.processors import may_keep_state
 from ..errors import NotBoundError, UnsupportedError
 from ..modeling.head import widen
@@ -37,11 +38,11 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         input_ids: int64 `[1, n]`: the prompt.
         generation_config: a resolved configuration; `max_length` and `do_sample` are read.
         logits_processor: those that the loop applies to the target's logits.
-        model_kwargs: what the target is called with: of its `past_key_values` and `attention_mask` is made sure that
+        model_kwargs: what the target is called with: of its cache and `attention_mask` is made sure that
             the one is empty, and known what the other hides.
 
     Raises:
-        UnsupportedError: the assistant drafts trees, `past_key_values` holds tokens already, there is no single
+        UnsupportedError: the assistant drafts trees, the cache holds tokens already, there is no single
             prompt, or no `max_length`.
         NotBoundError: the assistant is not bound to a target.
     """
@@ -67,10 +68,10 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             raise UnsupportedError("generation_config.max_length says where drafts end: set it.")
         processors = LogitsProcessorList() if logits_processor is None else logits_processor
         model_kwargs = model_kwargs or {}
-        cache = model_kwargs.get("past_key_values")
+        cache = passed_cache(model_kwargs)
         if cache is not None and cache.get_seq_length():
             raise UnsupportedError(
-                "transformers' own loop would read again what past_key_values holds: bind the assistant before the "
+                f"transformers' own loop would read again what {CACHE} holds: bind the assistant before the "
                 "call, as in assistant = DynSpecAssistant(drafter, target=target), and pass it to target.generate."
             )
         calls = ExitStack()

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cache_names import CACHE, returned_cache
 from ..devices import is_free_to_look
 from ..drafting.processors import divide, may_keep_state
 from ..errors import TargetError, UnsupportedError
@@ -74,7 +75,7 @@ def decode(
         drafting_call: the `call.Call` that this is.
         token_streamer: is given the new tokens of each round.
         healer: the tokenizer to heal the prompt's last token with, or None. The streamer is then given the prompt too.
-        model_kwargs: what the target is called with; `past_key_values` holds a cache that can be cropped.
+        model_kwargs: what the target is called with; its `CACHE` is one that can be cropped.
 
     Returns:
         As `generate` without an assistant.
@@ -82,12 +83,12 @@ def decode(
     Raises:
         UnsupportedError: a batch of several sequences, or no cache that can be cropped.
     """
-    _require_croppable(input_ids, model_kwargs.get("past_key_values"))
+    _require_croppable(input_ids, model_kwargs.get(CACHE))
     if healer is not None:
         input_ids = _healed(target, input_ids, healer, generation_config, stopping_criteria)
         if token_streamer is not None:
             token_streamer.put(input_ids.cpu())
-    cache = model_kwargs["past_key_values"]
+    cache = model_kwargs[CACHE]
     cache.activate_past_recording()
     record = OutputRecord(generation_config, target.config.get_text_config())
     drafting: Drafting = drafting_call.drafting(
@@ -104,11 +105,11 @@ def decode(
         candidates = drafting.propose(input_ids)
         with _CacheOfRound(cache) as of_round:
             outputs = drafting.verify(input_ids, candidates, is_first, model_kwargs)
-            of_round.is_read(outputs.past_key_values, candidates)
+            of_round.is_read(returned_cache(outputs), candidates)
             logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
             outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, drafting.best_tokens)
             of_round.is_changing()
-            cache = _keep_accepted(cache, outputs.past_key_values, candidates, outcome)
+            cache = _keep_accepted(cache, returned_cache(outputs), candidates, outcome)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
         model_kwargs = target._update_model_kwargs_for_generation(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
+from ..cache_names import cache_inputs
 from ..drafting.session import DraftSession
 from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from ..errors import UnsupportedError
@@ -38,7 +39,7 @@ def draft_once(
     session.stats = DraftingStatistics()
     prompt, last = input_ids[:, :-1], input_ids[0, -1:]
     cache = DynamicCache(config=target.model.config)
-    kwargs = {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones_like(prompt)}
+    kwargs = cache_inputs(cache) | {"attention_mask": torch.ones_like(prompt)}
     longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
     drafting = Drafting(
         session, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cache_names import CACHE
 from ..modeling.masks import attention_windows
 from ..protocol import Candidates
 from .verification import Outcome
@@ -76,7 +77,7 @@ class OutputRecord:
             logits=self._logits,
             attentions=self._attentions,
             hidden_states=self._hidden_states,
-            past_key_values=cache,
+            **{CACHE: cache},
         )
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..cache_names import CACHE
 from ..errors import UnsupportedError
 from ..modeling.parts import require_real_tokens
 from .arguments import CACHES_THAT_CAN_BE_CROPPED, CallArguments
@@ -138,13 +139,12 @@ def check_method(settings: GenerationConfig) -> None:
 
 def _check_passed_cache(call: CallArguments, inputs: Any) -> None:
     """Refuse caches that cannot be rolled back, and those that leave nothing to read."""
-    cache = call.get("past_key_values")
+    cache = call.cache()
     if cache is None:
         return
     if not isinstance(cache, DynamicCache):
         raise UnsupportedError(
-            f"a {type(cache).__name__} cannot be rolled back to the accepted tokens: pass a DynamicCache as "
-            "past_key_values."
+            f"a {type(cache).__name__} cannot be rolled back to the accepted tokens: pass a DynamicCache as {CACHE}."
         )
     mask = call.get("attention_mask")
     cached = cache.get_seq_length()
@@ -152,7 +152,7 @@ def _check_passed_cache(call: CallArguments, inputs: Any) -> None:
         return
     if cached and cached >= inputs.shape[1]:
         raise UnsupportedError(
-            f"past_key_values holds {cached} tokens, which is all of the prompt's {inputs.shape[1]}, and the target "
-            f"must read at least the last one: call past_key_values.crop({inputs.shape[1] - 1 - cached}) first, or "
+            f"{CACHE} holds {cached} tokens, which is all of the prompt's {inputs.shape[1]}, and the target "
+            f"must read at least the last one: call {CACHE}.crop({inputs.shape[1] - 1 - cached}) first, or "
             "pass new tokens alone together with the attention_mask of the whole text."
         )

@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache_names import CACHE, cache_inputs, returned_cache
 from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import finish_logits
@@ -214,9 +215,9 @@ class TargetForward:
                 inputs["output_hidden_states"] = entries_with(states)
             outputs.append(self._forward(inputs, 1, None))
             # Some models begin another cache where a chunk is longer than a limit.
-            cache = outputs[-1].past_key_values
+            cache = returned_cache(outputs[-1])
             cache.activate_past_recording()
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
         return outputs
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
@@ -236,14 +237,14 @@ class TargetForward:
         into = None if buffer is None else buffer.rows(rows, head.weight.shape[0], head.weight)
         return CausalLMOutputWithPast(
             logits=head.all_scores(outputs.last_hidden_state[0, -rows:], into).unsqueeze(0),
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: returned_cache(outputs)},
         )
 
     def _verified_logits(self, text: torch.Tensor, tree: Candidates, cache: DynamicCache) -> torch.Tensor:
         """See `target_limits.Verify`."""
-        return self.run(text, tree, 1, False, {"past_key_values": cache, "use_cache": True}, ()).logits[0]
+        return self.run(text, tree, 1, False, cache_inputs(cache), ()).logits[0]
 
     def _tree_inputs(self, inputs: dict[str, Any], candidates: Candidates, cached: int) -> dict[str, Any]:
         """Mask and positions of the last verified token, which is the root, and the nodes below it."""
@@ -254,7 +255,7 @@ class TargetForward:
         paths = descent(parents, len(candidates.shortlists) + 1)
         mask = inputs.get("attention_mask")
         visible = torch.ones(cached, dtype=torch.bool, device=device) if mask is None else mask[0, :cached].bool()
-        cache = inputs["past_key_values"]
+        cache = inputs[CACHE]
         masks = {}
         for kind, window in attention_windows(self.model.config.get_text_config()).items():
             keys, _ = cache.get_mask_sizes(paths.shape[0], self._layer_of(kind))

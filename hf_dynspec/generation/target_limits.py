@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache_names import cache_inputs, returned_cache
 from ..errors import UnsupportedError
 from ..modeling.parts import FORWARD_ERRORS, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
@@ -34,7 +35,7 @@ def require_cache(model: PreTrainedModel) -> None:
             f"{name} keeps what it has read in a cache of its own, which cannot be rolled back to the accepted "
             "tokens. Generate without an assistant."
         )
-    cache = getattr(read_two_tokens(model), "past_key_values", None)
+    cache = returned_cache(read_two_tokens(model))
     if cache is None or cache.get_seq_length() != 2:
         raise UnsupportedError(
             f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
@@ -46,7 +47,7 @@ def read_two_tokens(model: PreTrainedModel, **inputs: Any) -> CausalLMOutputWith
     """What a target returns for a text of two tokens, asked with these inputs too."""
     tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
     cache = DynamicCache(config=model.config.get_text_config())
-    return model(input_ids=tokens, past_key_values=cache, use_cache=True, **inputs)
+    return model(input_ids=tokens, **cache_inputs(cache), **inputs)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
         text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
         verified = verify(text, tree, caches[0])[-1].float()
         path = torch.cat([text[:, -1:], path], dim=1)
-        alone = model(input_ids=path, past_key_values=caches[1], use_cache=True).logits[0, -1].float()
+        alone = model(input_ids=path, **cache_inputs(caches[1])).logits[0, -1].float()
     except FORWARD_ERRORS as error:
         raise UnsupportedError(
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
@@ -102,7 +103,7 @@ def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, 
     config, device = model.config.get_text_config(), input_device(model)
     few = DynamicCache(config=config)
     tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
-    model(input_ids=tokens, past_key_values=few, use_cache=True)
+    model(input_ids=tokens, **cache_inputs(few))
     parts = [(layer.keys, layer.values) for layer in few.layers]
     held = [one for both in parts for one in both if one is not None]
     bytes_per_token = sum(one.numel() * one.element_size() for one in held) // 3

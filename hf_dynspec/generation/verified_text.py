@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from ..cache_names import passed_cache
+
 
 class VerifiedText:
     """The prompt of one call and the tokens that came out after it, as the target has them and as the drafter reads
@@ -35,7 +37,7 @@ class VerifiedText:
             self._is_token = mask[0, mask.shape[1] - self._padded_prompt_length :].to(input_ids.device).bool()
             prompt = prompt[self._is_token]
         self.prompt = prompt.to(device=device, dtype=torch.int64)
-        cache = model_kwargs.get("past_key_values")
+        cache = passed_cache(model_kwargs)
         cached = 0 if cache is None else cache.get_seq_length()
         mask_length = mask_length if mask is None else mask.shape[1]
         holds_all = mask_length is None or mask_length == input_ids.shape[1]

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ...cache_names import cache_inputs
 from ...drafters import Drafter
 from ...generation.target import entries_with, hidden_state
 from ...kernels import top_k_ids
@@ -191,7 +192,7 @@ class ForcedText:
         layers = self._target.config.get_text_config().num_hidden_layers
         reads, last = self._drafter.reads, (layers,) if self._needs.of_states else ()
         wanted = {"output_hidden_states": entries_with((*reads, *last))} if reads or last else {}
-        outputs = self._target(input_ids=unread, past_key_values=self._target_cache, use_cache=True, **wanted)
+        outputs = self._target(input_ids=unread, **cache_inputs(self._target_cache), **wanted)
         if reads:
             states = [hidden_state(outputs, index, layers) for index in reads]
             self._drafter.observe(torch.cat(states, -1).to(self.token_ids.device))

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
+from ...cache_names import cache_inputs
 from ...errors import UnsupportedError
 from ...kernels import TILE_COLUMNS
 from ...loading import empty_model, first_line
@@ -78,7 +79,7 @@ def _forwards(
     def run(count: int, into: DynamicCache) -> Work:
         ids = torch.zeros(1, count, dtype=torch.int64, device="meta")
         with counting(model, rows=count) as counter:
-            part(input_ids=ids, past_key_values=into, use_cache=True)
+            part(input_ids=ids, **cache_inputs(into))
         return counter.work
 
     try:

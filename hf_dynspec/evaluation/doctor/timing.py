@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from ...cache_names import cache_inputs
 from ...stats import Stopwatch
 
 # Tokens of a text that forwards are timed at the end of: about as many as a prompt has.
@@ -92,7 +93,7 @@ def time_forwards(
     length = min(_CACHED, getattr(config, "max_position_embeddings", None) or _CACHED)
     text = torch.tensor([(list(token_ids) * length)[:length]], device=target.device)
     cache = DynamicCache(config=config)
-    target(input_ids=text[:, : length - max(rows)], past_key_values=cache, use_cache=True)
+    target(input_ids=text[:, : length - max(rows)], **cache_inputs(cache))
     cache.activate_past_recording()
     measured: list[list[float]] = [[] for _ in rows]
     with surroundings():
@@ -109,5 +110,5 @@ def time_forwards(
 
 
 def _forward(target: PreTrainedModel, token_ids: torch.Tensor, cache: Any) -> None:
-    target(input_ids=token_ids, past_key_values=cache, use_cache=True)
+    target(input_ids=token_ids, **cache_inputs(cache))
     cache.crop(-token_ids.shape[1])

@@ -1,0 +1,27 @@
+"""What transformers calls a model's cache, given and returned: `cache` from 5.24 on, `past_key_values` before."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Cache, GenerationMixin
+
+CACHE_NAMES = "cache", "past_key_values"
+_INPUTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+# Under which models are given it, and under which their outputs hold it.
+CACHE = next(name for name in CACHE_NAMES if name in _INPUTS)
+
+
+def cache_inputs(cache: Cache | None) -> dict[str, Any]:
+    """The arguments of a forward that reads on from a cache, and into it."""
+    return {CACHE: cache, "use_cache": True}
+
+
+def passed_cache(arguments: Mapping[str, Any]) -> Cache | None:
+    """The cache among a caller's arguments. Versions that take the newer name take the older one too."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def returned_cache(outputs: Any) -> Cache | None:
+    """The cache among a model's outputs."""
+    return getattr(outputs, CACHE, None)
