@@ -82,8 +82,8 @@ Seconds = list[list[float]]
 
 
 class LongDrafts(AutomaticDrafting):
-    """Lets an assistant draft long chains whatever they bring, and notes what became of them: of all rounds but the
-    last of a call, and those that are cut short at its end."""
+    """Lets an assistant draft long chains whatever they bring, and notes what became of them: of all but those that
+    are cut short at a call's end, and the one that its text ends in."""
 
     def __init__(self):
         super().__init__(shapes_of(None, True), ends_early=True)
@@ -93,18 +93,19 @@ class LongDrafts(AutomaticDrafting):
         """Stands for all that an assistant has learnt too, under whichever setting."""
         return self
 
-    def choose(self, fixed: DraftShape | None = None) -> DraftShape:
+    def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
         return DraftShape(RECORDED, RECORDED)
 
     def early_end(self, shape: DraftShape) -> EarlyEnd:
         # Asks for the probabilities, and never ends a draft: any is likely enough.
         return EarlyEnd(RunningConfidence().acceptances(), RECORDED * [0.0])
 
-    def record(
-        self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool, end: EarlyEnd | None = None
-    ) -> None:
-        if end.steps == RECORDED:
+    def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
+        if steps == RECORDED:
             self.text.append(Round(end.probabilities, accepted))
+
+    def record(self, *round_and_time: object) -> None:
+        """Times are measured apart."""
 
 
 def bound_assistants(pair: Pair, policies: list[str]) -> list[DynSpecAssistant]:

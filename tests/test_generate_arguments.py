@@ -467,7 +467,8 @@ def test_a_cache_under_either_of_its_names(name, assistant, target):
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
 def test_nothing_that_transformers_gave_up_is_asked_of_it(name, head, tree, drafter, tmp_path, caplog):
-    """Its warnings would be the user's to read, and what they warn of is taken away in the end."""
+    """Its warnings would be the user's to read, and what they warn of is taken away in the end. Of arguments they are
+    errors in all tests."""
     target, own = tiny(num_hidden_layers=4), drafter
     if head:
         random_head("eagle3").write(tmp_path)

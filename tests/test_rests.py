@@ -100,6 +100,30 @@ def test_a_rest_that_ended_though_nothing_was_gained_by_it_goes_on_growing(gaine
     assert resting_tokens(rests) == (before if gained < 0 else 16)
 
 
+def test_a_stall_in_a_trial_does_not_end_drafting_for_good():
+    rests = resting(gained=1e5)
+    assert after_trial(rests, 1e6) < 4000
+    assert after_trial(rests, MISSED) < 4000
+
+
+@pytest.mark.parametrize("dear", [MISSED, 100.0])
+def test_a_change_hastens_the_next_trial_but_what_the_last_one_cost_is_paid_for(dear):
+    """However often things change."""
+    rests, rested, trials = resting(), 0, 0
+    while rested < 20000:
+        rests.hasten()
+        if rests.is_resting:
+            rests.add()
+            rested += 1
+        else:
+            rests.try_again()
+            rests.lose(dear)
+            rests.go_on(ALONE)
+            trials += 1
+    # What dear ones cost is learnt little by little.
+    assert 0.005 < trials * dear / (rested * ALONE) < 0.015
+
+
 def test_after_a_change_rests_are_short_again():
     rests = resting()
     for _ in range(10):

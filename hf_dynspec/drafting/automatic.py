@@ -55,6 +55,9 @@ class AutomaticDrafting:
         shapes: those to choose from besides `ALONE`, of the policy 0.
         policies: how many there are to choose from. All of them draft each of the shapes.
         ends_early: the shape is a chain, which ends before a token that is not worth its time (`EarlyEnd`).
+
+    Attributes:
+        drafts_chains: the shapes are chains. Some of the shapes of trees look like one.
     """
 
     def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
@@ -67,7 +70,8 @@ class AutomaticDrafting:
             [DraftShape(steps, steps, policy) for steps in range(1, LONGEST + 1)] for policy in range(policies)
         ]
         self._times = RoundTimes()
-        sizes = set() if are_chains(shapes) else {shape.nodes for shape in shapes}
+        self.drafts_chains = are_chains(shapes)
+        sizes = set() if self.drafts_chains else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
         self._trials = Trials(tuple(shapes), policies)
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
@@ -96,18 +100,16 @@ class AutomaticDrafting:
         with self._lock:
             self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
             if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
-                self._start_anew()
+                self._fade_to(_ROUNDS_BEFORE_CHANGE)
+                self._rests.end(is_new=True)
+                self._comparison = None
             self._ended = now
 
     def renew(self) -> None:
-        """Weights are others now: drafting is tried again, and what was accepted hardly counts any more."""
+        """Weights are others now: drafting is tried again soon, and what was accepted hardly counts any more."""
         with self._lock:
-            self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._fade_to(_ROUNDS_BEFORE_CHANGE)
-        self._rests.end(is_new=True)
-        self._comparison = None
+            self._fade_to(_ROUNDS_BEFORE_CHANGE)
+            self._rests.hasten()
 
     def _fade_to(self, rounds: int) -> None:
         """Let what was accepted before count for no more than so many rounds."""
@@ -127,14 +129,21 @@ class AutomaticDrafting:
         """Whether a head that reads the target's features has to be given those of the tokens that come now."""
         return self._rests.reads_features
 
-    def choose(self, fixed: DraftShape | None = None) -> DraftShape:
+    @property
+    def alone(self) -> float:
+        """Seconds that the target alone takes for a token; 0 as long as nothing was timed."""
+        with self._lock:
+            return self._seconds(ALONE) if self._count(ALONE) else 0.0
+
+    def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
         """What to draft in the next round, and with which policy.
 
         Args:
             fixed: the shape to choose a policy for (None: the shape is to be chosen too, `ALONE` among them).
+            room: the most steps of a draft of which it would be seen how long it takes.
         """
         with self._lock:
-            shape = self._choose() if fixed is None else self._choose_policy(fixed)
+            shape = self._choose(room) if fixed is None else self._choose_policy(fixed)
             warning, self._warning = self._warning, None
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
@@ -142,12 +151,14 @@ class AutomaticDrafting:
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
         own = fixed._replace(policy=self._policy)
-        if self._count(own) < _TIMED_AT_FIRST:
+        # Where texts have no room for it, shorter ones are all that is ever timed.
+        timed = self._chains[self._policy][: own.steps] if self.drafts_chains else [own]
+        if sum(map(self._count, timed)) < _TIMED_AT_FIRST:
             return own
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
 
-    def _choose(self) -> DraftShape:
+    def _choose(self, room: int) -> DraftShape:
         if self._comparison is not None and self._comparison.is_over:
             # By rounds that tell nothing, as the last ones of texts do: where another is recorded it ends itself.
             self._end_comparison()
@@ -157,7 +168,7 @@ class AutomaticDrafting:
             return ALONE
         if not self._rests.have_ended:
             return self._compare()
-        first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens)
+        first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens, room)
         return first or self._best_or_trial((ALONE, *self._shapes))
 
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
@@ -295,44 +306,56 @@ class AutomaticDrafting:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
 
-    def record(
-        self, shape: DraftShape, accepted: int, began: float, ended: float, is_usual: bool, end: EarlyEnd | None = None
-    ) -> None:
-        """A round is over.
+    def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
+        """The target has spoken on a draft.
 
         Args:
-            shape: what it drafted, or was to draft where drafts may end early.
+            shape: what was to be drafted.
+            steps: how many were: fewer where a chain ended early, or had no room.
             accepted: how many of the tokens were accepted, one below the other.
-            began: the time in seconds.
-            ended: the time at which the next one began.
-            is_usual: it read no more than rounds do, and so has taken as long as another one would.
             end: what ended the draft, where drafts end early.
         """
         with self._lock:
-            self._ended, seconds = ended, ended - began
+            self._acceptance.add(self._drafted(shape, steps), accepted)
+            if end is not None:
+                self._confidence.add(end.probabilities, accepted)
+
+    def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
+        return DraftShape(steps, steps, shape.policy) if self.drafts_chains else shape
+
+    def record(
+        self, shape: DraftShape, steps: int, accepted: int, seconds: float, ended: float, is_usual: bool
+    ) -> None:
+        """A round is over. The first three arguments are those of `accept`.
+
+        Args:
+            seconds: how long it took.
+            ended: the time at which the next one began.
+            is_usual: it read no more than rounds do, and so has taken as long as another one would.
+        """
+        with self._lock:
+            self._ended = ended
             self._rounds += 1
-            drafted = shape if end is None else shape._replace(steps=end.steps, nodes=end.steps)
+            drafted = self._drafted(shape, steps)
             if is_usual:
                 if self._comparison is not None:
                     self._comparison.add(drafted, seconds)
                 self._times.add(self._features(drafted), seconds)
+            cost = self._cost(drafted, seconds, is_usual)
             if shape != ALONE:
-                self._gain(accepted, self._cost(drafted, seconds, is_usual))
-                self._acceptance.add(drafted, accepted)
-                if end is not None:
-                    self._confidence.add(end.probabilities, accepted)
+                self._gain(accepted, cost)
             if self._comparison is not None:
-                self._record_comparison(shape, accepted, self._cost(drafted, seconds, is_usual))
+                self._record_comparison(shape, accepted, cost)
             elif not self._rests.have_ended:
                 self._rests.add()
             else:
-                self._trials.record(shape, seconds, self._lost_by(shape, drafted, seconds, is_usual))
+                self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
 
-    def record_cut(self, shape: DraftShape, accepted: int, began: float, ended: float) -> None:
-        """A round is over that had no room for what was chosen, and tells nothing but what it has cost. The arguments
-        are those of `record`."""
+    def record_cut(self, shape: DraftShape, accepted: int, seconds: float, ended: float) -> None:
+        """A round is over that had no room for the tree that was chosen, and tells nothing but what it has cost. The
+        arguments are those of `record`."""
         with self._lock:
-            self._ended, seconds = ended, ended - began
+            self._ended = ended
             self._gain(accepted, seconds)
             if self._comparison is not None:
                 self._record_comparison(shape, accepted, seconds)
@@ -342,11 +365,12 @@ class AutomaticDrafting:
         if self._count(ALONE):
             self._rests.gain((accepted + 1) * self._seconds(ALONE) - cost)
 
-    def _lost_by(self, shape: DraftShape, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
+    def _lost_by(self, shape: DraftShape, drafted: DraftShape, cost: float) -> float:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
         if shape == self._choice or not self._promised:
             return 0.0
-        return self._cost(drafted, seconds, is_usual) - self._tokens_and_seconds(shape)[0] / self._promised
+        tokens, _ = self._tokens_and_seconds(shape if self._ends_early(shape) else drafted)
+        return cost - tokens / self._promised
 
     def _cost(self, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
         """What a round is taken to have cost that took so long: a stall is not its fault, unless it read more than

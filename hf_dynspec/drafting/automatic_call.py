@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 from ..stats import Clock
 from .automatic import AutomaticDrafting
-from .draft_shapes import ALONE, DraftShape, are_chains, shapes_of
+from .draft_shapes import ALONE, DraftShape, shapes_of
 from .early_ends import EarlyEnd
 from .tree_config import TreeConfig
 
@@ -27,20 +27,21 @@ class AutomaticCall:
         self._clock = Clock(now)
         drafting.begin_call(self._clock())
         # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, whether
-        # drafting rests in it, when it began, whether it reads no more than rounds do, and how many tokens were
-        # accepted in it, None until that is known.
+        # drafting rests in it, when it began, how long drafting took, whether it reads no more than rounds do, whether
+        # it is the first one, and how many tokens were accepted in it, None until that is known.
         self._shape = ALONE
         self._end: EarlyEnd | None = None
         self._most = 0
-        self._rests = False
-        self._began = 0.0
+        self._is_at_rest = False
+        self._began = self._drafting_seconds = 0.0
         self._is_usual = False
+        self._is_first = True
         self._accepted: int | None = None
         # The policy that drafted last.
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
-        self._is_first = True
+        self._has_begun = False
 
     @property
     def is_resting(self) -> bool:
@@ -65,16 +66,16 @@ class AutomaticCall:
         now = self._clock()
         if self._accepted is not None:
             self._record(now)
-        self._began, self._accepted = now, None
-        shape = self._drafting.choose(fixed) if most > 0 else ALONE
+        self._began, self._drafting_seconds, self._accepted = now, 0.0, None
+        self._is_first, self._has_begun = not self._has_begun, True
+        shape = self._drafting.choose(fixed, 1 if self._is_first else most) if most > 0 else ALONE
         is_drafting = shape.steps > 0
         self._shape, self._most = shape, most
-        self._rests = not is_drafting and self._drafting.is_resting
+        self._is_at_rest = not is_drafting and self._drafting.is_resting
         self._end = self._drafting.early_end(shape) if is_drafting else None
         # Another policy than before has to be shown the text first, and its rows have to be packed.
         has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
         self._is_usual = has_read and not self._is_first
-        self._is_first = False
         if is_drafting:
             self._unread, self._policy = 0, shape.policy
         elif self._unread is not None:
@@ -83,12 +84,22 @@ class AutomaticCall:
 
     def _record(self, now: float) -> None:
         """The round that was begun last is over now."""
-        shape, is_cut = self._shape, self._end is None and self._most < self._shape.steps
-        if is_cut and not are_chains([shape]):
-            self._drafting.record_cut(shape, self._accepted, self._began, now)
-            return
-        drafted = DraftShape(self._most, self._most, shape.policy) if is_cut else shape
-        self._drafting.record(drafted, self._accepted, self._began, now, self._is_usual, self._end)
+        # The target reads the prompt in the first one, as it would without drafts.
+        seconds = self._drafting_seconds + self._drafting.alone if self._is_first else now - self._began
+        if self._is_cut_tree:
+            self._drafting.record_cut(self._shape, self._accepted, seconds, now)
+        else:
+            self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual)
+
+    @property
+    def _steps(self) -> int:
+        """How many steps were drafted: fewer than were chosen where the draft ended early, or had no room."""
+        return min(self._most, self._shape.steps) if self._end is None else self._end.steps
+
+    @property
+    def _is_cut_tree(self) -> bool:
+        """Whether the round drafts a tree that there was no room for: a shorter one, of which nothing is known."""
+        return self._most < self._shape.steps and not self._drafting.drafts_chains
 
     @property
     def ends_early(self) -> bool:
@@ -99,12 +110,26 @@ class AutomaticCall:
         """See `EarlyEnd.goes_on`."""
         return self._end.goes_on(probability)
 
-    def end_round(self, accepted: int) -> None:
-        """The target has spoken: so many drafted tokens were accepted, one below the other."""
+    def has_drafted(self) -> None:
+        """The draft of the round is there, as far as the host knows."""
+        self._drafting_seconds = self._clock() - self._began
+
+    def end_round(self, accepted: int, is_last: bool = False) -> None:
+        """The target has spoken.
+
+        Args:
+            accepted: how many drafted tokens were accepted, one below the other.
+            is_last: the text ends with the token after them.
+        """
         # Nothing is learnt of rounds without a choice. A rest goes on also there, where nothing could be drafted, as a
         # head is not given what it reads.
-        if self._rests or self._most > 0:
-            self._accepted = accepted
+        if not self._is_at_rest and not self._most > 0:
+            return
+        self._accepted = accepted
+        # Whether the token that ends a text in the midst of a draft was drafted too is not known.
+        is_known = accepted >= self._steps or not is_last
+        if self._shape.steps and is_known and not self._is_cut_tree:
+            self._drafting.accept(self._shape, self._steps, accepted, self._end)
 
 
 class LearntDrafting:

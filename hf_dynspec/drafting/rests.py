@@ -9,6 +9,8 @@ _SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
 # much of that is paid for by the next rest, and what is left by later ones: a stall tells little of trials to come.
 _SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
 _LATEST_TRIAL = 0.125
+# The most that a trial is taken to cost: so many tokens without drafts, or so many times what those before it did.
+_MOST_OF_TRIAL, _MOST_SURPRISE = 256, 4
 # Tokens whose features a head is given to begin with, when drafting is tried again in the midst of a text.
 FEATURES_BEFORE_RETRIAL = 64
 
@@ -21,8 +23,8 @@ class Rests:
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._tokens: int | None = None
         self._rested = 0
-        # How long a rest is that nothing has to be paid for by.
-        self._usual = 0
+        # How long a rest is that nothing has to be paid for by, and that the latest trial is paid for by.
+        self._usual = self._pays = 0
         # The seconds that are lost by the trial that goes on, and those that one is taken to lose.
         self._lost = self._lost_by_trial = 0.0
         # Seconds that drafting has gained so far, and that it had when the latest rest was over.
@@ -43,7 +45,7 @@ class Rests:
 
     @property
     def have_ended(self) -> bool:
-        """Whether drafting was not found to lose when it was tried last."""
+        """Whether drafting goes on: it was not found to lose, or not when it was tried last."""
         return self._tokens is None
 
     def add(self) -> None:
@@ -82,17 +84,24 @@ class Rests:
         Args:
             alone: seconds that a token takes without drafts.
         """
-        self._lost_by_trial += _LATEST_TRIAL * (self._lost - self._lost_by_trial)
+        lost = min(self._lost, max(_MOST_OF_TRIAL * alone, _MOST_SURPRISE * self._lost_by_trial))
+        self._lost_by_trial += _LATEST_TRIAL * (lost - self._lost_by_trial)
         self._rest(alone, _SHARE_OF_TRIALS)
 
     def _rest(self, alone: float, share: float) -> None:
         """Rest for as long as usual, and at least as long as pays for a trial at that share of the time; at most as
         long where drafting has gained more than one loses."""
-        pays = max(_SHORTEST_REST, int(self._lost_by_trial / (alone * share)))
+        pays = self._pays = max(_SHORTEST_REST, int(self._lost_by_trial / (alone * share)))
         longer = max(_SHORTEST_REST, int(_LONGER_EACH_TIME * self._usual))
         self._usual = min(longer, max(_LONGEST_REST, pays))
         has_gained = self._gained > self._lost_by_trial
         self._tokens, self._rested = min(self._usual, pays) if has_gained else max(self._usual, pays), 0
+
+    def hasten(self) -> None:
+        """How often drafting has lost tells nothing any more: it is tried again as soon as that is paid for."""
+        self._usual = 0
+        if self._tokens is not None:
+            self._tokens = min(self._tokens, self._pays)
 
     def end(self, is_new: bool = False) -> None:
         """Drafting is worth its time again.

@@ -58,18 +58,22 @@ class Trials:
         count: Callable[[DraftShape], int],
         seconds: Callable[[DraftShape], float],
         tokens: Callable[[DraftShape], float],
+        room: int,
     ) -> DraftShape | None:
-        """What has to be known before anything is chosen; None where all of it is.
+        """What has to be known before anything is chosen; None where all of it is, or no more can be told now.
 
         Args:
             count: tells how often a shape was timed.
             seconds: tells how long a round of one takes.
             tokens: tells how many are to be expected of a round of one.
+            room: the most steps of a draft that can be timed.
         """
         if self._has_tried_all:
             return None
         is_dear = self._short.nodes == 1 and count(ALONE) > 0 and seconds(self._short) > _DEAR * seconds(ALONE)
         for shape, enough in self._first:
+            if shape.steps > room:
+                continue
             # Whether it would pay if it took no longer than a short draft.
             may_pay = count(ALONE) > 0 and tokens(shape) * seconds(ALONE) > seconds(self._short)
             is_left_out = is_dear and not may_pay and shape.steps > 1

@@ -158,6 +158,8 @@ class Drafting:
             self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
+        if self._automatic is not None:
+            self._automatic.has_drafted()
         return self._candidates
 
     def _goes_on(self, *chosen: Any) -> bool:
@@ -246,7 +248,7 @@ class Drafting:
             is_done: the call ends here. A session that is not kept for a longer text then learns nothing any more,
                 unless the call is recorded.
         """
-        counts = self._counts(outcome)
+        counts = self._counts(outcome, is_done)
         is_of_use = not is_done or self._is_kept or self._recorder is not None
         feedback = self._feedback_of(outputs, outcome) if is_of_use else None
         self._session.count(*counts)
@@ -270,11 +272,11 @@ class Drafting:
         missed = self._missed(outcome)
         return self._feedback.of_round(outputs, self._candidates, outcome, missed, self.best_tokens)
 
-    def _counts(self, outcome: Outcome) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    def _counts(self, outcome: Outcome, is_done: bool = False) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """What `DraftSession.count` takes. Adapts the draft length as transformers' schedules do."""
         candidates = self._candidates
         if self._automatic is not None:
-            self._automatic.end_round(outcome.accepted)
+            self._automatic.end_round(outcome.accepted, is_done)
         if candidates is None:
             return outcome.accepted, None, None
         if self._schedule != "constant" and self._tree is None and self._has_fixed_shape:

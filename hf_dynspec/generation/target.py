@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_names import CACHE, cache_inputs, returned_cache
+from ..cache_names import CACHE, cache_inputs, passed_cache, returned_cache
 from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import finish_logits
@@ -255,7 +255,8 @@ class TargetForward:
         paths = descent(parents, len(candidates.shortlists) + 1)
         mask = inputs.get("attention_mask")
         visible = torch.ones(cached, dtype=torch.bool, device=device) if mask is None else mask[0, :cached].bool()
-        cache = inputs[CACHE]
+        # Of models from elsewhere, what prepares the inputs may know the older name alone.
+        cache = passed_cache(inputs)
         masks = {}
         for kind, window in attention_windows(self.model.config.get_text_config()).items():
             keys, _ = cache.get_mask_sizes(paths.shape[0], self._layer_of(kind))
