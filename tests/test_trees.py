@@ -30,6 +30,7 @@ from transformers import (
     DynamicCache,
     GemmaConfig,
     GemmaForCausalLM,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MptConfig,
@@ -412,6 +413,25 @@ def gemma() -> PreTrainedModel:
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_target_that_prepares_its_inputs_under_the_older_name(tree):
+    """As models from elsewhere may."""
+
+    class Older(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, **inputs):
+            prepared = super().prepare_inputs_for_generation(input_ids, **inputs)
+            return {"past_key_values" if name == CACHE else name: value for name, value in prepared.items()}
+
+    target = tiny()
+    older = Older(target.config).eval()
+    older.load_state_dict(target.state_dict())
+    older.generation_config = target.generation_config
+    assistant = DynSpecAssistant(perturbed(target), target=older, tree=tree)
+    assert torch.equal(generate(older, assistant), generate(target))
+    assert assistant.stats.drafted > 0
 
 
 @pytest.mark.parametrize("prompt_length", [SLIDING_WINDOW - 2, 40])
