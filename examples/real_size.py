@@ -149,9 +149,9 @@ def main(
     eagle: Annotated[bool, typer.Option("--eagle", help="Draft with an EAGLE-2 head in its place.")] = False,
     agreement: Annotated[float, typer.Option(help="How often the drafter agrees, 0 to 1.")] = 0.75,
     policy: Annotated[list[str], typer.Option(help="Shortlist policy. Repeatable.")] = ["full", "hybrid"],  # noqa: B006
-    tokens: Annotated[int, typer.Option(help="Draft tokens of a chain.")] = 5,
-    new_tokens: Annotated[int, typer.Option(help="New tokens of each call.")] = 64,
-    repeats: Annotated[int, typer.Option(help="How often all of it is timed.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Draft tokens of a chain.", min=1)] = 5,
+    new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
+    repeats: Annotated[int, typer.Option(help="How often all of it is timed.", min=1)] = 3,
     dtype: Annotated[str, typer.Option(help="Of all weights.")] = "bfloat16",
 ) -> None:
     """Compare policies with plain generate on random models of real size."""

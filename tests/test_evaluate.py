@@ -533,6 +533,11 @@ def test_texts_that_speed_bench_has_not_fetched_are_refused(tmp_path):
         ("spec-bench", {"question_id": 1, "turns": ["a"]}, "line 2: lacks the field 'category', which Spec-Bench has"),
         ("spec-bench", {"category": "qa", "prompt": "a"}, "line 2: lacks the field 'question_id', which Spec-Bench"),
         ("spec-bench", {"question_id": 1, "category": "qa", "turns": "a"}, "line 2: 'turns' is a list of texts"),
+        (
+            "spec-bench",
+            {"question_id": 1, "category": "qa", "turns": ["a"], "source": "b", "multiturn": False},
+            "line 2: is a row of SPEED-Bench; read it with --suite speed-bench",
+        ),
         ("spec-bench", {"question_id": 1, "category": "qa", "turns": ["a", ""]}, "line 2: a turn is empty"),
         ("domains", {"question_id": 1, "category": "qa", "turns": "a", "x": 1}, None),
         ("domains", {"question": "a"}, "line 2.*a row needs turns"),

@@ -206,7 +206,7 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
     assert stats.oov_rate == 1 / 4
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_sizes_are_counted_where_looking_at_them_would_make_wait(order, monkeypatch):
     """Of shortlists some slots of which do not count, and of others, whichever comes first."""
     monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())

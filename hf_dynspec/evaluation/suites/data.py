@@ -87,6 +87,9 @@ def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None)
         if missing:
             problem = f"lacks the field {missing[0]!r}, which {suite.title} has in every row"
             raise WorkloadError(f"{row.place}: {problem}; {_fix(name)}")
+        for other, wider in SUITES.items():
+            if set(wider.fields) > set(suite.fields) > set() and row.values.keys() >= set(wider.fields):
+                raise WorkloadError(f"{row.place}: is a row of {wider.title}; read it with --suite {other}")
         if suite.fields and not isinstance(row.values["turns"], list):
             raise WorkloadError(f"{row.place}: 'turns' is a list of texts in {suite.title}; {_fix(name)}")
         if len(row.turns) < suite.least_turns:
