@@ -142,7 +142,7 @@ def automatically(machine: Machine, texts: Sequence[Sequence[Token]], drafting: 
     def draft(call: AutomaticCall, coming: Sequence[Token]) -> int:
         most = call.begin_round(len(coming) - 1).steps
         if call.ends_early:
-            for step, token in enumerate(coming[:most], start=1):
+            for step, token in enumerate(coming[: min(most, len(coming) - 1)], start=1):
                 if not call.goes_on(token.probability):
                     return step
         return most
@@ -268,7 +268,7 @@ def test_short_calls_gain_what_drafts_of_one_length_would(tokens, acceptance, ch
     texts = [text(acceptance, tokens, seed, probability=acceptance) for seed in range(600)]
     machine = Machine(12.0, 1.0, 3.0, noise=0.0, stalls=0.0)
     automatically(machine, texts, chains())
-    assert machine.now < best_fixed(machine, texts) / 0.9
+    assert machine.now < best_fixed(machine, texts) / 0.95
 
 
 def test_prompts_that_the_target_reads_in_any_case_are_no_cost_of_drafts(chains):

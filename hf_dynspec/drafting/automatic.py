@@ -356,6 +356,7 @@ class AutomaticDrafting:
         arguments are those of `record`."""
         with self._lock:
             self._ended = ended
+            self._rounds += 1
             self._gain(accepted, seconds)
             if self._comparison is not None:
                 self._record_comparison(shape, accepted, seconds)

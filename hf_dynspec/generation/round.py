@@ -257,8 +257,11 @@ class Drafting:
 
     @outside_inference_mode
     def count(self, outcome: Outcome) -> None:
-        """Count the round, and adapt the draft length."""
-        self._session.count(*self._counts(outcome))
+        """Count the round, and adapt the draft length. The text ends where its last token is one that ends texts."""
+        is_done = False
+        if self._automatic is not None:
+            is_done = int(outcome.token_ids[-1]) in self._session.vocabulary.eos_token_ids
+        self._session.count(*self._counts(outcome, is_done))
 
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
