@@ -43,6 +43,7 @@ from hf_dynspec import (
     loading,
 )
 from hf_dynspec.cache_names import CACHE, returned_cache
+from hf_dynspec.drafting.automatic_call import AutomaticCall
 from hf_dynspec.loading import local_tokenizer
 
 
@@ -583,6 +584,23 @@ def test_a_loop_of_ones_own(ends, target, drafter):
     assert assistant.stats_total.rounds == 0
     del generator
     assert assistant.stats.accepted > 0 and assistant.stats.tokens == text.shape[1] - 12
+
+
+def test_automatic_drafting_is_told_which_round_ends_a_text(target, drafter, monkeypatch):
+    """By the package's own loop, and in transformers'."""
+    told = []
+    monkeypatch.setattr(AutomaticCall, "end_round", lambda self, accepted, is_last=False: told.append(is_last))
+    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens="auto")
+    end = int(greedy(target)[0, 20])
+    greedy(target, assistant, eos_token_id=end)
+    assert told[-1] and not any(told[:-1])
+    config = GenerationConfig(max_length=28, eos_token_id=end)
+    for token in (end + 1, end):
+        generator = DynSpecCandidateGenerator(assistant, input_ids=prompt(), generation_config=config)
+        generator.get_candidates(prompt())
+        text = torch.cat([prompt(), torch.tensor([[token]])], dim=1)
+        generator.update_candidate_strategy(text, torch.zeros(1, 1, 301), 0)
+        assert told[-1] == (token == end)
 
 
 def test_a_bind_that_fails_leaves_everything_as_it_was(target, drafter):
