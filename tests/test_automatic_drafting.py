@@ -316,6 +316,20 @@ def test_trees_that_look_like_chains_are_cut_like_trees(tree):
         assert set(drafting._acceptance._counts) == {one.nodes for one in shapes_of(tree)}
 
 
+def test_first_rounds_are_no_credit_for_trials_where_the_target_alone_was_never_timed():
+    """As where only the policy is to be chosen."""
+    drafting, now, recorded = AutomaticDrafting(shapes_of(None), 2), [0.0], []
+    drafting.record = lambda *given: recorded.append(given[3])
+    call = AutomaticCall(drafting, lambda: now[0])
+    call.begin_round(99, FIVE)
+    now[0] += 5.0
+    call.has_drafted()
+    now[0] += 45.0
+    call.end_round(2)
+    call.begin_round(99, FIVE)
+    assert recorded == [pytest.approx(50.0)]
+
+
 def test_a_settled_length_that_texts_have_no_room_for_does_not_keep_other_policies_from_being_tried():
     drafting, machine, chosen = AutomaticDrafting(shapes_of(None), 2), Machine(noise=0.0, stalls=0.0), set()
     for _ in range(30):

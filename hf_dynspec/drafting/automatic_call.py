@@ -27,21 +27,20 @@ class AutomaticCall:
         self._clock = Clock(now)
         drafting.begin_call(self._clock())
         # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, whether
-        # drafting rests in it, when it began, how long drafting took, whether it reads no more than rounds do, whether
-        # it is the first one, and how many tokens were accepted in it, None until that is known.
+        # drafting rests in it, when it began, how long drafting took, whether it reads no more than rounds do, and how
+        # many tokens were accepted in it, None until that is known.
         self._shape = ALONE
         self._end: EarlyEnd | None = None
         self._most = 0
         self._is_at_rest = False
         self._began = self._drafting_seconds = 0.0
         self._is_usual = False
-        self._is_first = True
         self._accepted: int | None = None
         # The policy that drafted last.
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
-        self._has_begun = False
+        self._rounds = 0
 
     @property
     def is_resting(self) -> bool:
@@ -67,15 +66,16 @@ class AutomaticCall:
         if self._accepted is not None:
             self._record(now)
         self._began, self._drafting_seconds, self._accepted = now, 0.0, None
-        self._is_first, self._has_begun = not self._has_begun, True
-        shape = self._drafting.choose(fixed, 1 if self._is_first else most) if most > 0 else ALONE
+        self._rounds += 1
+        is_first = self._rounds == 1
+        shape = self._drafting.choose(fixed, 1 if is_first else most) if most > 0 else ALONE
         is_drafting = shape.steps > 0
         self._shape, self._most = shape, most
         self._is_at_rest = not is_drafting and self._drafting.is_resting
         self._end = self._drafting.early_end(shape) if is_drafting else None
         # Another policy than before has to be shown the text first, and its rows have to be packed.
         has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
-        self._is_usual = has_read and not self._is_first
+        self._is_usual = has_read and not is_first
         if is_drafting:
             self._unread, self._policy = 0, shape.policy
         elif self._unread is not None:
@@ -84,8 +84,10 @@ class AutomaticCall:
 
     def _record(self, now: float) -> None:
         """The round that was begun last is over now."""
-        # The target reads the prompt in the first one, as it would without drafts.
-        seconds = self._drafting_seconds + self._drafting.alone if self._is_first else now - self._began
+        seconds = now - self._began
+        if self._rounds == 1 and (alone := self._drafting.alone):
+            # The target read the prompt in it, which it would without drafts too.
+            seconds = self._drafting_seconds + alone
         if self._is_cut_tree:
             self._drafting.record_cut(self._shape, self._accepted, seconds, now)
         else:
@@ -98,7 +100,7 @@ class AutomaticCall:
 
     @property
     def _is_cut_tree(self) -> bool:
-        """Whether the round drafts a tree that there was no room for: a shorter one, of which nothing is known."""
+        """Whether the round drafts a tree that there was no room for: a shorter one, of which nothing is learnt."""
         return self._most < self._shape.steps and not self._drafting.drafts_chains
 
     @property
@@ -152,7 +154,7 @@ class LearntDrafting:
         Args:
             setting: what acceptance and times depend on, besides the next two.
             tree: the largest trees to draft, None for chains.
-            weights_version: of the drafter. Where it is another one than before, drafting is tried again.
+            weights_version: of the drafter. Where it is another one than before, drafting is tried again soon.
             policies: how many there are to choose from.
             ends_early: see `AutomaticDrafting`.
         """
