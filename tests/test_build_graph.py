@@ -2,7 +2,6 @@
 command."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launched_processes import launch_command
 from safetensors.torch import load_file
 from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_UNITS, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -685,22 +685,11 @@ def test_a_disk_that_is_too_small_is_told(tokenizer_folder, tmp_path, monkeypatc
     assert "the counts take about" in str(result.exception) and "free some space" in str(result.exception)
 
 
-# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
-TWO_PROCESSES = """
+# Files are read in many parts, of which both processes have some.
+SMALL_UNITS = """
 import functools
 from hf_dynspec.build import corpus
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    from accelerate import PartialState
-    from torch import distributed
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=2_000)
-    try:
-        main()
-    finally:
-        assert PartialState().num_processes == 2
-        # An interpreter that ends while the processes are connected aborts now and then.
-        assert not distributed.is_initialized()
+corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=2_000)
 """
 
 
@@ -710,21 +699,8 @@ def test_several_machines_build_the_same_graph(tokenizer_folder, tmp_path):
     assert units > 2 * FAN_IN, "the second process has nothing to do"
     alone = invoke(*command(tokenizer_folder, tmp_path / "text", tmp_path / "one"))
     assert alone.exit_code == 0, alone.output
-    (tmp_path / "command.py").write_text(TWO_PROCESSES)
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
-    launch += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / "command.py")]
     words = command(tokenizer_folder, tmp_path / "text", tmp_path / "two", "--processes", 1)
-    run = subprocess.run(
-        [*launch, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = launch_command(tmp_path, *words, before=SMALL_UNITS)
     assert run.stdout.count(" edges from ") == 1, "only the first process reports"
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one) and set(one) == set(two)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
+from launched_processes import PARTED, launch, launch_command
 from matplotlib.figure import Figure
 from pyarrow import parquet
 from transformers import AutoTokenizer
@@ -359,37 +360,9 @@ def test_lines_of_many_processes_are_put_together_in_one_order(tmp_path):
 
 # Many processes ------------------------------------------------------------------------------------------------------
 
-# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
-TWO_PROCESSES = """
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    from accelerate import PartialState
-    from torch import distributed
-    try:
-        main()
-    finally:
-        assert PartialState().num_processes == 2
-        # An interpreter that ends while the processes are connected aborts now and then.
-        assert not distributed.is_initialized()
-"""
-
-
-def launch(script: Path, *words: object) -> subprocess.CompletedProcess:
-    """Run a script in two processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
-    command += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(script), *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run
-
 
 def test_the_number_of_processes_changes_nothing_but_times(data, evaluated, tmp_path):
-    (tmp_path / "command.py").write_text(TWO_PROCESSES)
-    run = launch(tmp_path / "command.py", "evaluate", *PAIR, *FAST, *words_of_run(data, tmp_path / "out"))
+    run = launch_command(tmp_path, "evaluate", *PAIR, *FAST, *words_of_run(data, tmp_path / "out"))
     assert run.stdout.count("tables.md") == 1, "only the first process reports"
     assert list(map(without_times, lines_of(tmp_path / "out"))) == list(map(without_times, lines_of(evaluated)))
     (session,) = Evaluation(tmp_path / "out").folder.sessions
@@ -408,6 +381,24 @@ def test_a_batch_is_the_same_whatever_the_number_of_processes(tmp_path):
     assert [line["prompt"] for line in lines] == [f"prompts/{n}" for n in range(1, 7)]
     assert all(line["tokens"] == 6 for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
+
+
+# What is imported after the processes are connected can hold on to what connects them.
+IMPORTS_LATE = """
+from hf_dynspec.commands.launched import Launched, part_from_launched
+
+launched = Launched()
+import torch._dynamo
+launched.wait()
+part_from_launched()
+require_parted()
+"""
+
+
+def test_what_is_imported_late_does_not_keep_processes_connected(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PARTED + IMPORTS_LATE)
+    launch(script)
 
 
 def test_shares_are_everything_once():

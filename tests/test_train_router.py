@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from draft_inputs import DraftInputs
 from eagle_heads import random_head
+from launched_processes import launch_command
 from models import VOCABULARY, perturbed, prompt, random_router, tiny, word_tokenizer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -622,38 +623,12 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
 
 
-# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
-TWO_PROCESSES = """
-from accelerate import Accelerator
-from hf_dynspec.commands import main
-from torch import distributed
-assert Accelerator(cpu=True).num_processes == 2
-try:
-    main()
-finally:
-    # An interpreter that ends while the processes are connected aborts now and then.
-    assert not distributed.is_initialized()
-"""
-
-
 @pytest.mark.parametrize("mode", [[], ["--rounds"], ["--method", "coral"]], ids=" ".join)
 def test_several_processes_train_the_same_router(folder, tmp_path, mode):
     words_for = coral_words if "coral" in mode else words
     alone = CliRunner().invoke(app, words_for(folder, tmp_path / "one", *mode))
     assert alone.exit_code == 0, alone.output
-    (tmp_path / "command.py").write_text(TWO_PROCESSES)
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
-    launch += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    run = subprocess.run(
-        [*launch, str(tmp_path / "command.py"), *words_for(folder, tmp_path / "two", *mode)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    launch_command(tmp_path, *words_for(folder, tmp_path / "two", *mode))
     _, one = read_artifact(tmp_path / "one")
     _, two = read_artifact(tmp_path / "two")
     assert set(one) == set(two)

@@ -20,6 +20,7 @@ class Launched:
         if any(int(os.environ.get(name) or 1) > 1 for name in _WORLD_SIZES):
             from accelerate import PartialState
 
+            before_connecting()
             self._state = PartialState(cpu=True, timeout=_PATIENCE)
             self.index, self.count = self._state.process_index, self._state.num_processes
 
@@ -58,6 +59,16 @@ class Launched:
     def local_count(self) -> int:
         """How many of them share this machine."""
         return 1 if self._state is None else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def before_connecting() -> None:
+    """To be called before this process is connected with others. The functions of `torch.distributed.nn` hold on to
+    the group of processes that is there when they are first imported, which almost anything may do, and a group that
+    is held does not end its threads when it is destroyed."""
+    from torch import distributed
+
+    if distributed.is_available():
+        import torch.distributed.nn  # noqa: F401
 
 
 def part_from_launched() -> None:

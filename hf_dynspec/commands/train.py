@@ -9,6 +9,7 @@ import typer
 from . import options
 from .building import UNFINISHED, command_text, describe_inputs, going_on, require_free_folder, shorten_name
 from .common import wide_console
+from .launched import before_connecting
 from .running import CommandApp, keeps
 from .training_job import TrainingJob, describe_kept
 
@@ -233,6 +234,7 @@ def _start(
     from ..evaluation.pair import load_models
 
     work = out / UNFINISHED
+    before_connecting()
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
     if accelerator.is_main_process:
         require_free_folder(context, out, overwrite)

@@ -1,0 +1,53 @@
+"""Scripts in two processes that accelerate's launcher starts, which must leave nothing running at their end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
+# An interpreter that ends while threads of the exchange between processes live on aborts now and then.
+PARTED = """
+def require_parted():
+    from pathlib import Path
+    from accelerate import PartialState
+    from torch import distributed
+    assert PartialState().num_processes == 2
+    assert not distributed.is_initialized()
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], threads
+"""
+COMMAND = """
+from hf_dynspec.commands import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        require_parted()
+"""
+
+
+def launch(script: Path, *words: object) -> subprocess.CompletedProcess:
+    """Run a script in two processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
+    command += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(script), *map(str, words)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run
+
+
+def launch_command(folder: Path, *words: object, before: str = "") -> subprocess.CompletedProcess:
+    """Run this package's command line in two processes, with a script that is written to `folder`.
+
+    Args:
+        before: lines that the script begins with.
+    """
+    script = folder / "command.py"
+    script.write_text(before + PARTED + COMMAND)
+    return launch(script, *words)
