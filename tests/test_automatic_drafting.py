@@ -30,7 +30,7 @@ from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.drafting import automatic_call
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
-from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
+from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shape_of, shapes_of
 from hf_dynspec.drafting.early_ends import EarlyEnd
 from hf_dynspec.drafting.expected_speed import expected_tokens
 from hf_dynspec.drafting.rests import FEATURES_BEFORE_RETRIAL
@@ -260,6 +260,33 @@ def test_short_calls_are_hardly_slower_than_without_drafts(tokens, acceptance, i
         shares.append(decoding_seconds(machine, texts, drafting) / (len(texts) * tokens * machine.alone))
     assert sum(shares) / len(shares) < 1.02
     assert max(shares) < 1.03
+
+
+@pytest.mark.parametrize("tree", [TREE, TreeConfig()], ids=str)
+@pytest.mark.parametrize("acceptance", [0.0, 0.5])
+@pytest.mark.parametrize("tokens", [3, 4, 6])
+def test_trees_in_calls_that_never_have_room_for_them_rest_where_they_lose(tokens, acceptance, tree):
+    """A tree that is cut tells of one with as many steps as there was room for."""
+    shares = []
+    for first in range(0, 6000, 1000):
+        machine = Machine(12.0, 3.0, 7.0, noise=0.0, stalls=0.0, prompts=(50.0, 2.0))
+        texts = [text(acceptance, tokens, first + seed) for seed in range(400)]
+        seconds = decoding_seconds(machine, texts, AutomaticDrafting(shapes_of(tree)))
+        shares.append(seconds / (len(texts) * tokens * machine.alone))
+    assert sum(shares) / len(shares) < 1.08
+    assert max(shares) < 1.2
+
+
+def test_a_settled_tree_that_texts_have_no_room_for_does_not_keep_other_policies_from_being_tried():
+    drafting, machine, chosen = AutomaticDrafting(shapes_of(TREE), 2), Machine(noise=0.0, stalls=0.0), set()
+    for _ in range(30):
+        call = AutomaticCall(drafting, lambda: machine.now)
+        for room in (3, 2, 1):
+            shape = call.begin_round(room, shape_of(5, TREE))
+            chosen.add(shape.policy)
+            machine.run(min(room, shape.steps))
+            call.end_round(0)
+    assert chosen == {0, 1}
 
 
 @pytest.mark.parametrize(("tokens", "acceptance"), [(3, 0.7), (4, 0.7), (3, 0.8), (6, 0.9), (8, 0.9)])

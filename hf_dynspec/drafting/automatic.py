@@ -152,7 +152,7 @@ class AutomaticDrafting:
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
         own = fixed._replace(policy=self._policy)
         # Where texts have no room for it, shorter ones are all that is ever timed.
-        timed = self._chains[self._policy][: own.steps] if self.drafts_chains else [own]
+        timed = [self._drafted(own, steps) for steps in range(1, own.steps + 1)]
         if sum(map(self._count, timed)) < _TIMED_AT_FIRST:
             return own
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
@@ -311,7 +311,7 @@ class AutomaticDrafting:
 
         Args:
             shape: what was to be drafted.
-            steps: how many were: fewer where a chain ended early, or had no room.
+            steps: how many were: fewer where a chain ended early, or there was no room.
             accepted: how many of the tokens were accepted, one below the other.
             end: what ended the draft, where drafts end early.
         """
@@ -321,7 +321,7 @@ class AutomaticDrafting:
                 self._confidence.add(end.probabilities, accepted)
 
     def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
-        return DraftShape(steps, steps, shape.policy) if self.drafts_chains else shape
+        return shape._replace(steps=steps, nodes=steps if self.drafts_chains else shape.nodes)
 
     def record(
         self, shape: DraftShape, steps: int, accepted: int, seconds: float, ended: float, is_usual: bool
@@ -350,16 +350,6 @@ class AutomaticDrafting:
                 self._rests.add()
             else:
                 self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
-
-    def record_cut(self, shape: DraftShape, accepted: int, seconds: float, ended: float) -> None:
-        """A round is over that had no room for the tree that was chosen, and tells nothing but what it has cost. The
-        arguments are those of `record`."""
-        with self._lock:
-            self._ended = ended
-            self._rounds += 1
-            self._gain(accepted, seconds)
-            if self._comparison is not None:
-                self._record_comparison(shape, accepted, seconds)
 
     def _gain(self, accepted: int, cost: float) -> None:
         """A round with drafts has cost so many seconds."""

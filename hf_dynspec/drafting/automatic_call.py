@@ -88,20 +88,12 @@ class AutomaticCall:
         if self._rounds == 1 and (alone := self._drafting.alone):
             # The target read the prompt in it, which it would without drafts too.
             seconds = self._drafting_seconds + alone
-        if self._is_cut_tree:
-            self._drafting.record_cut(self._shape, self._accepted, seconds, now)
-        else:
-            self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual)
+        self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual)
 
     @property
     def _steps(self) -> int:
         """How many steps were drafted: fewer than were chosen where the draft ended early, or had no room."""
         return min(self._most, self._shape.steps) if self._end is None else self._end.steps
-
-    @property
-    def _is_cut_tree(self) -> bool:
-        """Whether the round drafts a tree that there was no room for: a shorter one, of which nothing is learnt."""
-        return self._most < self._shape.steps and not self._drafting.drafts_chains
 
     @property
     def ends_early(self) -> bool:
@@ -130,7 +122,7 @@ class AutomaticCall:
         self._accepted = accepted
         # Whether the token that ends a text in the midst of a draft was drafted too is not known.
         is_known = accepted >= self._steps or not is_last
-        if self._shape.steps and is_known and not self._is_cut_tree:
+        if self._shape.steps and is_known:
             self._drafting.accept(self._shape, self._steps, accepted, self._end)
 
 
