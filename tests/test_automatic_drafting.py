@@ -436,6 +436,19 @@ def test_drafts_that_end_early_bring_more_than_the_best_length():
     assert sum(ratios) / len(ratios) > 1.0
 
 
+def test_a_drafter_that_finds_all_of_its_tokens_improbable_is_told_apart_too():
+    """Where some of them are four times as probable as others."""
+    ratios = []
+    for cost in COSTS.values():
+        rng = random.Random(1)
+        sure = [[rng.random() < 0.7 for _ in range(200)] for _ in range(12)]
+        texts = [[Token(rng.random() < (0.9 if one else 0.2), 0.08 if one else 0.02) for one in of] for of in sure]
+        machine = Machine(*cost, noise=0.1, stalls=0.02)
+        steps = automatically(machine, texts, AutomaticDrafting(shapes_of(None, True), ends_early=True))
+        ratios.append(best_fixed(machine, texts) / sum(map(machine.seconds, steps)))
+    assert sum(ratios) / len(ratios) > 1.03
+
+
 @pytest.mark.parametrize("rows", [4, 6, 8])
 def test_a_draft_ends_before_a_length_that_costs_much_or_goes_well_past_it(rows):
     """As on a CPU, where the target's projection is read once more for every few tokens."""

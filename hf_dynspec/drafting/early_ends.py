@@ -2,9 +2,11 @@
 drafter found those before it."""
 
 from collections.abc import Sequence
+from math import frexp
 
-# Ranges that probabilities are told apart by, all of the same width.
-_RANGES = 10
+# Ranges that probabilities are told apart by, each half as probable as the one before it, and the last one down to
+# none: where texts are hard to foretell a drafter may find all of its tokens improbable, and some far more so.
+_RANGES = 7
 # How likely a token is accepted before anything is known: its probability to this power, as drafters are right more
 # often than they are sure. And how many tokens of its range this guess counts for.
 _POWER, _TOKENS_OF_GUESS = 0.3, 3
@@ -19,7 +21,7 @@ class RunningConfidence:
     def __init__(self):
         self._hits, self._asked = [0.0] * _RANGES, [0.0] * _RANGES
         self._decay = 0.5 ** (1 / _HALF_LIFE)
-        self._guesses = [((place + 0.5) / _RANGES) ** _POWER for place in range(_RANGES)]
+        self._guesses = [(0.75 * 0.5**place) ** _POWER for place in range(_RANGES)]
 
     def add(self, probabilities: Sequence[float], accepted: int) -> None:
         """A round is over, in which the drafter found its first tokens so probable."""
@@ -80,4 +82,7 @@ class EarlyEnd:
 
 def _range_of(probability: float) -> int:
     # A comparison with what is no number is false.
-    return min(int(probability * _RANGES), _RANGES - 1) if probability > 0 else 0
+    if not probability > 0:
+        return _RANGES - 1
+    _, exponent = frexp(probability)
+    return min(max(-exponent, 0), _RANGES - 1)
