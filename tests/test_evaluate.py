@@ -388,7 +388,7 @@ IMPORTS_LATE = """
 from hf_dynspec.commands.launched import Launched, part_from_launched
 
 launched = Launched()
-import torch._dynamo
+import torch.distributed.nn
 launched.wait()
 part_from_launched()
 require_parted()

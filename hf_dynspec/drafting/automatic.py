@@ -30,7 +30,8 @@ _ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
 
-# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
+# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried; and
+# rounds with drafts before what they take is believed, where drafting seems to lose: one may have been a stall.
 _TIMED_AT_FIRST = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
@@ -55,9 +56,6 @@ class AutomaticDrafting:
         shapes: those to choose from besides `ALONE`, of the policy 0.
         policies: how many there are to choose from. All of them draft each of the shapes.
         ends_early: the shape is a chain, which ends before a token that is not worth its time (`EarlyEnd`).
-
-    Attributes:
-        drafts_chains: the shapes are chains. Some of the shapes of trees look like one.
     """
 
     def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
@@ -70,8 +68,9 @@ class AutomaticDrafting:
             [DraftShape(steps, steps, policy) for steps in range(1, LONGEST + 1)] for policy in range(policies)
         ]
         self._times = RoundTimes()
-        self.drafts_chains = are_chains(shapes)
-        sizes = set() if self.drafts_chains else {shape.nodes for shape in shapes}
+        # Some of the shapes of trees look like a chain.
+        self._drafts_chains = are_chains(shapes)
+        sizes = set() if self._drafts_chains else {shape.nodes for shape in shapes}
         self._acceptance = RunningAcceptance(sizes, policies)
         self._trials = Trials(tuple(shapes), policies)
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
@@ -269,6 +268,10 @@ class AutomaticDrafting:
         """Whether drafting would pay if all of it were accepted."""
         return any((1 + shape.steps) / self._seconds(shape) > self._promised for shape in self._shapes)
 
+    def _may_be_stalled(self) -> bool:
+        """Whether so few rounds with a draft were timed that all that is known of them may be a stall."""
+        return self._times.drafted < _TIMED_AT_FIRST
+
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
         self._comparison = SideBySide(self._best_drafted())
@@ -282,7 +285,8 @@ class AutomaticDrafting:
             self._warning, self._has_warned = self._what_is_lost(), True
         alone = self._seconds(ALONE)
         _, drafted = self._tokens_and_seconds(self._best_drafted())
-        self._rests.begin(drafted - alone, alone)
+        lost = drafted - alone
+        self._rests.begin(min(lost, alone) if self._may_be_stalled() else lost, alone)
         # What comes later counts from its first round on.
         self._fade_to(_ROUNDS_BEFORE_REST)
 
@@ -321,7 +325,7 @@ class AutomaticDrafting:
                 self._confidence.add(end.probabilities, accepted)
 
     def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
-        return shape._replace(steps=steps, nodes=steps if self.drafts_chains else shape.nodes)
+        return shape._replace(steps=steps, nodes=steps if self._drafts_chains else shape.nodes)
 
     def record(
         self, shape: DraftShape, steps: int, accepted: int, seconds: float, ended: float, is_usual: bool
@@ -379,8 +383,10 @@ class AutomaticDrafting:
         elif self._rests.have_ended or shape == ALONE:
             return
         else:
-            # Times decide nothing where next to none of the tokens are accepted.
-            is_over = not self._may_pay() and not (accepted and self._could_pay())
+            # Times decide nothing where next to none of the tokens are accepted. Where there are hardly any, a trial
+            # has a second round, which is timed.
+            may_err = self._comparison.turns == 1 and self._may_be_stalled()
+            is_over = not self._may_pay() and not (accepted and (may_err or self._could_pay()))
         if is_over or self._pays():
             self._end_comparison()
 

@@ -67,15 +67,15 @@ class AutomaticCall:
             self._record(now)
         self._began, self._drafting_seconds, self._accepted = now, 0.0, None
         self._rounds += 1
-        is_first = self._rounds == 1
-        shape = self._drafting.choose(fixed, 1 if is_first else most) if most > 0 else ALONE
+        # A longer draft would tell no more in a round in which the drafter reads the prompt.
+        shape = self._drafting.choose(fixed, 1 if self._unread is None else most) if most > 0 else ALONE
         is_drafting = shape.steps > 0
         self._shape, self._most = shape, most
         self._is_at_rest = not is_drafting and self._drafting.is_resting
         self._end = self._drafting.early_end(shape) if is_drafting else None
         # Another policy than before has to be shown the text first, and its rows have to be packed.
         has_read = not is_drafting or (self._unread is not None and self._unread <= 1 and shape.policy == self._policy)
-        self._is_usual = has_read and not is_first
+        self._is_usual = has_read and self._rounds > 1
         if is_drafting:
             self._unread, self._policy = 0, shape.policy
         elif self._unread is not None:

@@ -4,9 +4,9 @@ drafter found those before it."""
 from collections.abc import Sequence
 from math import frexp
 
-# Ranges that probabilities are told apart by, each half as probable as the one before it, and the last one down to
-# none: where texts are hard to foretell a drafter may find all of its tokens improbable, and some far more so.
-_RANGES = 7
+# Ranges that probabilities are told apart by, each with half the odds of the one before it, from over 32 to 1 down to
+# under 1 to 32: some drafters are sure of most of their tokens, and others find all of them improbable.
+_RANGES = 12
 # How likely a token is accepted before anything is known: its probability to this power, as drafters are right more
 # often than they are sure. And how many tokens of its range this guess counts for.
 _POWER, _TOKENS_OF_GUESS = 0.3, 3
@@ -21,7 +21,8 @@ class RunningConfidence:
     def __init__(self):
         self._hits, self._asked = [0.0] * _RANGES, [0.0] * _RANGES
         self._decay = 0.5 ** (1 / _HALF_LIFE)
-        self._guesses = [(0.75 * 0.5**place) ** _POWER for place in range(_RANGES)]
+        odds = [2.0 ** ((_RANGES - 1) / 2 - place) for place in range(_RANGES)]
+        self._guesses = [(one / (1.0 + one)) ** _POWER for one in odds]
 
     def add(self, probabilities: Sequence[float], accepted: int) -> None:
         """A round is over, in which the drafter found its first tokens so probable."""
@@ -38,7 +39,8 @@ class RunningConfidence:
 
     def mean_acceptance(self) -> float:
         """The same of a token whose probability is not known yet."""
-        guess = sum(self._guesses) / _RANGES
+        # If all probabilities were seen as often.
+        guess = 1 / (1 + _POWER)
         return (sum(self._hits) + _TOKENS_OF_GUESS * guess) / (sum(self._asked) + _TOKENS_OF_GUESS)
 
     def fade_to(self, tokens: float) -> None:
@@ -84,5 +86,7 @@ def _range_of(probability: float) -> int:
     # A comparison with what is no number is false.
     if not probability > 0:
         return _RANGES - 1
-    _, exponent = frexp(probability)
-    return min(max(-exponent, 0), _RANGES - 1)
+    if probability >= 1:
+        return 0
+    _, exponent = frexp(probability / (1 - probability))
+    return min(max(_RANGES // 2 - exponent, 0), _RANGES - 1)

@@ -18,8 +18,8 @@ _WEIGHT_OF_ALONE = 0.05
 # Rounds after which the line is drawn anew, and with it all that is expected; at once where a shape was seen no more
 # often than this.
 _ROUNDS_PER_PLANE, _FEW = 8, 3
-# From so many shapes on, the first time of another one is not believed beyond so many times what is expected of it: it
-# may have been a stall.
+# From so many shapes on, times of a shape that was seen seldom are not believed beyond so many times what is expected
+# of it: they may have been stalls.
 _SHAPES_OF_LINE, _MOST_SURPRISE = 2, 1.3
 
 
@@ -49,7 +49,7 @@ class RoundTimes:
         if shape in self._typical:
             self._paces.append(seconds / self._typical[shape])
         seconds /= self._pace()
-        if shape not in self._seconds and len(self._seconds) >= _SHAPES_OF_LINE:
+        if self.count(shape) < _FEW and len(self._seconds) >= _SHAPES_OF_LINE:
             seconds = min(seconds, _MOST_SURPRISE * self.expected(shape))
         kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
         kept.append(seconds)
@@ -75,6 +75,11 @@ class RoundTimes:
     def count(self, shape: tuple[int, ...]) -> int:
         """How many rounds of a shape are remembered."""
         return len(self._seconds.get(shape, ()))
+
+    @property
+    def drafted(self) -> int:
+        """How many rounds with a draft, of whichever shape, are remembered."""
+        return sum(len(kept) for shape, kept in self._seconds.items() if any(shape))
 
     def typical(self, shape: tuple[int, ...]) -> float:
         """Seconds that rounds of a shape took, whatever others did. Some of them must have been timed."""

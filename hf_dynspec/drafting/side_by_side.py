@@ -18,6 +18,9 @@ class SideBySide:
 
     Args:
         drafted: what the rounds that draft draft.
+
+    Attributes:
+        turns: rounds that were begun.
     """
 
     def __init__(self, drafted: DraftShape):
@@ -25,11 +28,11 @@ class SideBySide:
         # What the rounds drafted, which may have ended early, and how long they took.
         self._drafted: list[tuple[DraftShape, float]] = []
         self._alone: list[tuple[DraftShape, float]] = []
-        self._turns = 0
+        self.turns = 0
 
     def choose(self) -> DraftShape:
         """What the next round drafts: what was seen less often."""
-        self._turns += 1
+        self.turns += 1
         return self._shape if len(self._drafted) <= len(self._alone) else ALONE
 
     def add(self, drafted: DraftShape, seconds: float) -> None:
@@ -39,7 +42,7 @@ class SideBySide:
     @property
     def is_over(self) -> bool:
         """Whether there were enough rounds of both, or too many turns."""
-        return self._turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= _ROUNDS_OF_EACH
+        return self.turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= _ROUNDS_OF_EACH
 
     def alone_is_longer_by(self, typical: Callable[[DraftShape], float]) -> float:
         """How many times as long as it seemed the target alone takes, as rounds that draft go; 1 where too few of

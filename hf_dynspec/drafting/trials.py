@@ -42,7 +42,7 @@ class Trials:
     def __init__(self, shapes: tuple[DraftShape, ...], policies: int):
         self._first = _first_trials(shapes)
         self._short = min(shape for shape, _ in self._first if shape.steps)
-        self._has_tried_all = False
+        self._has_tried_all = self._has_tried_again = False
         self._never = list(range(1, policies))
         self._policies = policies
         self._tried_at = [0] * policies
@@ -85,8 +85,11 @@ class Trials:
                     return ALONE
                 if short > (1 + self._short.steps) * alone:
                     # A draft step takes longer than the target alone: nothing longer can be worth it. Unless it was a
-                    # stall.
-                    return self._short if count(self._short) < 2 and tokens(self._short) > _MISSED else None
+                    # stall, which one more may tell.
+                    if self._has_tried_again or count(self._short) > 1 or tokens(self._short) <= _MISSED:
+                        return None
+                    self._has_tried_again = True
+                    return self._short
         self._has_tried_all = all(count(shape) >= enough for shape, enough in self._first)
         return None
 
@@ -162,13 +165,14 @@ class Trials:
 
 def _first_trials(shapes: tuple[DraftShape, ...]) -> tuple[tuple[DraftShape, int], ...]:
     """What is tried before anything else, in this order, and how often: enough to tell what a draft step costs, and a
-    node of a tree. The first is short, so that little is lost where a target is as small as its drafter."""
+    node of a tree. The first is short, so that there always is room for it, and little is lost where a target is as
+    small as its drafter."""
     if are_chains(shapes):
         steps = min(4, max(shape.steps for shape in shapes))
         return ((DraftShape(1, 1), 1), (ALONE, 1), (DraftShape(steps, steps), 2))
     sizes = sorted({shape.nodes for shape in shapes})
     small = sizes[len(sizes) // 2 - 1] if len(sizes) > 1 else sizes[0]
     deep = max(shape for shape in shapes if shape.nodes == small)
-    shallow = DraftShape(min(2, deep.steps), small)
+    shallow = DraftShape(1, small)
     large = max(shape for shape in shapes if shape.nodes == sizes[-1])
     return ((shallow, 1), (ALONE, 1), (deep, 2), (large, 2))
