@@ -297,7 +297,7 @@ def test_trees_in_calls_that_never_have_room_for_them_rest_where_they_lose(token
     """A tree that is cut tells of one with as many steps as there was room for. Deeper ones are still thought to be
     better than those, where the steps that were seen are many of them accepted."""
     alone, fixed, step = cost
-    lost, count = [], 300
+    shares, count = [], 300
     for first in range(0, 6000, 1000):
         machine = Machine(alone, fixed, step, noise=0.0, stalls=0.0)
         texts = [text(acceptance, tokens, first + seed) for seed in range(count)]
@@ -310,9 +310,9 @@ def test_trees_in_calls_that_never_have_room_for_them_rest_where_they_lose(token
             call.end_round(0)
             draft = lambda coming, call=call: call.begin_round(len(coming) - 1).steps  # noqa: E731
             generate_text(machine, known, draft, call.has_drafted, call.end_round)
-        lost.append((machine.now - count * 50.0) / (count * tokens * alone))
-    assert sum(lost) / len(lost) < 1.08
-    assert max(lost) < 1.2
+        shares.append((machine.now - count * 50.0) / (count * tokens * alone))
+    assert sum(shares) / len(shares) < 1.08
+    assert max(shares) < 1.2
 
 
 def test_a_settled_tree_that_texts_have_no_room_for_does_not_keep_other_policies_from_being_tried():
@@ -621,12 +621,39 @@ def test_a_stall_while_drafting_is_tried_again_does_not_make_the_next_rest_long(
     assert sum(steps[-50:]) / 50 > 4
 
 
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_what_takes_long_is_found_out_in_a_few_rounds(stalled):
+    """Though a stall is not believed, and without taking other shapes for shorter than they are."""
+    times = RoundTimes()
+    for _ in range(10):
+        for shape, seconds in (((0, 0), 10.0), ((1, 1), 12.0), ((4, 4), 15.0)):
+            times.add(shape, seconds)
+    for seconds in [*stalled * [600.0], *4 * [69.0]]:
+        times.add((12, 12), seconds)
+    assert times.typical((12, 12)) == pytest.approx(69.0)
+    for _ in range(10):
+        times.add((4, 4), 15.0)
+    assert times.typical((4, 4)) == pytest.approx(15.0)
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 8])
+def test_a_short_call_at_first_does_not_keep_it_from_trying_longer_drafts(tokens, chains):
+    """Where a draft of one token loses, and one of four gains."""
+    shares = []
+    for seed in range(40):
+        machine, drafting = Machine(10.0, 7.0, 1.0, noise=0.0, stalls=0.0), chains()
+        texts = [text(0.7, tokens, seed), *[text(0.7, 128, 100 * seed + index) for index in range(1, 4)]]
+        automatically(machine, texts, drafting)
+        shares.append(machine.now / (machine.alone * sum(map(len, texts))))
+    assert sum(shares) / len(shares) < 0.835
+
+
 def test_a_comparison_without_times_ends_with_drafts_where_they_pay(chains):
     """Its turns were used up by rounds that tell nothing, while drafts were accepted."""
     machine, drafting = Machine(noise=0.0, stalls=0.0), chains()
     automatically(machine, [text(0.9, 600, 1)], drafting)
     drafting._compare()
-    drafting._comparison._turns = 24
+    drafting._comparison.turns = 24
     assert drafting.choose().steps > 0
     assert not drafting.is_resting
 

@@ -30,9 +30,11 @@ _ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
 
-# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried; and
-# rounds with drafts before what they take is believed, where drafting seems to lose: one may have been a stall.
+# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
 _TIMED_AT_FIRST = 2
+# Rounds with drafts that are timed before it is believed what they take, where drafting seems to lose: one may be a
+# stall.
+_TIMED_TO_BELIEVE = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
@@ -270,7 +272,7 @@ class AutomaticDrafting:
 
     def _may_be_stalled(self) -> bool:
         """Whether so few rounds with a draft were timed that all that is known of them may be a stall."""
-        return self._times.drafted < _TIMED_AT_FIRST
+        return self._times.drafted < _TIMED_TO_BELIEVE
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
@@ -383,8 +385,8 @@ class AutomaticDrafting:
         elif self._rests.have_ended or shape == ALONE:
             return
         else:
-            # Times decide nothing where next to none of the tokens are accepted. Where there are hardly any, a trial
-            # has a second round, which is timed.
+            # Times decide nothing where next to none of the tokens are accepted. Where some are, and hardly any draft
+            # was timed, a trial has a second round, which is timed.
             may_err = self._comparison.turns == 1 and self._may_be_stalled()
             is_over = not self._may_pay() and not (accepted and (may_err or self._could_pay()))
         if is_over or self._pays():

@@ -41,6 +41,7 @@ class AutomaticCall:
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
         self._rounds = 0
+        self._had_room = False
 
     @property
     def is_resting(self) -> bool:
@@ -67,8 +68,11 @@ class AutomaticCall:
             self._record(now)
         self._began, self._drafting_seconds, self._accepted = now, 0.0, None
         self._rounds += 1
-        # A longer draft would tell no more in a round in which the drafter reads the prompt.
-        shape = self._drafting.choose(fixed, 1 if self._unread is None else most) if most > 0 else ALONE
+        shape = ALONE
+        if most > 0:
+            # A longer draft would tell no more in a round in which the drafter reads the prompt.
+            shape = self._drafting.choose(fixed, most if self._had_room else 1)
+            self._had_room = True
         is_drafting = shape.steps > 0
         self._shape, self._most = shape, most
         self._is_at_rest = not is_drafting and self._drafting.is_resting

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from math import inf
 from operator import mul
 from statistics import median, median_low
 
@@ -46,14 +47,15 @@ class RoundTimes:
 
     def add(self, shape: tuple[int, ...], seconds: float) -> None:
         """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
-        if shape in self._typical:
-            self._paces.append(seconds / self._typical[shape])
-        seconds /= self._pace()
+        kept = self._seconds.get(shape)
+        if kept is not None:
+            self._paces.append(seconds / median_low(kept))
+        most = inf
         if self.count(shape) < _FEW and len(self._seconds) >= _SHAPES_OF_LINE:
-            seconds = min(seconds, _MOST_SURPRISE * self.expected(shape))
+            most = _MOST_SURPRISE * self.expected(shape)
         kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
-        kept.append(seconds)
-        self._typical[shape] = median_low(kept)
+        kept.append(seconds / self._pace())
+        self._typical[shape] = min(median_low(kept), most)
         self._rounds_of_plane += 1
         if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
             self._slopes = None

@@ -84,8 +84,8 @@ class Trials:
                 if alone > _SURPRISINGLY_LONG * short and count(ALONE) < 2:
                     return ALONE
                 if short > (1 + self._short.steps) * alone:
-                    # A draft step takes longer than the target alone: nothing longer can be worth it. Unless it was a
-                    # stall, which one more may tell.
+                    # Drafting a token takes longer than the target alone: hardly anything longer can be worth it.
+                    # Unless it was a stall, which one more may tell.
                     if self._has_tried_again or count(self._short) > 1 or tokens(self._short) <= _MISSED:
                         return None
                     self._has_tried_again = True
