@@ -40,6 +40,7 @@ class AutomaticCall:
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
+        # Rounds that were begun, and whether there was room for a draft in one of them.
         self._rounds = 0
         self._had_room = False
 
