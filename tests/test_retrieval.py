@@ -16,13 +16,16 @@ import torch
 from models import VOCABULARY, perturbed, prompt, successor_graph, tiny
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
-from hf_dynspec.protocol import BackgroundWork, HeadRows, Prompt, Verdict, VocabularyInfo
+from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
+from hf_dynspec.protocol import BackgroundWork, HeadRows, JoinedShortlist, Prompt, Shortlist, Verdict, VocabularyInfo
+from hf_dynspec.shortlists import ScreenFactor
 from hf_dynspec.shortlists.retrieval import index as index_module
 from hf_dynspec.shortlists.retrieval.cache import CACHES
 from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
 from hf_dynspec.shortlists.retrieval.retriever import Retriever
 from hf_dynspec.shortlists.retrieval.worker import Worker
+from hf_dynspec.shortlists.screen.factor import usual_rank
 
 EOS = (2, 77)
 CORE = 40
@@ -216,8 +219,101 @@ def test_the_papers_setting():
         "successors": 8,
         "prompt_positions": 0,
         "displaceable": 0,
+        "candidates": None,
         "synchronous": False,
     }
+
+
+# The core that is screened ---------------------------------------------------------------------------------------
+
+
+CANDIDATES = 6
+
+
+def screened(**settings) -> RetrievalShortlist:
+    return policy(**{"candidates": CANDIDATES, "likely": 2, "displaceable": 5, **settings})
+
+
+def with_drafter(rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> VocabularyInfo:
+    """A vocabulary whose drafter's head has these rows."""
+    head = HeadRows(rows, token_ids=token_ids)
+    return VocabularyInfo(VOCABULARY, EOS, torch.device("cpu"), token_ids, rows.shape[1], drafter_rows=head)
+
+
+def selected(state, hidden: torch.Tensor) -> JoinedShortlist:
+    state.begin_round()
+    return state.select(0, torch.tensor([0]), hidden)
+
+
+@pytest.mark.parametrize("is_trimmed", [False, True], ids=["whole head", "head of its own tokens"])
+def test_of_a_large_core_the_best_for_the_step_are_scored_and_all_that_was_retrieved(is_trimmed):
+    rows, token_ids = rows_of_head(32), None
+    if is_trimmed:
+        token_ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:200]
+        token_ids = torch.cat([token_ids[~torch.isin(token_ids, torch.tensor(EOS))], torch.tensor(EOS)])
+        rows = rows[token_ids]
+    known = with_drafter(rows, token_ids)
+    state, core = screened().start(known), policy().core_ids(known)
+    kept, displaceable = core[len(EOS) : -5], set(core[-5:].tolist())
+    likely = [one for one in reversed(range(VOCABULARY)) if known.can_draft(torch.tensor(one)) and one not in core]
+    state.observe(verdict(likely[:1], top_ids=[likely[1:3]]))
+    head = DynamicLMHead(rows, token_ids=token_ids)
+    # Of twice the rank that a factor of a whole head has.
+    rough = ScreenFactor.of_head(rows[head.rows_of(kept)], usual_rank(2 * 32))
+    packed = PackedRows()
+    for hidden in torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(3)):
+        shortlist = selected(state, hidden)
+        rest = {*EOS, *displaceable, *likely[:3]}
+        assert set(shortlist.rest.ids().tolist()) == rest
+        chosen = shortlist.chosen.ids()
+        estimates = rough.rows.float() @ (rough.projection @ hidden[0]) + rough.residuals * hidden.square().sum()
+        best = kept[estimates.topk(CANDIDATES).indices].tolist()
+        # The factor is read in 8 bits, by which few may change places.
+        assert len(set(chosen.tolist()) & set(best)) >= CANDIDATES - 1
+        assert set(chosen.tolist()) <= set(kept.tolist()) and shortlist.count == CANDIDATES + len(rest)
+        scores = head.scores(hidden, shortlist, packed)
+        torch.testing.assert_close(scores, (hidden @ rows.T)[:, head.rows_of(shortlist.slots)])
+
+
+def test_a_core_is_screened_where_that_leaves_out_most_of_it_and_the_drafters_rows_are_known():
+    known = with_drafter(rows_of_head())
+    assert isinstance(selected(screened().start(known), torch.ones(1, 16)), JoinedShortlist)
+    for settings in ({"candidates": 9}, {"candidates": None}, {"size": 0}):
+        assert type(selected(screened(**settings).start(known), torch.ones(1, 16))) is Shortlist
+    assert type(selected(screened().start(vocabulary()), torch.ones(1, 16))) is Shortlist
+    elsewhere = replace(known, device=torch.device("meta"))
+    assert screened().core_screen(elsewhere, torch.arange(CORE)) is None
+
+
+def test_sessions_share_the_factor_of_a_core_until_the_heads_weights_change(monkeypatch):
+    made, of_head = [], ScreenFactor.of_head
+    monkeypatch.setattr(ScreenFactor, "of_head", lambda *one: made.append(one) or of_head(*one))
+    shared, rows = screened(), rows_of_head()
+    known = with_drafter(rows)
+    states = [shared.start(known) for _ in range(2)]
+    assert len(made) == 1
+    hidden = torch.ones(1, 16)
+    before = selected(states[0], hidden)
+    changed = rows_of_head(seed=4)
+    states[0].follow_weights(with_drafter(changed))
+    after = selected(states[0], hidden)
+    assert len(made) == 2 and after.version > before.version
+    fresh = selected(screened().start(with_drafter(changed)), hidden)
+    assert torch.equal(after.ids(), fresh.ids()) and not torch.equal(after.ids(), before.ids())
+    # Tokens that end a text elsewhere leave another core to choose from.
+    made.clear()
+    other = replace(with_drafter(changed), eos_token_ids=(5,))
+    assert 5 in selected(shared.start(other), hidden).rest.ids() and len(made) == 1
+
+
+def test_a_new_text_has_a_version_of_its_own_where_the_core_is_screened():
+    state, hidden = screened(displaceable=0).start(with_drafter(rows_of_head())), torch.ones(1, 16)
+    state.observe(verdict([290], top_ids=[[291, 292]]))
+    before = selected(state, hidden)
+    assert {290, 291, 292} <= set(before.ids().tolist())
+    state.restart()
+    after = selected(state, hidden)
+    assert after.version > before.version and not {290, 291, 292} & set(after.ids().tolist())
 
 
 # The index -------------------------------------------------------------------------------------------------------

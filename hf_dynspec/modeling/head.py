@@ -142,7 +142,7 @@ class DynamicLMHead:
             fp32 `[m, width]`: a logit for each scored slot, −inf for those that are not occupied.
         """
         if isinstance(shortlist, JoinedShortlist):
-            return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.blocks, shortlist.rest)], dim=1)
+            return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.chosen, shortlist.rest)], dim=1)
         width = shortlist.width
         if shortlist.is_prefix:
             logits = self.packed_scores(hidden, *self._leading_rows(width))

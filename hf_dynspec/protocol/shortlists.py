@@ -67,6 +67,11 @@ class Shortlist:
     is_transient: bool = False
 
     @property
+    def steady(self) -> "Shortlist | None":
+        """What of it was not made for one draft step alone; None where nothing is."""
+        return None if self.is_transient else self
+
+    @property
     def width(self) -> int:
         """Number of slots that are scored."""
         return self.slots.shape[0] if self.size is None else self.size
@@ -154,41 +159,46 @@ class BlockShortlist(Shortlist):
 
 
 class JoinedShortlist(Shortlist):
-    """Whole blocks, and after them the slots of another shortlist, so that the head scores each as it does alone.
+    """What was chosen for one draft step, and after it the slots of another shortlist, so that the head scores each as
+    it does alone.
 
     Args:
-        blocks: the blocks.
-        rest: no token of the blocks is in one of its occupied slots.
+        chosen: blocks, or slots that are scored where they lie: a transient shortlist.
+        rest: no token that was chosen is in one of its occupied slots.
+        steady: the rest, where it is the same whatever is chosen (None: it is not).
     """
 
     is_transient = True
+    steady = None
 
-    def __init__(self, blocks: BlockShortlist, rest: Shortlist):
-        vars(self).update(blocks=blocks, rest=rest, version=blocks.version + rest.version)
+    def __init__(self, chosen: Shortlist, rest: Shortlist, steady: Shortlist | None = None):
+        vars(self).update(chosen=chosen, rest=rest, version=chosen.version + rest.version, steady=steady)
 
     @functools.cached_property
     def slots(self) -> torch.Tensor:
-        return torch.cat([self.blocks.slots, self.rest.scored_slots])
+        return torch.cat([self.chosen.scored_slots, self.rest.scored_slots])
 
     @functools.cached_property
-    def occupied(self) -> torch.Tensor:
-        of_rest = self.rest.scored_occupied
-        if of_rest is None:
-            of_rest = torch.ones_like(self.rest.scored_slots, dtype=torch.bool)
-        return torch.cat([self.blocks.occupied, of_rest])
+    def occupied(self) -> torch.Tensor | None:
+        parts = (self.chosen, self.rest)
+        occupied = [one.scored_occupied for one in parts]
+        if occupied == [None, None]:
+            return None
+        every = (torch.ones_like(one.scored_slots, dtype=torch.bool) for one in parts)
+        return torch.cat([all_count if own is None else own for own, all_count in zip(occupied, every, strict=True)])
 
     @property
     def width(self) -> int:
-        return self.blocks.width + self.rest.width
+        return self.chosen.width + self.rest.width
 
     @property
-    def count(self) -> torch.Tensor:
-        return self.blocks.count + self.rest.count
+    def count(self) -> int | torch.Tensor:
+        return self.chosen.count + self.rest.count
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
-        past_blocks = columns - self.blocks.width
-        in_blocks = self.blocks.ids_at(columns.clamp_max(self.blocks.width - 1))
-        return torch.where(past_blocks < 0, in_blocks, self.rest.ids_at(past_blocks.clamp_min(0)))
+        past_chosen = columns - self.chosen.width
+        of_chosen = self.chosen.ids_at(columns.clamp_max(self.chosen.width - 1))
+        return torch.where(past_chosen < 0, of_chosen, self.rest.ids_at(past_chosen.clamp_min(0)))
 
     def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.blocks.contains(token_ids) | self.rest.contains(token_ids)
+        return self.chosen.contains(token_ids) | self.rest.contains(token_ids)

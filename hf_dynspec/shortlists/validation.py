@@ -144,7 +144,7 @@ class _Check:
             self._fail(f"`select` returned {type(shortlist).__name__}", "Return a Shortlist.")
         if isinstance(shortlist.version, bool) or not isinstance(shortlist.version, int):
             self._fail(f"the version is {type(shortlist.version).__name__}", "Count versions with a plain int.")
-        blocks = shortlist.blocks if isinstance(shortlist, JoinedShortlist) else shortlist
+        blocks = shortlist.chosen if isinstance(shortlist, JoinedShortlist) else shortlist
         if isinstance(blocks, BlockShortlist) and blocks.layout is not layout:
             self._fail(
                 "the blocks are of another layout than the state's, whose rows are held ready",

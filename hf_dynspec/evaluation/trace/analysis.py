@@ -127,7 +127,7 @@ class Analysis:
         """What a round's shortlists held that the policy does not hold without context; None where it chooses anew for
         each draft step."""
         first = self.recording.first_ids
-        if first is None or any(shortlist.is_transient for shortlist in one.shortlists):
+        if first is None or any(shortlist is None for shortlist in one.shortlists):
             return None
         table = torch.zeros(self.recording.vocabulary.size, dtype=torch.bool, device=first.device)
         is_first = table.index_fill_(0, first, True)

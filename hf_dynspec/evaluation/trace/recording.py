@@ -25,14 +25,14 @@ class RecordedRound:
 
     Args:
         has_begun: whether anything was to be drafted in it.
-        shortlists: what was selected before each of its draft steps.
+        shortlists: what was selected before each of its draft steps, but for what was chosen for that step alone.
         prompts: what the policy was shown of the prompt, in this round or before the first.
         verdict: what came of it.
         end: when the policy had seen the verdict, in seconds of `time.perf_counter`.
     """
 
     has_begun: bool = False
-    shortlists: list[Shortlist] = field(default_factory=list)
+    shortlists: list[Shortlist | None] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     verdict: Verdict | None = None
     end: float = 0.0
@@ -147,8 +147,7 @@ class _RecordedPolicy(ForwardingPolicy):
 
     def _first_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor | None:
         """See `Recording`: what a session that is given up at once selects."""
-        needs = self.policy.needs
-        if needs.draft_inputs or needs.drafter_rows or vocabulary.width is None:
+        if self.policy.needs.draft_inputs or vocabulary.width is None:
             return None
         state = self.policy.start(vocabulary)
         try:
@@ -156,7 +155,7 @@ class _RecordedPolicy(ForwardingPolicy):
             token = torch.zeros(1, dtype=torch.int64, device=vocabulary.device)
             features = torch.zeros(1, vocabulary.width, device=vocabulary.device)
             shortlist = state.select(0, token, features)
-            return None if shortlist.is_transient else shortlist.ids().clone()
+            return None if shortlist.steady is None else shortlist.steady.ids().clone()
         finally:
             state.close()
 
@@ -189,16 +188,14 @@ class _RecordedState(ForwardingState):
         self._recording.end_round(verdict)
 
 
-def _kept(shortlist: Shortlist) -> Shortlist:
-    """What a shortlist is now, as slots may be changed in place."""
-    if type(shortlist) is not Shortlist:
-        return shortlist  # blocks, which are chosen anew for each draft step
-    occupied = shortlist.scored_occupied
+def _kept(shortlist: Shortlist) -> Shortlist | None:
+    """What of a shortlist stays after the draft step, as it is now, as slots may be changed in place."""
+    steady = shortlist.steady
+    if steady is None:
+        return None
+    occupied = steady.scored_occupied
     return Shortlist(
-        shortlist.scored_slots.clone(),
-        shortlist.version,
-        occupied=None if occupied is None else occupied.clone(),
-        is_transient=shortlist.is_transient,
+        steady.scored_slots.clone(), steady.version, occupied=None if occupied is None else occupied.clone()
     )
 
 

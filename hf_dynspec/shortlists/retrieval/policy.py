@@ -11,11 +11,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
-from ...protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ...protocol import BackgroundWork, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
 from ..base import ShortlistPolicy, ShortlistState
 from ..frequency import FrequencyShortlist
 from ..registry import read_stored_policy
+from ..screen.factor import usual_rank
+from ..screen.policy import ScreenShortlist, ScreenState
 from .cache import CACHES
 from .graph import CooccurrenceGraph, WantedSuccessors
 from .index import SemanticIndex
@@ -35,7 +37,13 @@ _PAPER = {
     "cache": "arc",
     "prompt_positions": 0,
     "displaceable": 0,
+    "candidates": None,
 }
+# A core is screened that has more than so many times as many tokens as are chosen from it: choosing takes time too.
+_LEAST_TO_CHOOSE_FROM = 4
+# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little. Half as
+# many candidates then find as much.
+_RANKS = 2
 
 
 class RetrievalShortlist(ShortlistPolicy):
@@ -65,6 +73,10 @@ class RetrievalShortlist(ShortlistPolicy):
             `dynamic` are full, the rarest first. There are never more than `size + dynamic` rows. With 768 and 150
             likely tokens in place of none and 100, drafts of German text, of which the ranking had seen nothing, kept
             98.8% of the full vocabulary's acceptance length in place of 95.8% (model_cards/measured-pair.md).
+        candidates: on a CPU, of a core that is more than four times as large, a low-rank factor of the drafter's head
+            chooses so many tokens at each draft step, as `ScreenShortlist` does of all tokens, and only those are
+            scored exactly (None: the whole core is, as in the paper). Elsewhere the whole core is: its product takes
+            less time there than choosing.
         synchronous: retrieve in the thread that generates, so that every run is the same.
 
     Raises:
@@ -85,6 +97,7 @@ class RetrievalShortlist(ShortlistPolicy):
         "successors": WholeNumber(1, 64),
         "prompt_positions": WholeNumber(0),
         "displaceable": WholeNumber(0, 2**16),
+        "candidates": WholeNumber(1, optional=True),
         "synchronous": Switch(),
     }
     tensor_rules: ClassVar = {**FrequencyShortlist.tensor_rules, **CooccurrenceGraph.tensor_rules}
@@ -108,6 +121,7 @@ class RetrievalShortlist(ShortlistPolicy):
         successors: int = 8,
         prompt_positions: int = 64,
         displaceable: int = 768,
+        candidates: int | None = 1024,
         synchronous: bool = False,
     ):
         self.size = size
@@ -120,6 +134,7 @@ class RetrievalShortlist(ShortlistPolicy):
         self.successors = successors
         self.prompt_positions = prompt_positions
         self.displaceable = displaceable
+        self.candidates = candidates
         self.synchronous = synchronous
         self.require_settings(self.settings())
         self._core = FrequencyShortlist(core, size=max(size, 1)) if size else None
@@ -134,6 +149,7 @@ class RetrievalShortlist(ShortlistPolicy):
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
         self._made_of: tuple[StorageWeakRef, int, int, torch.Size] | None = None
+        self._screen: ScreenShortlist | None = None
         # What the graph leads to, of which graph and how many successors of a token, and which tokens may come in.
         self._wanted_successors: tuple[WantedSuccessors, CooccurrenceGraph, int, torch.Tensor] | None = None
         self.listener: RetrievalListener | None = None
@@ -173,7 +189,8 @@ class RetrievalShortlist(ShortlistPolicy):
 
     @property
     def needs(self) -> Needs:
-        """The target's likeliest tokens, and what semantic and trigger look at."""
+        """The target's likeliest tokens, what semantic and trigger look at, and the rows that the core is screened
+        by."""
         return Needs(
             verify_top_k=self.likely,
             prompt_top_k=self.likely if self.prompt_positions else 0,
@@ -181,6 +198,7 @@ class RetrievalShortlist(ShortlistPolicy):
             top_logits=self.cache == "lrfu",
             out_of_vocabulary=self.trigger == "oov",
             hidden_states=self.semantic == "index",
+            drafter_rows=self.candidates is not None,
             target_rows=self.semantic != "logits",
         )
 
@@ -199,6 +217,22 @@ class RetrievalShortlist(ShortlistPolicy):
             return self._core.leading_ids(vocabulary)
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         return eos if eos.numel() else FrequencyShortlist(size=1).leading_ids(vocabulary)
+
+    def core_screen(self, vocabulary: VocabularyInfo, core: torch.Tensor) -> ScreenState | None:
+        """What chooses from the tokens of a core, int64 `[n]`, at each draft step; None where all of them are scored.
+        Sessions share the factor."""
+        candidates, head = self.candidates, vocabulary.drafter_rows
+        if candidates is None or head is None or vocabulary.device.type != "cpu":
+            return None
+        if core.shape[0] <= _LEAST_TO_CHOOSE_FROM * candidates:
+            return None
+        width = head.weight.shape[1]
+        rank = min(usual_rank(_RANKS * width), width)
+        with self._lock:
+            if self._screen is None or (self._screen.rank, self._screen.candidates) != (rank, candidates):
+                self._screen = ScreenShortlist(rank, candidates)
+            screen = self._screen
+        return ScreenState(screen, vocabulary, core)
 
     def semantic_of(self, rows: torch.Tensor, size: int) -> SemanticIndex | TokenNeighbours | None:
         """What finds tokens that are near: made once for the rows of a head, and shared by sessions.
@@ -263,15 +297,22 @@ class _Changes(NamedTuple):
 
 class RetrievalState(ShortlistState):
     """The slots that the core keeps, and after them those of the cache, which first hold the rest of the core. The
-    cache itself belongs to the worker."""
+    cache itself belongs to the worker. Where the core is screened, its slots are those that are scored in any case."""
 
     def __init__(self, policy: RetrievalShortlist, vocabulary: VocabularyInfo):
         self._policy = policy
         core = policy.core_ids(vocabulary)
-        self._kept = max(core.shape[0] - policy.displaceable, len(vocabulary.eos_token_ids), 1)
-        self._displaceable = core[self._kept :].tolist()
+        always = max(len(vocabulary.eos_token_ids), 1)
+        kept, displaceable = core.tensor_split([max(core.shape[0] - policy.displaceable, always)])
+        self._displaceable = displaceable.tolist()
+        self._screen = policy.core_screen(vocabulary, kept[always:])
+        self._joined: JoinedShortlist | None = None
+        # Those of the cache come after them.
+        in_slots = kept if self._screen is None else kept[:always]
+        self._kept = in_slots.shape[0]
         # The last slots hold nothing yet, and are not scored: caches fill theirs in order.
-        self._first_slots, self._first_size = torch.cat([core, core[:1].expand(policy.dynamic)]), core.shape[0]
+        self._first_slots = torch.cat([in_slots, displaceable, core[:1].expand(policy.dynamic)])
+        self._first_size = self._kept + displaceable.shape[0]
         self._cache = CACHES[policy.cache](len(self._displaceable) + policy.dynamic)
         self._cache.fill(self._displaceable)
         self._version = 0
@@ -279,7 +320,7 @@ class RetrievalState(ShortlistState):
         self._takes_prompts = policy.prompt_positions > 0
         rows = vocabulary.target_rows
         semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
-        is_wanted = _wanted_ids(vocabulary, core[: self._kept])
+        is_wanted = _wanted_ids(vocabulary, kept)
         self._retriever = Retriever(
             self._cache,
             is_wanted,
@@ -306,7 +347,12 @@ class RetrievalState(ShortlistState):
         if not self._is_taken_up:
             self._is_taken_up = True
             self._take_up()
-        return self._shortlist
+        if self._screen is None:
+            return self._shortlist
+        chosen, rest = self._screen.select(depth, token_ids, features), self._shortlist
+        if self._joined is None or self._joined.chosen is not chosen or self._joined.rest is not rest:
+            self._joined = JoinedShortlist(chosen, rest, steady=rest)
+        return self._joined
 
     def _take_up(self) -> None:
         """Take up what was retrieved. What is not there yet is taken up in a later round."""
@@ -324,6 +370,8 @@ class RetrievalState(ShortlistState):
         self._show(slots, size, torch.cat([one.places for one in changes]))
 
     def restart(self) -> None:
+        if self._screen is not None:
+            self._screen.restart()
         self._worker.finish()
         self._cache.clear()
         self._cache.fill(self._displaceable)
@@ -379,6 +427,8 @@ class RetrievalState(ShortlistState):
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
         rows, size = vocabulary.target_rows, vocabulary.size
         policy, retriever = self._policy, self._retriever
+        if self._screen is not None:
+            self._screen.follow_weights(vocabulary)
         if rows is not None:
             # By the worker, between its other jobs, so that nothing is asked while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))

@@ -114,29 +114,33 @@ class ScreenShortlist(ShortlistPolicy):
         """
         return ScreenState(self, vocabulary)
 
-    def screen_for(self, vocabulary: VocabularyInfo) -> tuple[Screen, int]:
+    def screen_for(self, vocabulary: VocabularyInfo, among: torch.Tensor | None = None) -> tuple[Screen, int]:
         """What the hidden states of a vocabulary's head are held against, and how many of its rows to choose. Sessions
         of one head share its factor.
+
+        Args:
+            vocabulary: whose drafter's rows to screen.
+            among: int64 `[n]`: the tokens to choose from, each with a row, to which the screen's rows then belong in
+                this order; the policy must have no factor of its own (None: all tokens, row by row of the head).
 
         Raises:
             ConfigurationError: the factor was made for another drafter.
         """
         head = vocabulary.drafter_rows
-        # Rows past the vocabulary are padding, and may hold anything.
-        count = head.weight.shape[0] if head.token_ids is not None else min(head.weight.shape[0], vocabulary.size)
         with self._lock:
-            if self._last is None or not self._last.is_of(head, count):
-                self._last = _Made(weakref.ref(head.weight), count, *self._tiles(head.weight, count))
+            if self._last is None or not self._last.is_of(head, vocabulary.size, among):
+                made_of = weakref.ref(head.weight), vocabulary.size, among
+                self._last = _Made(*made_of, *self._tiles(head.weight[_rows(vocabulary, among)]))
             made = self._last
-        bias = _bias(vocabulary, count, made.factor.levels.shape[0])
-        chosen = min(self.candidates + len(vocabulary.eos_token_ids), int((bias > -torch.inf).sum()))
+        bias = _bias(vocabulary, among, made.factor.levels.shape[0])
+        chosen = min(self.candidates + int(bias.isposinf().sum()), int((bias > -torch.inf).sum()))
         return Screen(made.projection, made.factor, bias), chosen
 
-    def _tiles(self, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, TiledFactor]:
-        """The projection and the tiled rows of a factor of the first `count` rows of a head, on its device."""
-        factor = self.factor
+    def _tiles(self, weight: torch.Tensor) -> tuple[torch.Tensor, TiledFactor]:
+        """The projection and the tiled rows of a factor of these rows of a head, on its device."""
+        factor, count = self.factor, weight.shape[0]
         if factor is None:
-            factor = ScreenFactor.of_head(weight[:count], self.rank)
+            factor = ScreenFactor.of_head(weight, self.rank)
         elif factor.width != weight.shape[1] or factor.rows.shape[0] < count:
             raise ConfigurationError(
                 f"the screen was made of a head of {factor.rows.shape[0]} rows and {factor.width} columns, and the "
@@ -169,24 +173,42 @@ class _Made:
     """What was made of a head's weight: a projection fp32 `[r, d]` and tiled rows of `r + 1` columns."""
 
     weight: "weakref.ref[torch.Tensor]"
-    count: int
+    size: int
+    among: torch.Tensor | None
     projection: torch.Tensor
     factor: TiledFactor
 
-    def is_of(self, head: HeadRows, count: int) -> bool:
-        """Whether it was made of the first `count` rows of this head. One whose weights changed is another."""
-        return self.weight() is head.weight and self.count == count
+    def is_of(self, head: HeadRows, size: int, among: torch.Tensor | None) -> bool:
+        """Whether it was made of the rows that these tokens of so many have in this head. One whose weights changed is
+        another."""
+        if self.weight() is not head.weight or self.size != size:
+            return False
+        if among is None or self.among is None:
+            return among is self.among
+        return torch.equal(among, self.among)
 
 
-def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
+def _rows(vocabulary: VocabularyInfo, among: torch.Tensor | None) -> slice | torch.Tensor:
+    """Which rows of the head to choose from: int64 `[n]`, or a slice where they are the first ones."""
+    head = vocabulary.drafter_rows
+    if among is None:
+        # Rows past the vocabulary are padding, and may hold anything.
+        return slice(None if head.token_ids is not None else vocabulary.size)
+    if head.token_ids is None:
+        return among
+    in_order, places = head.token_ids.sort()
+    return places[torch.searchsorted(in_order, among)]
+
+
+def _bias(vocabulary: VocabularyInfo, among: torch.Tensor | None, tiles: int) -> torch.Tensor:
     """fp32 `[tiles, T]`: the head's bias; −inf for rows that must not be chosen, the padding, and +inf for those that
     always are, the EOS ids'."""
-    head = vocabulary.drafter_rows
-    ids = torch.arange(count, device=vocabulary.device) if head.token_ids is None else head.token_ids
+    head, rows = vocabulary.drafter_rows, _rows(vocabulary, among)
+    ids = torch.arange(head.weight.shape[0], device=vocabulary.device) if head.token_ids is None else head.token_ids
+    ids = ids[rows]
+    count = ids.shape[0]
     eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=ids.device)
-    bias = (
-        torch.zeros(count, dtype=torch.float32, device=ids.device) if head.bias is None else head.bias[:count].float()
-    )
+    bias = torch.zeros_like(ids, dtype=torch.float32) if head.bias is None else head.bias[rows].float()
     # A token whose own bias is −inf is a bad choice, and not barred.
     bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(torch.isin(ids, eos), torch.inf)
     bias = bias.masked_fill(~vocabulary.can_draft(ids), -torch.inf)
@@ -194,10 +216,16 @@ def _bias(vocabulary: VocabularyInfo, count: int, tiles: int) -> torch.Tensor:
 
 
 class ScreenState(ShortlistState):
-    """Chooses tokens for each hidden state; several, as in a tree, share those that are best for any of them."""
+    """Chooses tokens for each hidden state; several, as in a tree, share those that are best for any of them.
 
-    def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo):
-        self._policy = policy
+    Args:
+        policy: how many of them.
+        vocabulary: what to choose from, with the drafter's rows.
+        among: int64 `[n]`: the only tokens to choose from (None: all).
+    """
+
+    def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo, among: torch.Tensor | None = None):
+        self._policy, self._among = policy, among
         self._version = 0
         self._best_rows = best_rows_for(vocabulary.device)
         if vocabulary.device.type == "cpu":
@@ -205,8 +233,8 @@ class ScreenState(ShortlistState):
         self.follow_weights(vocabulary)
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        self._screen, self._count = self._policy.screen_for(vocabulary)
-        self._token_ids = vocabulary.drafter_rows.token_ids
+        self._screen, self._count = self._policy.screen_for(vocabulary, self._among)
+        self._token_ids = vocabulary.drafter_rows.token_ids if self._among is None else self._among
         self.restart()
 
     def restart(self) -> None:
