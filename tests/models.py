@@ -352,7 +352,7 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
         size=30, graph=successor_graph(), dynamic=12, semantic="token", trigger="oov", cache="arc", synchronous=True
     ),
     "retrieval, the best of its core": lambda: POLICIES["retrieval"](
-        size=90, dynamic=12, likely=8, displaceable=9, candidates=15, synchronous=True
+        size=90, dynamic=12, likely=8, displaceable=9, candidates=9, synchronous=True
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
     "coral, not packed": lambda: POLICIES["coral"](layer_router(), top_groups=2, packed=False),

@@ -227,7 +227,7 @@ def test_the_papers_setting():
 # The core that is screened ---------------------------------------------------------------------------------------
 
 
-CANDIDATES = 6
+CANDIDATES = 4
 
 
 def screened(**settings) -> RetrievalShortlist:
@@ -278,7 +278,7 @@ def test_of_a_large_core_the_best_for_the_step_are_scored_and_all_that_was_retri
 def test_a_core_is_screened_where_that_leaves_out_most_of_it_and_the_drafters_rows_are_known():
     known = with_drafter(rows_of_head())
     assert isinstance(selected(screened().start(known), torch.ones(1, 16)), JoinedShortlist)
-    for settings in ({"candidates": 9}, {"candidates": None}, {"size": 0}):
+    for settings in ({"candidates": 5}, {"candidates": None}, {"size": 0}):
         assert type(selected(screened(**settings).start(known), torch.ones(1, 16))) is Shortlist
     assert type(selected(screened().start(vocabulary()), torch.ones(1, 16))) is Shortlist
     elsewhere = replace(known, device=torch.device("meta"))

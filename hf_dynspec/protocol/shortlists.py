@@ -196,6 +196,9 @@ class JoinedShortlist(Shortlist):
         return self.chosen.count + self.rest.count
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
+        if columns.numel() == 1 and is_free_to_look(columns.device):
+            past = columns.item() - self.chosen.width
+            return self.rest.ids_at(columns - self.chosen.width) if past >= 0 else self.chosen.ids_at(columns)
         past_chosen = columns - self.chosen.width
         of_chosen = self.chosen.ids_at(columns.clamp_max(self.chosen.width - 1))
         return torch.where(past_chosen < 0, of_chosen, self.rest.ids_at(past_chosen.clamp_min(0)))

@@ -40,7 +40,7 @@ _PAPER = {
     "candidates": None,
 }
 # A core is screened that has more than so many times as many tokens as are chosen from it: choosing takes time too.
-_LEAST_TO_CHOOSE_FROM = 4
+_LEAST_TO_CHOOSE_FROM = 8
 # Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little. Half as
 # many candidates then find as much.
 _RANKS = 2
@@ -73,10 +73,10 @@ class RetrievalShortlist(ShortlistPolicy):
             `dynamic` are full, the rarest first. There are never more than `size + dynamic` rows. With 768 and 150
             likely tokens in place of none and 100, drafts of German text, of which the ranking had seen nothing, kept
             98.8% of the full vocabulary's acceptance length in place of 95.8% (model_cards/measured-pair.md).
-        candidates: on a CPU, of a core that is more than four times as large, a low-rank factor of the drafter's head
+        candidates: on a CPU, of a core that is more than eight times as large, a low-rank factor of the drafter's head
             chooses so many tokens at each draft step, as `ScreenShortlist` does of all tokens, and only those are
-            scored exactly (None: the whole core is, as in the paper). Elsewhere the whole core is: its product takes
-            less time there than choosing.
+            scored exactly (None: the whole core is, as in the paper). The factor is made anew when the head's weights
+            change. On other devices the whole core is scored: their product takes less time than choosing.
         synchronous: retrieve in the thread that generates, so that every run is the same.
 
     Raises:
