@@ -84,7 +84,10 @@ _HYBRID = Row("hybrid (this package's default)", "hybrid:${ranking}")
 _ADDED = (_VOCABTRIM, _OWN_DYNASPEC, _HYBRID)
 # EvoSpec's table 5: the static list, which its FR-Spec is; and retrieval, with any places for what is retrieved.
 _STATIC_CORE = Row("FR-Spec, 32k", "frequency:${ranking}size=32000")
-_PRINTED = "size=32000,likely=10,semantic=index,trigger=oov,cache=arc,prompt_positions=0,displaceable=0,dynamic="
+_PRINTED = (
+    "size=32000,likely=10,semantic=index,trigger=oov,cache=arc,prompt_positions=0,displaceable=0,candidates=none,"
+    "dynamic="
+)
 _RETRIEVAL = "retrieval:${core}${graph}" + _PRINTED
 _EVOSPEC = Row("EvoSpec, as printed", _RETRIEVAL + "256", alignment="paper")
 _OWN_EVOSPEC = Row("EvoSpec, this package's settings", "retrieval:${core}${graph}size=32768", alignment="default")
