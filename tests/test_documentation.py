@@ -401,7 +401,7 @@ _NAMES = {
     "in_context": {"in_context"},
     "hybrid": {"hybrid"},
     "screen": {"screen"},
-    "retrieval:core=rank/without-none,graph=graph/without-none": {"retrieval, a core of 32,768 and a graph"},
+    "retrieval:core=rank/without-none,graph=graph/without-none": {"retrieval, a whole core of 32,768 and a graph"},
     "auto": {"auto, of hybrid and screen"},
 }
 

@@ -306,6 +306,41 @@ def test_sessions_share_the_factor_of_a_core_until_the_heads_weights_change(monk
     assert 5 in selected(shared.start(other), hidden).rest.ids() and len(made) == 1
 
 
+def test_what_a_step_did_not_choose_of_the_core_is_no_reason_to_retrieve():
+    known = with_drafter(rows_of_head())
+    state, core = screened(trigger="oov", likely=1).start(known), policy().core_ids(known).tolist()
+    selected(state, torch.ones(1, 16))
+    state.observe(verdict([core[9], 290, VOCABULARY + 3], missed=[core[9], 290], top_ids=[[200], [201], [202]]))
+    ids = selected(state, torch.ones(1, 16)).rest.ids().tolist()
+    assert {290, 201} <= set(ids) and not {200, 202} & set(ids)
+
+
+def test_whoever_learns_from_a_request_knows_that_all_of_the_core_could_be_drafted():
+    known = with_drafter(rows_of_head())
+    state, core = screened().start(known), policy().core_ids(known).tolist()
+    state.observe(verdict([290], top_ids=[[291, 292]]))
+    reachable = selected(state, torch.ones(1, 16)).reachable_ids().tolist()
+    assert sorted(reachable) == sorted([*core, 290, 291, 292])
+
+
+def test_a_head_with_numbers_that_are_not_finite_is_not_screened_and_keeps_its_screen():
+    rows = rows_of_head()
+    state = screened().start(with_drafter(rows))
+    before = selected(state, torch.ones(1, 16))
+    broken = rows.clone()
+    broken[policy().core_ids(vocabulary())[9]] = torch.nan
+    assert type(selected(screened().start(with_drafter(broken)), torch.ones(1, 16))) is Shortlist
+    state.follow_weights(with_drafter(broken))
+    assert torch.equal(selected(state, torch.ones(1, 16)).ids(), before.ids())
+
+
+def test_what_was_stored_before_cores_were_screened_scores_all_of_its_core():
+    stored = screened().settings()
+    del stored["candidates"]
+    assert RetrievalShortlist.from_settings(stored, {}).candidates is None
+    assert RetrievalShortlist.from_settings(screened().settings(), {}).candidates == CANDIDATES
+
+
 def test_a_new_text_has_a_version_of_its_own_where_the_core_is_screened():
     state, hidden = screened(displaceable=0).start(with_drafter(rows_of_head())), torch.ones(1, 16)
     state.observe(verdict([290], top_ids=[[291, 292]]))

@@ -130,7 +130,7 @@ class Recorder:
         # The last token of a round is the target's own: what was drafted there was rejected, or nothing was.
         is_wrong = torch.zeros(self._verified, dtype=torch.bool, device="cpu")
         is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds], device="cpu").cumsum(0) - 1] = True
-        shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.ids()[:LARGEST_SHORTLIST]
+        shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.reachable_ids()[:LARGEST_SHORTLIST]
         token_ids = torch.cat([prompt, *[one.token_ids for one in rounds]])
         trajectory = Trajectory(
             token_ids,

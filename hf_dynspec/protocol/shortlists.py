@@ -100,6 +100,11 @@ class Shortlist:
         occupied = self.scored_occupied
         return self.scored_slots if occupied is None else self.scored_slots[occupied]
 
+    def reachable_ids(self) -> torch.Tensor:
+        """int64 `[n]`: the unique token ids that a step's choice could have brought as well, as far as that is known,
+        and otherwise those of `V_t`. May wait for the device."""
+        return self.ids()
+
     def contains(self, token_ids: torch.Tensor) -> torch.Tensor:
         """bool, of the shape of `token_ids`: which of these ids are in `V_t`. Does not wait for the device."""
         matches = token_ids.unsqueeze(-1) == self.scored_slots
@@ -165,14 +170,21 @@ class JoinedShortlist(Shortlist):
     Args:
         chosen: blocks, or slots that are scored where they lie: a transient shortlist.
         rest: no token that was chosen is in one of its occupied slots.
-        steady: the rest, where it is the same whatever is chosen (None: it is not).
+        among: int64 `[n]`: what was chosen from, none of it in the rest, which is the same whatever is chosen (None:
+            not known, and the rest depends on it).
     """
 
     is_transient = True
-    steady = None
 
-    def __init__(self, chosen: Shortlist, rest: Shortlist, steady: Shortlist | None = None):
-        vars(self).update(chosen=chosen, rest=rest, version=chosen.version + rest.version, steady=steady)
+    def __init__(self, chosen: Shortlist, rest: Shortlist, among: torch.Tensor | None = None):
+        vars(self).update(chosen=chosen, rest=rest, version=chosen.version + rest.version, among=among)
+
+    @property
+    def steady(self) -> Shortlist | None:
+        return None if self.among is None else self.rest
+
+    def reachable_ids(self) -> torch.Tensor:
+        return self.ids() if self.among is None else torch.cat([self.rest.ids(), self.among])
 
     @functools.cached_property
     def slots(self) -> torch.Tensor:

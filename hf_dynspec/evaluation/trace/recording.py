@@ -170,8 +170,9 @@ class _RecordedState(ForwardingState):
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         shortlist = super().select(depth, token_ids, features)
-        if shortlist is not self._last[0]:
-            self._last = shortlist, _kept(shortlist)
+        steady = shortlist.steady
+        if steady is None or steady is not self._last[0]:
+            self._last = steady, _kept(steady)
         self._recording.rounds[-1].shortlists.append(self._last[1])
         return shortlist
 
@@ -188,9 +189,8 @@ class _RecordedState(ForwardingState):
         self._recording.end_round(verdict)
 
 
-def _kept(shortlist: Shortlist) -> Shortlist | None:
+def _kept(steady: Shortlist | None) -> Shortlist | None:
     """What of a shortlist stays after the draft step, as it is now, as slots may be changed in place."""
-    steady = shortlist.steady
     if steady is None:
         return None
     occupied = steady.scored_occupied

@@ -5,11 +5,13 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...errors import ConfigurationError
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
 from ...protocol import BackgroundWork, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
 from ...vocabulary import TokenizerFingerprint
@@ -75,8 +77,9 @@ class RetrievalShortlist(ShortlistPolicy):
             98.8% of the full vocabulary's acceptance length in place of 95.8% (model_cards/measured-pair.md).
         candidates: on a CPU, of a core that is more than eight times as large, a low-rank factor of the drafter's head
             chooses so many tokens at each draft step, as `ScreenShortlist` does of all tokens, and only those are
-            scored exactly (None: the whole core is, as in the paper). The factor is made anew when the head's weights
-            change. On other devices the whole core is scored: their product takes less time than choosing.
+            scored exactly (None: the whole core is, as in the paper). The factor is made when an assistant is bound,
+            in less than a second for heads of 256 columns and in some for 4,096, and may be made anew when weights of
+            the drafter change. On other devices the whole core is scored: their product takes less time than choosing.
         synchronous: retrieve in the thread that generates, so that every run is the same.
 
     Raises:
@@ -227,12 +230,17 @@ class RetrievalShortlist(ShortlistPolicy):
         if core.shape[0] <= _LEAST_TO_CHOOSE_FROM * candidates:
             return None
         width = head.weight.shape[1]
-        rank = min(usual_rank(_RANKS * width), width)
+        # Numbers that are not finite allow no factor. Drafts are worth nothing by them, and texts stay what they are.
+        with suppress(ConfigurationError):
+            return ScreenState(self._screen_of_rank(min(usual_rank(_RANKS * width), width)), vocabulary, core)
+        return None
+
+    def _screen_of_rank(self, rank: int) -> ScreenShortlist:
+        """The screen that sessions share."""
         with self._lock:
-            if self._screen is None or (self._screen.rank, self._screen.candidates) != (rank, candidates):
-                self._screen = ScreenShortlist(rank, candidates)
-            screen = self._screen
-        return ScreenState(screen, vocabulary, core)
+            if self._screen is None or (self._screen.rank, self._screen.candidates) != (rank, self.candidates):
+                self._screen = ScreenShortlist(rank, self.candidates)
+            return self._screen
 
     def semantic_of(self, rows: torch.Tensor, size: int) -> SemanticIndex | TokenNeighbours | None:
         """What finds tokens that are near: made once for the rows of a head, and shared by sessions.
@@ -281,6 +289,11 @@ class RetrievalShortlist(ShortlistPolicy):
         return {**core, **({} if self.graph is None else self.graph.tensors())}
 
     @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "RetrievalShortlist":
+        # What was stored before cores were screened scores the whole of its core.
+        return super().from_settings({"candidates": None, **settings}, tensors)
+
+    @classmethod
     def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         of_graph = {name: tensor for name, tensor in tensors.items() if name != "ranking"}
         graph = CooccurrenceGraph.from_settings({}, of_graph) if of_graph else None
@@ -305,7 +318,11 @@ class RetrievalState(ShortlistState):
         always = max(len(vocabulary.eos_token_ids), 1)
         kept, displaceable = core.tensor_split([max(core.shape[0] - policy.displaceable, always)])
         self._displaceable = displaceable.tolist()
-        self._screen = policy.core_screen(vocabulary, kept[always:])
+        self._screened = kept[always:]
+        self._screen = policy.core_screen(vocabulary, self._screened)
+        # The last entry is for ids past the vocabulary.
+        no_tokens = torch.zeros(vocabulary.size + 1, dtype=torch.bool, device=core.device)
+        self._is_screened = no_tokens.index_fill(0, self._screened, True)
         self._joined: JoinedShortlist | None = None
         # Those of the cache come after them.
         in_slots = kept if self._screen is None else kept[:always]
@@ -351,7 +368,7 @@ class RetrievalState(ShortlistState):
             return self._shortlist
         chosen, rest = self._screen.select(depth, token_ids, features), self._shortlist
         if self._joined is None or self._joined.chosen is not chosen or self._joined.rest is not rest:
-            self._joined = JoinedShortlist(chosen, rest, steady=rest)
+            self._joined = JoinedShortlist(chosen, rest, self._screened)
         return self._joined
 
     def _take_up(self) -> None:
@@ -392,6 +409,11 @@ class RetrievalState(ShortlistState):
 
     def observe(self, verdict: Verdict) -> None:
         is_trigger = verdict.out_of_vocabulary if self._policy.trigger == "oov" else None
+        if is_trigger is not None and self._screen is not None:
+            # What a step did not choose of the core is no reason to retrieve: nothing of it could come in.
+            is_trigger = is_trigger & ~self._is_screened.take(
+                verdict.verified.clamp_max(self._is_screened.shape[0] - 1)
+            )
         self._give(
             RetrievalEvent(
                 verdict.verified,
@@ -428,7 +450,9 @@ class RetrievalState(ShortlistState):
         rows, size = vocabulary.target_rows, vocabulary.size
         policy, retriever = self._policy, self._retriever
         if self._screen is not None:
-            self._screen.follow_weights(vocabulary)
+            # Where the new ones allow no factor, that of the old ones goes on choosing.
+            with suppress(ConfigurationError):
+                self._screen.follow_weights(vocabulary)
         if rows is not None:
             # By the worker, between its other jobs, so that nothing is asked while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
