@@ -43,8 +43,8 @@ _PAPER = {
 }
 # A core is screened that has more than so many times as many tokens as are chosen from it: choosing takes time too.
 _LEAST_TO_CHOOSE_FROM = 8
-# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little. Half as
-# many candidates then find as much.
+# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little, and fewer
+# candidates do.
 _RANKS = 2
 
 
@@ -79,7 +79,8 @@ class RetrievalShortlist(ShortlistPolicy):
             chooses so many tokens at each draft step, as `ScreenShortlist` does of all tokens, and only those are
             scored exactly (None: the whole core is, as in the paper). The factor is made when an assistant is bound,
             in less than a second for heads of 256 columns and in some for 4,096, and may be made anew when weights of
-            the drafter change. On other devices the whole core is scored: their product takes less time than choosing.
+            the drafter change. On other devices the whole core is scored: on a GPU a screen drafted more slowly than
+            the whole head (docs/on-a-gpu.md).
         synchronous: retrieve in the thread that generates, so that every run is the same.
 
     Raises:
