@@ -43,8 +43,8 @@ _PAPER = {
 }
 # A core is screened that has more than so many times as many tokens as are chosen from it: choosing takes time too.
 _LEAST_TO_CHOOSE_FROM = 8
-# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little, and fewer
-# candidates do.
+# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little, and
+# fewer candidates do.
 _RANKS = 2
 
 
