@@ -23,7 +23,7 @@ from hf_dynspec.shortlists.retrieval import index as index_module
 from hf_dynspec.shortlists.retrieval.cache import CACHES
 from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
-from hf_dynspec.shortlists.retrieval.retriever import Retriever
+from hf_dynspec.shortlists.retrieval.retriever import RetrievalEvent, Retriever
 from hf_dynspec.shortlists.retrieval.worker import Worker
 from hf_dynspec.shortlists.screen.factor import usual_rank
 
@@ -85,6 +85,34 @@ def test_the_paper_retrieves_where_a_token_was_out_of_the_shortlist():
     assert held(state) == {91, 101}
     state.observe(verdict([90], top_ids=[[90, 100]]))
     assert held(state) == {91, 101}
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_what_triggers_nothing_wakes_nobody_and_counts_all_the_same(cache):
+    """That a token is of use, and that steps go by, decides what stays, in whichever order it is heard of."""
+    state, told = (policy(likely=3, trigger="oov", cache=cache, dynamic=12).start(vocabulary()) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(300):
+        is_triggering = turn % 5 == 4
+        verified, *top_ids = torch.randint(0, VOCABULARY, (4, 3), generator=generator).tolist()
+        shown = verdict(verified, verified[:1] if is_triggering else (), top_ids)
+        state.observe(shown)
+        told._give(RetrievalEvent(shown.verified, shown.out_of_vocabulary, shown.top_ids, is_verified=True))
+        if turn % 40 == 7:
+            for one in (state, told):
+                one.observe_prompt(Prompt(torch.tensor(verified), start=8))
+        if is_triggering:
+            assert held(state) == held(told)
+    prompts = 8
+    assert state.take_background_work().jobs == 60 + prompts
+    assert told.take_background_work().jobs == 300 + prompts
+
+
+def test_what_triggers_nothing_is_told_from_time_to_time():
+    state = policy(trigger="oov").start(vocabulary())
+    for _ in range(650):
+        state.observe(verdict([90]))
+    assert held(state) == set() and state.take_background_work().jobs == 10
 
 
 @needs_hnswlib
@@ -586,7 +614,7 @@ def test_an_error_in_the_thread_ends_the_call_and_leaves_no_thread(monkeypatch):
     own = policy(synchronous=False, prompt_positions=4)
     assistant = DynSpecAssistant(perturbed(target), own, target=target)
     with monkeypatch.context() as patch:
-        patch.setattr(Retriever, "retrieve", lambda self, event: 1 / 0)
+        patch.setattr(Retriever, "retrieve", lambda self, event, passed: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
     assert threads() == 0

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,8 +125,18 @@ class Retriever:
         self._successors = successors
         self._listener = listener
 
-    def retrieve(self, event: RetrievalEvent) -> dict[int, int]:
-        """Take in an event. Returns the slots of the cache that hold another token now, with these tokens."""
+    def retrieve(self, event: RetrievalEvent, passed: Sequence[torch.Tensor] = ()) -> dict[int, int]:
+        """Take in an event.
+
+        Args:
+            event: what was said.
+            passed: int64 `[m]` each: what was verified between the last event and this one, and triggered nothing.
+
+        Returns:
+            The slots of the cache that hold another token now, with these tokens.
+        """
+        for token_ids in passed:
+            self._go_by(token_ids.tolist(), is_verified=True)
         if self._listener is None:
             return self._take_in(event)[1]
         start = time.perf_counter()
@@ -136,12 +147,16 @@ class Retriever:
 
     def _take_in(self, event: RetrievalEvent) -> tuple["_Found | None", dict[int, int]]:
         token_ids = event.token_ids.cpu().numpy()
-        self._cache.advance(len(token_ids) if event.is_verified else 0)
-        self._cache.refresh(token_ids.tolist())
+        self._go_by(token_ids.tolist(), event.is_verified)
         found = self._found(event, token_ids)
         if found is not None:
             self._cache.add(*self._wanted(found))
         return found, self._cache.take_changes()
+
+    def _go_by(self, token_ids: list[int], is_verified: bool) -> None:
+        """Tokens stand in the text, which are decoding steps where the target chose them."""
+        self._cache.advance(len(token_ids) if is_verified else 0)
+        self._cache.refresh(token_ids)
 
     def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
         """Take up what is made of other weights."""
