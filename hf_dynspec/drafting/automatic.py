@@ -13,6 +13,7 @@ from math import inf
 
 from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
+from .readings import Readings
 from .rests import Rests
 from .round_times import RoundTimes
 from .running_acceptance import RunningAcceptance
@@ -37,6 +38,8 @@ _TIMED_AT_FIRST = 2
 _TIMED_TO_BELIEVE = 2
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
+# Rounds with drafts that are timed before a call waits for what they gain.
+_TIMED_BEFORE_WAITING = 8
 # Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
 # the target alone does, and so many tokens in a round: where times may be what is wrong.
 _NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
@@ -84,6 +87,7 @@ class AutomaticDrafting:
         self._policy = 0
         self._ended = -float("inf")
         self._rests = Rests()
+        self._readings = Readings()
         # That goes on before a rest, or when drafting is tried again.
         self._comparison: SideBySide | None = None
         # What is still to be said, and whether it was said.
@@ -99,6 +103,7 @@ class AutomaticDrafting:
             now: the time in seconds.
         """
         with self._lock:
+            self._readings.begin_call()
             self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
             if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
                 self._fade_to(_ROUNDS_BEFORE_CHANGE)
@@ -135,6 +140,32 @@ class AutomaticDrafting:
         """Seconds that the target alone takes for a token; 0 as long as nothing was timed."""
         with self._lock:
             return self._seconds(ALONE) if self._count(ALONE) else 0.0
+
+    def worth_after(self, unread: int, room: int) -> float:
+        """After how many tokens of a call it is worth that the drafter reads the text, see `Readings.worth_after`; 0
+        also where that cannot be told yet, or drafting is being tried.
+
+        Args:
+            unread: tokens that the drafter has not read.
+            room: tokens that the call still generates at most.
+        """
+        with self._lock:
+            if not self._count(ALONE) or self._comparison is not None or not self._rests.have_ended:
+                return 0
+            # As long as little is known of it, all that there is to gain.
+            gain = self._seconds(ALONE)
+            if self._times.drafted >= _TIMED_BEFORE_WAITING:
+                tokens, seconds = self._tokens_and_seconds(self._best_drafted())
+                gain -= seconds / tokens
+            # Where there is none drafting rests, and knows by itself when it is tried again.
+            return self._readings.worth_after(unread, room, gain) if gain > 0 else 0
+
+    def read(self, unread: int, shape: DraftShape, steps: int, seconds: float) -> None:
+        """The drafter has read so many tokens and drafted so many steps of a shape, all in so many seconds."""
+        with self._lock:
+            if self._count(ALONE) and self._times.drafted:
+                seconds -= self._seconds(self._drafted(shape, steps)) - self._seconds(ALONE)
+            self._readings.add(unread, seconds)
 
     def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
         """What to draft in the next round, and with which policy.
@@ -312,6 +343,11 @@ class AutomaticDrafting:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
 
+    def generate(self, tokens: int) -> None:
+        """A call has generated so many tokens more."""
+        with self._lock:
+            self._readings.generate(tokens)
+
     def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
         """The target has spoken on a draft.
 
@@ -330,7 +366,14 @@ class AutomaticDrafting:
         return shape._replace(steps=steps, nodes=steps if self._drafts_chains else shape.nodes)
 
     def record(
-        self, shape: DraftShape, steps: int, accepted: int, seconds: float, ended: float, is_usual: bool
+        self,
+        shape: DraftShape,
+        steps: int,
+        accepted: int,
+        seconds: float,
+        ended: float,
+        is_usual: bool,
+        is_waiting: bool = False,
     ) -> None:
         """A round is over. The first three arguments are those of `accept`.
 
@@ -338,6 +381,7 @@ class AutomaticDrafting:
             seconds: how long it took.
             ended: the time at which the next one began.
             is_usual: it read no more than rounds do, and so has taken as long as another one would.
+            is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
         """
         with self._lock:
             self._ended = ended
@@ -354,6 +398,8 @@ class AutomaticDrafting:
                 self._record_comparison(shape, accepted, cost)
             elif not self._rests.have_ended:
                 self._rests.add()
+            elif is_waiting:
+                self._readings.wait(seconds)
             else:
                 self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
 

@@ -40,6 +40,12 @@ class AutomaticCall:
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
+        # Tokens that were generated, and after how many of them the drafter reads the text (None: not asked yet); and
+        # of the round that was begun last, whether it waits for that, and how many tokens it has not read.
+        self._tokens = 0
+        self._reads_after: float | None = None
+        self._is_waiting = False
+        self._behind = 0
         # Rounds that were begun, and whether there was room for a draft in one of them.
         self._rounds = 0
         self._had_room = False
@@ -54,12 +60,13 @@ class AutomaticCall:
         """See `AutomaticDrafting.reads_features`."""
         return self._drafting.reads_features
 
-    def begin_round(self, most: int, fixed: DraftShape | None = None) -> DraftShape:
+    def begin_round(self, most: int, fixed: DraftShape | None = None, behind: int = 0) -> DraftShape:
         """A round begins, and the one before it is over.
 
         Args:
             most: steps that there is room for; 0 where nothing can be drafted now.
             fixed: the shape of what is drafted, where only the policy is to be chosen.
+            behind: tokens of the text that the drafter has not read.
 
         Returns:
             What to draft, and with which policy.
@@ -70,7 +77,9 @@ class AutomaticCall:
         self._began, self._drafting_seconds, self._accepted = now, 0.0, None
         self._rounds += 1
         shape = ALONE
-        if most > 0:
+        self._behind = behind
+        self._is_waiting = most > 0 and fixed is None and self._waits(most)
+        if most > 0 and not self._is_waiting:
             # A longer draft would tell no more in a round in which the drafter reads the prompt.
             shape = self._drafting.choose(fixed, most if self._had_room else 1)
             self._had_room = True
@@ -87,13 +96,25 @@ class AutomaticCall:
             self._unread += 1
         return shape
 
+    def _waits(self, most: int) -> bool:
+        """Whether it is not worth it, or not yet, that the drafter reads the text."""
+        if self._drafting.is_resting:
+            return False
+        if self._rounds == 1 and most == 1:
+            # All that a draft could save a call of two tokens is one of its two rounds, and no call of them would tell
+            # whether it does.
+            return True
+        if self._reads_after is None:
+            self._reads_after = self._drafting.worth_after(self._behind, most + 1)
+        return self._tokens < self._reads_after
+
     def _record(self, now: float) -> None:
         """The round that was begun last is over now."""
         seconds = now - self._began
         if self._rounds == 1 and (alone := self._drafting.alone):
             # The target read the prompt in it, which it would without drafts too.
             seconds = self._drafting_seconds + alone
-        self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual)
+        self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual, self._is_waiting)
 
     @property
     def _steps(self) -> int:
@@ -112,6 +133,8 @@ class AutomaticCall:
     def has_drafted(self) -> None:
         """The draft of the round is there, as far as the host knows."""
         self._drafting_seconds = self._clock() - self._began
+        if self._behind:
+            self._drafting.read(self._behind, self._shape, self._steps, self._drafting_seconds)
 
     def end_round(self, accepted: int, is_last: bool = False) -> None:
         """The target has spoken.
@@ -120,15 +143,24 @@ class AutomaticCall:
             accepted: how many drafted tokens were accepted, one below the other.
             is_last: the text ends with the token after them.
         """
-        # Nothing is learnt of rounds without a choice. A rest goes on also there, where nothing could be drafted, as a
-        # head is not given what it reads.
-        if not self._is_at_rest and not self._most > 0:
+        self._tokens += accepted + 1
+        self._drafting.generate(accepted + 1)
+        # Nothing is learnt of rounds without a choice, but how long the target alone takes where that is not known. A
+        # rest goes on also there, where nothing could be drafted, as a head is not given what it reads.
+        has_choice = self._is_at_rest or self._most > 0
+        if not has_choice and (not self._is_usual or self._drafting.alone):
             return
         self._accepted = accepted
         # Whether the token that ends a text in the midst of a draft was drafted too is not known.
         is_known = accepted >= self._steps or not is_last
         if self._shape.steps and is_known:
             self._drafting.accept(self._shape, self._steps, accepted, self._end)
+
+    def end_call(self) -> None:
+        """The call is over, and with it the round that was begun last."""
+        if self._accepted is not None:
+            self._record(self._clock())
+            self._accepted = None
 
 
 class LearntDrafting:

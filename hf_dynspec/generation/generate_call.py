@@ -132,6 +132,8 @@ class GenerateCall(Call):
                 # It was interrupted before it could begin.
                 self._session.close()
             return
+        if not has_failed:
+            self._drafting.end_call()
         if self._stopwatch.enabled:
             elapsed = self._stopwatch.now() - self._start
             self._stats.seconds = dict(self._stopwatch.seconds)

@@ -183,7 +183,7 @@ class Drafting:
         shape."""
         if self._reads and not self._session.has_features_of(self._text.length):
             most = 0
-        shape = self._automatic.begin_round(most, self._fixed_shape())
+        shape = self._automatic.begin_round(most, self._fixed_shape(), self._text.length - self._session.read)
         if shape.steps:
             self._session.use(shape.policy)
         # What a session was not shown it reads when it drafts again, and nothing before that.
@@ -254,6 +254,11 @@ class Drafting:
         self._session.count(*counts)
         if feedback is not None:
             self._session.learn(feedback)
+
+    def end_call(self) -> None:
+        """The call is over: what is learnt of rounds is learnt of the last one too."""
+        if self._automatic is not None:
+            self._automatic.end_call()
 
     @outside_inference_mode
     def count(self, outcome: Outcome) -> None:
