@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import random
 import re
 import sys
@@ -15,12 +16,13 @@ import pytest
 import torch
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_dynspec import (
     AutomaticShortlist,
     ConfigurationError,
     DynSpecAssistant,
+    DynSpecCandidateGenerator,
     FullShortlist,
     InContextShortlist,
     TreeConfig,
@@ -1252,14 +1254,39 @@ def test_a_call_that_waits_with_its_prompt_is_drafted_later_and_stays_the_same(
     arguments = {"do_sample": False, "eos_token_id": 299}
     expected = target.generate(prompt(), max_new_tokens=60, **arguments)
     assert torch.equal(target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, **arguments), expected)
-    # A head drafts nothing before the target has read the prompt and chosen a token.
-    assert asked == [(prompt().shape[1] + has_to_wait, 60 - has_to_wait)]
+    # A head, which reads fast, drafts nothing before the target has read the prompt and chosen a token.
+    assert asked == [(0, 59) if has_to_wait else (prompt().shape[1], 60)]
     assert assistant.stats.drafted and any(one.length for one in states)
     states.clear()
     assistant.unbind()
     assistant.bind(target)
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=after, **arguments)
     assert not assistant.stats.drafted and states and not any(one.length for one in states)
+
+
+def test_a_conversation_is_read_at_once_as_later_turns_are_served_by_it_too(target, monkeypatch):
+    asked = []
+    monkeypatch.setattr(AutomaticDrafting, "worth_after", lambda self, *given: asked.append(given) or 0)
+    assistant = DynSpecAssistant(perturbed(target), target=target, num_assistant_tokens="auto")
+    conversation, text = assistant.conversation(), prompt()
+    for _ in range(3):
+        text = target.generate(text, assistant_model=conversation, max_new_tokens=8, do_sample=False)
+    assert [behind for behind, _ in asked] == [0, 0, 0]
+
+
+def test_how_long_a_call_took_is_learnt_where_its_end_is_known(target, monkeypatch):
+    """What is given up by the garbage collector ended at another time, and may be given up while much is locked."""
+    ended = []
+    monkeypatch.setattr(AutomaticDrafting, "end_call", lambda self, *given: ended.append(given))
+    assistant = DynSpecAssistant(perturbed(target), target=target, num_assistant_tokens="auto")
+    config = GenerationConfig(max_length=28)
+    generator = DynSpecCandidateGenerator(assistant, input_ids=prompt(), generation_config=config)
+    generator.get_candidates(prompt())
+    del generator
+    gc.collect()
+    assert not ended
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=16, do_sample=False, eos_token_id=299)
+    assert ended == [(16, 16)]
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])

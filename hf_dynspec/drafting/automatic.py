@@ -103,7 +103,6 @@ class AutomaticDrafting:
             now: the time in seconds.
         """
         with self._lock:
-            self._readings.begin_call()
             self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
             if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
                 self._fade_to(_ROUNDS_BEFORE_CHANGE)
@@ -160,12 +159,15 @@ class AutomaticDrafting:
             # Where there is none drafting rests, and knows by itself when it is tried again.
             return self._readings.worth_after(unread, room, gain) if gain > 0 else 0
 
-    def read(self, unread: int, shape: DraftShape, steps: int, seconds: float) -> None:
-        """The drafter has read so many tokens and drafted so many steps of a shape, all in so many seconds."""
+    def read(self, unread: int, steps: int, seconds: float) -> None:
+        """The drafter has read so many tokens and drafted so many steps, all in so many seconds."""
         with self._lock:
-            if self._count(ALONE) and self._times.drafted:
-                seconds -= self._seconds(self._drafted(shape, steps)) - self._seconds(ALONE)
-            self._readings.add(unread, seconds)
+            self._readings.add(unread, steps, seconds)
+
+    def end_call(self, tokens: int, limit: int) -> None:
+        """A call has generated so many tokens of those that it could have generated."""
+        with self._lock:
+            self._readings.end_call(tokens, limit)
 
     def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
         """What to draft in the next round, and with which policy.
@@ -343,11 +345,6 @@ class AutomaticDrafting:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
 
-    def generate(self, tokens: int) -> None:
-        """A call has generated so many tokens more."""
-        with self._lock:
-            self._readings.generate(tokens)
-
     def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
         """The target has spoken on a draft.
 
@@ -399,7 +396,7 @@ class AutomaticDrafting:
             elif not self._rests.have_ended:
                 self._rests.add()
             elif is_waiting:
-                self._readings.wait(seconds)
+                self._readings.wait(seconds if is_usual else 0.0)
             else:
                 self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
 

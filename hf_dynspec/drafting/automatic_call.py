@@ -40,9 +40,10 @@ class AutomaticCall:
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
         self._unread: int | None = None
-        # Tokens that were generated, and after how many of them the drafter reads the text (None: not asked yet); and
-        # of the round that was begun last, whether it waits for that, and how many tokens it has not read.
-        self._tokens = 0
+        # Tokens that were generated, how many could be (0: not known yet), and after how many the drafter reads the
+        # text (None: not asked yet); and of the round that was begun last, whether it waits for that, and how many
+        # tokens it has not read.
+        self._tokens = self._limit = 0
         self._reads_after: float | None = None
         self._is_waiting = False
         self._behind = 0
@@ -66,7 +67,7 @@ class AutomaticCall:
         Args:
             most: steps that there is room for; 0 where nothing can be drafted now.
             fixed: the shape of what is drafted, where only the policy is to be chosen.
-            behind: tokens of the text that the drafter has not read.
+            behind: tokens of the text that the drafter has not read, as far as it may wait with that.
 
         Returns:
             What to draft, and with which policy.
@@ -78,6 +79,7 @@ class AutomaticCall:
         self._rounds += 1
         shape = ALONE
         self._behind = behind
+        self._limit = self._limit or (self._tokens + most + 1 if most > 0 else 0)
         self._is_waiting = most > 0 and fixed is None and self._waits(most)
         if most > 0 and not self._is_waiting:
             # A longer draft would tell no more in a round in which the drafter reads the prompt.
@@ -133,8 +135,8 @@ class AutomaticCall:
     def has_drafted(self) -> None:
         """The draft of the round is there, as far as the host knows."""
         self._drafting_seconds = self._clock() - self._began
-        if self._behind:
-            self._drafting.read(self._behind, self._shape, self._steps, self._drafting_seconds)
+        if self._behind and self._steps:
+            self._drafting.read(self._behind, self._steps, self._drafting_seconds)
 
     def end_round(self, accepted: int, is_last: bool = False) -> None:
         """The target has spoken.
@@ -144,7 +146,6 @@ class AutomaticCall:
             is_last: the text ends with the token after them.
         """
         self._tokens += accepted + 1
-        self._drafting.generate(accepted + 1)
         # Nothing is learnt of rounds without a choice, but how long the target alone takes where that is not known. A
         # rest goes on also there, where nothing could be drafted, as a head is not given what it reads.
         has_choice = self._is_at_rest or self._most > 0
@@ -157,10 +158,12 @@ class AutomaticCall:
             self._drafting.accept(self._shape, self._steps, accepted, self._end)
 
     def end_call(self) -> None:
-        """The call is over, and with it the round that was begun last."""
+        """The call has come to its end, and with it the round that was begun last."""
         if self._accepted is not None:
             self._record(self._clock())
             self._accepted = None
+        if self._limit:
+            self._drafting.end_call(self._tokens, self._limit)
 
 
 class LearntDrafting:

@@ -46,6 +46,9 @@ class GenerateCall(Call):
         if raised[0] is not None:
             # What was interrupted leaves nothing to learn from.
             self._recorder = None
+        # Only here: of a loop of one's own nobody knows when it ended.
+        if raised[0] is None and self._drafting is not None:
+            self._drafting.end_call()
         self.close(has_failed=raised[0] is not None)
         if self._aligner is not None and raised[0] is None:
             self._aligner.learn()
@@ -132,8 +135,6 @@ class GenerateCall(Call):
                 # It was interrupted before it could begin.
                 self._session.close()
             return
-        if not has_failed:
-            self._drafting.end_call()
         if self._stopwatch.enabled:
             elapsed = self._stopwatch.now() - self._start
             self._stats.seconds = dict(self._stopwatch.seconds)

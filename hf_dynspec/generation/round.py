@@ -183,7 +183,10 @@ class Drafting:
         shape."""
         if self._reads and not self._session.has_features_of(self._text.length):
             most = 0
-        shape = self._automatic.begin_round(most, self._fixed_shape(), self._text.length - self._session.read)
+        # What a conversation's session reads serves its later turns too, and heads are a layer or so.
+        may_wait = not self._is_kept and not self._reads
+        behind = self._text.length - self._session.read if may_wait else 0
+        shape = self._automatic.begin_round(most, self._fixed_shape(), behind)
         if shape.steps:
             self._session.use(shape.policy)
         # What a session was not shown it reads when it drafts again, and nothing before that.

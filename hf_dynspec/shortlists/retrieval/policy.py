@@ -353,7 +353,7 @@ class RetrievalState(ShortlistState):
         )
         self._worker = Worker(policy.synchronous)
         # Tokens that were verified and triggered nothing, of which the worker does not know yet.
-        self._passed: list[torch.Tensor] = []
+        self._passed: list[list[int]] = []
         # At the first draft step, before which the drafter's layers run. As a round begins, the last one's verdict is
         # microseconds old.
         self._is_taken_up = False
@@ -419,7 +419,7 @@ class RetrievalState(ShortlistState):
         is_trigger = self._triggers(verdict)
         # Nothing comes of it, and to wake the worker takes time. On other devices, to look is to wait.
         if is_trigger is not None and is_trigger.is_cpu and len(self._passed) < _MOST_PASSED and not is_trigger.any():
-            self._passed.append(verdict.verified)
+            self._passed.append(verdict.verified.tolist())
             return
         self._give(
             RetrievalEvent(

@@ -125,18 +125,18 @@ class Retriever:
         self._successors = successors
         self._listener = listener
 
-    def retrieve(self, event: RetrievalEvent, passed: Sequence[torch.Tensor] = ()) -> dict[int, int]:
+    def retrieve(self, event: RetrievalEvent, passed: Sequence[list[int]] = ()) -> dict[int, int]:
         """Take in an event.
 
         Args:
             event: what was said.
-            passed: int64 `[m]` each: what was verified between the last event and this one, and triggered nothing.
+            passed: the tokens that were verified between the last event and this one, and triggered nothing.
 
         Returns:
             The slots of the cache that hold another token now, with these tokens.
         """
         for token_ids in passed:
-            self._go_by(token_ids.tolist(), is_verified=True)
+            self._go_by(token_ids, is_verified=True)
         if self._listener is None:
             return self._take_in(event)[1]
         start = time.perf_counter()
