@@ -2,12 +2,12 @@
 domain, so that neither random draws nor changes in the computer's speed, which are larger than the differences in
 question, decide the result. `automatic_drafting.py` times whole calls instead.
 
-Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them and
-how many were accepted. Then rounds of every length are timed, in turns. With these times the texts are gone through
-again: with each fixed length, and as automatic drafting itself chooses, which sees one text after another and knows
-nothing at first. `--noise` makes each time that it is told longer or shorter by chance, and single ones several times
-as long; what it chose is counted without. With several policies all of this is done with each of them, and automatic
-drafting chooses between them too; or between them alone, with `--length`.
+Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them, what
+the text said of it, and how many were accepted. Then rounds of every length are timed, in turns. With these times the
+texts are gone through again: with each fixed length, and as automatic drafting itself chooses, which sees one text
+after another and knows nothing at first. `--noise` makes each time that it is told longer or shorter by chance, and
+single ones several times as long; what it chose is counted without. With several policies all of this is done with
+each of them, and automatic drafting chooses between them too; or between them alone, with `--length`.
 
 Where a replayed draft is shorter than the recorded one, the next begins where that went on. A real one would be
 drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
@@ -46,7 +46,7 @@ from hf_dynspec.devices import is_free_to_look
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
-from hf_dynspec.drafting.early_ends import EarlyEnd, RunningConfidence
+from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
 from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy
@@ -66,9 +66,9 @@ app = typer.Typer(add_completion=False)
 
 
 class Round(NamedTuple):
-    """A recorded round: how probable the drafter found each token, and how many of them were accepted."""
+    """A recorded round: what was known of each drafted token, and how many of them were accepted."""
 
-    probabilities: list[float]
+    tokens: list[DraftedToken]
     accepted: int
 
 
@@ -97,12 +97,12 @@ class LongDrafts(AutomaticDrafting):
         return DraftShape(RECORDED, RECORDED)
 
     def early_end(self, shape: DraftShape) -> EarlyEnd:
-        # Asks for the probabilities, and never ends a draft: any is likely enough.
-        return EarlyEnd(RunningConfidence().acceptances(), RECORDED * [0.0])
+        # Asks for what is known of tokens, and never ends a draft: any is likely enough.
+        return EarlyEnd(RunningConfidence().acceptance, RECORDED * [0.0])
 
     def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
         if steps == RECORDED:
-            self.text.append(Round(end.probabilities, accepted))
+            self.text.append(Round(end.tokens, accepted))
 
     def record(self, *round_and_time: object) -> None:
         """Times are measured apart."""
@@ -208,9 +208,9 @@ def median_round(
 
 # Replaying -----------------------------------------------------------------------------------------------------------
 
-# Says what a round drafts, given how probable the drafter finds the tokens that it can with each policy; and is told
-# what it drafted and how many of these were accepted.
-Choose = Callable[[list[list[float]]], DraftShape]
+# Says what a round drafts, given what is known of the tokens that it can draft with each policy; and is told what it
+# drafted and how many of these were accepted.
+Choose = Callable[[list[list[DraftedToken]]], DraftShape]
 Tell = Callable[[DraftShape, int], None]
 
 
@@ -219,16 +219,16 @@ def replay(texts: Texts, choose: Choose, tell: Tell) -> Iterator[tuple[DraftShap
     # Of each place in a text what is left there of the draft that was recorded. Of one that was accepted whole the
     # target's own token may be left, which nobody knows a draft for.
     left = [
-        [Round(of.probabilities[done:], of.accepted - done) for of in text for done in range(of.accepted + 1)]
+        [Round(of.tokens[done:], of.accepted - done) for of in text for done in range(of.accepted + 1)]
         for text in texts
     ]
     place, end = 0, min(map(len, left))
     while place < end:
         here = [of_policy[place] for of_policy in left]
         place += 1
-        if all(one.probabilities for one in here):
-            chosen = choose([one.probabilities for one in here])
-            steps = min(chosen.steps, len(here[chosen.policy].probabilities))
+        if all(one.tokens for one in here):
+            chosen = choose([one.tokens for one in here])
+            steps = min(chosen.steps, len(here[chosen.policy].tokens))
             came = min(steps, here[chosen.policy].accepted)
             drafted = chosen._replace(steps=steps, nodes=steps)
             tell(drafted, came)
@@ -277,14 +277,14 @@ def replay_call(
     """The same of one prompt."""
     is_whole = True
 
-    def choose(coming: list[list[float]]) -> DraftShape:
+    def choose(coming: list[list[DraftedToken]]) -> DraftShape:
         nonlocal is_whole
         shape = call.begin_round(LONGEST, fixed)
-        sure = coming[shape.policy][: shape.steps]
-        ends = (step for step, probability in enumerate(sure, start=1) if not call.goes_on(probability))
+        tokens = coming[shape.policy][: shape.steps]
+        ends = (step for step, token in enumerate(tokens, start=1) if not call.goes_on(token))
         end = next(ends, None) if call.ends_early else None
-        is_whole = end is not None or len(sure) == shape.steps
-        return shape._replace(steps=len(sure) if end is None else end)
+        is_whole = end is not None or len(tokens) == shape.steps
+        return shape._replace(steps=len(tokens) if end is None else end)
 
     def tell(drafted: DraftShape, came: int) -> None:
         clock.round(drafted)

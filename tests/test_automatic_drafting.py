@@ -34,8 +34,9 @@ from hf_dynspec.drafting import automatic_call
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shape_of, shapes_of
-from hf_dynspec.drafting.early_ends import EarlyEnd
+from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd
 from hf_dynspec.drafting.expected_speed import expected_tokens
+from hf_dynspec.drafting.recurrences import Recurrence
 from hf_dynspec.drafting.rests import FEATURES_BEFORE_RETRIAL
 from hf_dynspec.drafting.round_times import RoundTimes
 from hf_dynspec.drafting.side_by_side import SideBySide
@@ -96,10 +97,15 @@ class Machine:
 
 
 class Token(NamedTuple):
-    """One of a text: whether the drafter knows it, and how probable it finds it."""
+    """One of a text: whether the drafter knows it, how probable it finds it, and what the text says of it."""
 
     is_known: bool
     probability: float
+    recurrence: Recurrence = Recurrence.NEW
+
+    @property
+    def drafted(self) -> DraftedToken:
+        return DraftedToken(self.probability, self.recurrence)
 
 
 def text(acceptance: float, tokens: int, seed: int, probability: float = 0.6) -> list[Token]:
@@ -155,7 +161,7 @@ def automatically(
         behind = 0 if most else behind
         if call.ends_early:
             for step, token in enumerate(coming[: min(most, len(coming) - 1)], start=1):
-                if not call.goes_on(token.probability):
+                if not call.goes_on(token.drafted):
                     return step
         return most
 
@@ -328,7 +334,7 @@ def test_a_stall_in_the_first_drafts_does_not_keep_it_from_drafting(stall, unluc
         def draft(coming, call=call):
             most = min(call.begin_round(len(coming) - 1).steps, len(coming) - 1)
             if call.ends_early:
-                return next((n for n, one in enumerate(coming[:most], 1) if not call.goes_on(one.probability)), most)
+                return next((n for n, one in enumerate(coming[:most], 1) if not call.goes_on(one.drafted)), most)
             return most
 
         generate_text(machine, known, draft, call.has_drafted, tell)
@@ -1040,7 +1046,10 @@ class Whim(AutomaticDrafting):
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
         if self._confidence is None:
             return None
-        return EarlyEnd((*11 * (self._random.uniform(0.2, 0.9),), 0.3), LONGEST * (self._random.random(),))
+        acceptance = self._random.uniform(0.2, 0.9)
+        return EarlyEnd(
+            lambda token: 0.3 if token.probability < 0.03 else acceptance, LONGEST * (self._random.random(),)
+        )
 
 
 class Overtaken(Whim):

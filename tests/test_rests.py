@@ -89,6 +89,14 @@ def test_what_is_owed_for_a_dear_trial_is_not_forgotten_when_drafting_has_paid_s
     assert resting_tokens(rests) == pytest.approx(owed / 2, rel=0.05)
 
 
+def test_rests_of_another_text_are_half_as_long_again():
+    """Where drafting has gained: what was lost in the text before tells little of the next one."""
+    rests = resting(gained=1e9)
+    before = [after_trial(rests, 1000.0) for _ in range(12)][-1]
+    rests.begin_call()
+    assert after_trial(rests, 1000.0) == pytest.approx(1.25 * before / 2, abs=2)
+
+
 @pytest.mark.parametrize("gained", [-1.0, 1.0])
 def test_a_rest_that_ended_though_nothing_was_gained_by_it_goes_on_growing(gained):
     """Drafting has lost more than it gained before, so that the first trials do not count as paid for."""

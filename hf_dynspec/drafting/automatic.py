@@ -103,7 +103,9 @@ class AutomaticDrafting:
             now: the time in seconds.
         """
         with self._lock:
-            self._fade_to(_ROUNDS_OF_EARLIER_CALLS)
+            # How likely a token is by what is known of it, other texts tell as well.
+            self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
+            self._rests.begin_call()
             if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
                 self._fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._rests.end(is_new=True)
@@ -212,11 +214,11 @@ class AutomaticDrafting:
             return None
         with self._lock:
             if not self._ends_early(shape):
-                return EarlyEnd(self._confidence.acceptances(), [0.0] * shape.steps)
+                return EarlyEnd(self._confidence.acceptance, [0.0] * shape.steps)
             if self._least is None or self._least[0] != shape or self._rounds >= self._least[2]:
                 least = self._least_reaches(shape, self._confidence.mean_acceptance())
                 self._least = shape, least, self._rounds + _ROUNDS_PER_CHOICE
-            return EarlyEnd(self._confidence.acceptances(), self._least[1])
+            return EarlyEnd(self._confidence.acceptance, self._least[1])
 
     def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
         """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their
@@ -357,7 +359,7 @@ class AutomaticDrafting:
         with self._lock:
             self._acceptance.add(self._drafted(shape, steps), accepted)
             if end is not None:
-                self._confidence.add(end.probabilities, accepted)
+                self._confidence.add(end.tokens, accepted)
 
     def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
         return shape._replace(steps=steps, nodes=steps if self._drafts_chains else shape.nodes)

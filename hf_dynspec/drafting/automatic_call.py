@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from ..stats import Clock
 from .automatic import AutomaticDrafting
 from .draft_shapes import ALONE, DraftShape, shapes_of
-from .early_ends import EarlyEnd
+from .early_ends import DraftedToken, EarlyEnd
 from .tree_config import TreeConfig
 
 # Settings of which it is remembered what was learnt.
@@ -128,9 +128,9 @@ class AutomaticCall:
         """Whether `goes_on` is to be asked in this round."""
         return self._end is not None
 
-    def goes_on(self, probability: float) -> bool:
+    def goes_on(self, token: DraftedToken) -> bool:
         """See `EarlyEnd.goes_on`."""
-        return self._end.goes_on(probability)
+        return self._end.goes_on(token)
 
     def has_drafted(self) -> None:
         """The draft of the round is there, as far as the host knows."""

@@ -1,8 +1,11 @@
 """Where a chain ends early: before a token that would cost more time than it is likely to save, by how probable the
-drafter found those before it."""
+drafter found those before it, and by what the text says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import frexp
+from typing import NamedTuple
+
+from .recurrences import Recurrence
 
 # Ranges that probabilities are told apart by, each with half the odds of the one before it, from over 32 to 1 down to
 # under 1 to 32: some drafters are sure of most of their tokens, and others find all of them improbable.
@@ -14,72 +17,88 @@ _POWER, _TOKENS_OF_GUESS = 0.3, 3
 _HALF_LIFE = 96
 
 
+class DraftedToken(NamedTuple):
+    """What is known of a drafted token before the target has spoken: how probable the drafter found it, and what the
+    text says of it."""
+
+    probability: float
+    recurrence: Recurrence = Recurrence.NEW
+
+
 class RunningConfidence:
-    """How often drafted tokens were accepted of late, by how probable the drafter found them. Not shared between
-    threads."""
+    """How often drafted tokens were accepted of late, by what was known of them. `acceptance` may be asked by any
+    thread; the rest is not shared between threads."""
 
     def __init__(self):
-        self._hits, self._asked = [0.0] * _RANGES, [0.0] * _RANGES
+        # For each recurrence, by range.
+        self._hits, self._asked = ([[0.0] * _RANGES for _ in Recurrence] for _ in range(2))
         self._decay = 0.5 ** (1 / _HALF_LIFE)
         odds = [2.0 ** ((_RANGES - 1) / 2 - place) for place in range(_RANGES)]
         self._guesses = [(one / (1.0 + one)) ** _POWER for one in odds]
 
-    def add(self, probabilities: Sequence[float], accepted: int) -> None:
-        """A round is over, in which the drafter found its first tokens so probable."""
+    def add(self, tokens: Sequence[DraftedToken], accepted: int) -> None:
+        """A round is over, whose draft were these tokens."""
         self._scale(self._decay)
-        for step, probability in enumerate(probabilities[: accepted + 1]):
+        for step, (probability, recurrence) in enumerate(tokens[: accepted + 1]):
             place = _range_of(probability)
-            self._asked[place] += 1.0
-            self._hits[place] += step < accepted
+            self._asked[recurrence][place] += 1.0
+            self._hits[recurrence][place] += step < accepted
 
-    def acceptances(self) -> tuple[float, ...]:
-        """How likely a token is accepted where those before it were, for each range of its probability."""
-        seen = zip(self._hits, self._asked, self._guesses, strict=True)
-        return tuple((hits + _TOKENS_OF_GUESS * guess) / (asked + _TOKENS_OF_GUESS) for hits, asked, guess in seen)
+    def acceptance(self, token: DraftedToken) -> float:
+        """How likely a token is accepted where those before it were: by what was seen of such ones, as far as that
+        goes, then by what was seen of all that were as probable, then by how probable it is."""
+        place = _range_of(token.probability)
+        guess = self._guesses[place]
+        guess = _with_guess(sum(of[place] for of in self._hits), sum(of[place] for of in self._asked), guess)
+        return _with_guess(self._hits[token.recurrence][place], self._asked[token.recurrence][place], guess)
 
     def mean_acceptance(self) -> float:
-        """The same of a token whose probability is not known yet."""
+        """The same of a token of which nothing is known yet."""
         # If all probabilities were seen as often.
         guess = 1 / (1 + _POWER)
-        return (sum(self._hits) + _TOKENS_OF_GUESS * guess) / (sum(self._asked) + _TOKENS_OF_GUESS)
+        return _with_guess(sum(map(sum, self._hits)), sum(map(sum, self._asked)), guess)
 
     def fade_to(self, tokens: float) -> None:
         """Let all that was seen count for no more than so many tokens."""
-        asked = sum(self._asked)
+        asked = sum(map(sum, self._asked))
         if asked > tokens:
             self._scale(tokens / asked)
 
     def _scale(self, factor: float) -> None:
-        self._hits = [factor * number for number in self._hits]
-        self._asked = [factor * number for number in self._asked]
+        self._hits = [[factor * number for number in one] for one in self._hits]
+        self._asked = [[factor * number for number in one] for one in self._asked]
 
 
 class EarlyEnd:
     """Ends one chain.
 
     Args:
-        acceptances: see `RunningConfidence.acceptances`.
+        acceptance: see `RunningConfidence.acceptance`.
         least: for each number of tokens, from 1 on, how likely all of them have to be accepted for another one to be
             drafted.
     """
 
-    def __init__(self, acceptances: tuple[float, ...], least: Sequence[float]):
-        self._acceptances = acceptances
+    def __init__(self, acceptance: Callable[[DraftedToken], float], least: Sequence[float]):
+        self._acceptance = acceptance
         self._least = least
         self._reached = 1.0
-        # Of the tokens so far, what the drafter found.
-        self.probabilities: list[float] = []
+        # Those that were drafted so far.
+        self.tokens: list[DraftedToken] = []
 
     @property
     def steps(self) -> int:
         """How many tokens were drafted."""
-        return len(self.probabilities)
+        return len(self.tokens)
 
-    def goes_on(self, probability: float) -> bool:
-        """Whether another token is worth its time, after one that the drafter found so probable."""
-        self.probabilities.append(probability)
-        self._reached *= self._acceptances[_range_of(probability)]
+    def goes_on(self, token: DraftedToken) -> bool:
+        """Whether another token is worth its time after one that was drafted."""
+        self.tokens.append(token)
+        self._reached *= self._acceptance(token)
         return self._reached >= self._least[self.steps - 1]
+
+
+def _with_guess(hits: float, asked: float, guess: float) -> float:
+    return (hits + _TOKENS_OF_GUESS * guess) / (asked + _TOKENS_OF_GUESS)
 
 
 def _range_of(probability: float) -> int:

@@ -48,6 +48,11 @@ class Rests:
         """Whether drafting goes on: it was not found to lose, or not when it was tried last."""
         return self._tokens is None
 
+    def begin_call(self) -> None:
+        """Another text begins: where drafting has gained in some, how often it lost in others tells half as much."""
+        if self._has_gained:
+            self._usual //= 2
+
     def add(self) -> None:
         """A token was generated while drafting rests."""
         self._rested += 1
@@ -94,8 +99,12 @@ class Rests:
         pays = self._pays = max(_SHORTEST_REST, int(self._lost_by_trial / (alone * share)))
         longer = max(_SHORTEST_REST, int(_LONGER_EACH_TIME * self._usual))
         self._usual = min(longer, max(_LONGEST_REST, pays))
-        has_gained = self._gained > self._lost_by_trial
-        self._tokens, self._rested = min(self._usual, pays) if has_gained else max(self._usual, pays), 0
+        self._tokens, self._rested = min(self._usual, pays) if self._has_gained else max(self._usual, pays), 0
+
+    @property
+    def _has_gained(self) -> bool:
+        """Whether drafting has gained more than a trial loses."""
+        return self._gained > self._lost_by_trial
 
     def hasten(self) -> None:
         """How often drafting has lost tells nothing any more: it is tried again as soon as that is paid for."""

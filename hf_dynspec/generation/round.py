@@ -10,7 +10,9 @@ from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.draft_shapes import DraftShape, shape_of
+from ..drafting.early_ends import DraftedToken
 from ..drafting.guards import outside_inference_mode
+from ..drafting.recurrences import Recurrences
 from ..drafting.session import DraftSession, Feedback
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..drafting.token_choice import TokenChoice
@@ -69,6 +71,8 @@ class Drafting:
         self._has_fixed_shape = automatic is None or tokens != AUTO
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
         self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
+        # Of what a chain that may end early follows.
+        self._recurrences = Recurrences()
         self._session = session
         self._reads = reads
         self._target = target
@@ -153,8 +157,9 @@ class Drafting:
             draw = self._choice.draw_children if self._choice.do_sample else None
             self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
-            watches = self._threshold > 0 or (self._automatic is not None and self._automatic.ends_early)
-            goes_on = self._goes_on if watches else None
+            if self._ends_early:
+                self._recurrences.begin_draft(prefix)
+            goes_on = self._goes_on if self._threshold > 0 or self._ends_early else None
             self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
@@ -162,11 +167,20 @@ class Drafting:
             self._automatic.has_drafted()
         return self._candidates
 
-    def _goes_on(self, *chosen: Any) -> bool:
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the round's chain ends where another token is not worth its time."""
+        return self._automatic is not None and self._automatic.ends_early
+
+    def _goes_on(self, token_id: torch.Tensor, *chosen: Any) -> bool:
         """See `session.GoesOn`."""
-        probability = self._choice.probability(*chosen)
-        is_worth_it = self._automatic is None or not self._automatic.ends_early or self._automatic.goes_on(probability)
-        return is_worth_it and probability >= self._threshold
+        probability = self._choice.probability(token_id, *chosen)
+        goes_on = probability >= self._threshold
+        if self._ends_early:
+            token = DraftedToken(probability, self._recurrences.go_on(int(token_id)))
+            # It is told of each token.
+            goes_on = self._automatic.goes_on(token) and goes_on
+        return goes_on
 
     def _most_steps(self, length: int) -> int:
         """How long a path may be drafted after a text of that length, padding included; none where it is below 1."""
