@@ -26,7 +26,7 @@ _ROUNDS_OF_EARLIER_CALLS = 8
 _TOKENS_PER_ROUND = 3
 
 # How much is drafted is settled anew after so many rounds, and with which policy, if at all, after so many.
-_ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 2, 8
+_ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 4, 8
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
@@ -266,6 +266,8 @@ class AutomaticDrafting:
     def _features(self, shape: DraftShape) -> tuple[float, ...]:
         """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
         one of the first policy."""
+        if self._policies == 1:
+            return shape[:2]
         features = [*shape[:2], *[0] * (self._policies - 1)]
         if shape.policy:
             features[1 + shape.policy] = shape.steps

@@ -13,8 +13,9 @@ _RANGES = 12
 # How likely a token is accepted before anything is known: its probability to this power, as drafters are right more
 # often than they are sure. And how many tokens of its range this guess counts for.
 _POWER, _TOKENS_OF_GUESS = 0.3, 3
-# Rounds in which what was seen is forgotten by half.
-_HALF_LIFE = 96
+# Rounds in which what was seen is forgotten by half: what is seen later counts for so much more. Numbers are made
+# small again before a token counts for more than the second one.
+_HALF_LIFE, _LARGEST_WEIGHT = 96, 1e9
 
 
 class DraftedToken(NamedTuple):
@@ -30,43 +31,47 @@ class RunningConfidence:
     thread; the rest is not shared between threads."""
 
     def __init__(self):
-        # For each recurrence, by range.
+        # For each recurrence, by range; and what a token of the latest round counts for in them.
         self._hits, self._asked = ([[0.0] * _RANGES for _ in Recurrence] for _ in range(2))
-        self._decay = 0.5 ** (1 / _HALF_LIFE)
+        self._weight = 1.0
         odds = [2.0 ** ((_RANGES - 1) / 2 - place) for place in range(_RANGES)]
         self._guesses = [(one / (1.0 + one)) ** _POWER for one in odds]
 
     def add(self, tokens: Sequence[DraftedToken], accepted: int) -> None:
         """A round is over, whose draft were these tokens."""
-        self._scale(self._decay)
+        self._weight *= 2.0 ** (1 / _HALF_LIFE)
+        if self._weight > _LARGEST_WEIGHT:
+            self._hits, self._asked = (
+                [[number / self._weight for number in of] for of in counts] for counts in (self._hits, self._asked)
+            )
+            self._weight = 1.0
         for step, (probability, recurrence) in enumerate(tokens[: accepted + 1]):
             place = _range_of(probability)
-            self._asked[recurrence][place] += 1.0
-            self._hits[recurrence][place] += step < accepted
+            self._asked[recurrence][place] += self._weight
+            if step < accepted:
+                self._hits[recurrence][place] += self._weight
 
     def acceptance(self, token: DraftedToken) -> float:
         """How likely a token is accepted where those before it were: by what was seen of such ones, as far as that
         goes, then by what was seen of all that were as probable, then by how probable it is."""
         place = _range_of(token.probability)
-        guess = self._guesses[place]
-        guess = _with_guess(sum(of[place] for of in self._hits), sum(of[place] for of in self._asked), guess)
-        return _with_guess(self._hits[token.recurrence][place], self._asked[token.recurrence][place], guess)
+        hits, asked = ([of[place] for of in counts] for counts in (self._hits, self._asked))
+        guess = self._with_guess(sum(hits), sum(asked), self._guesses[place])
+        return self._with_guess(hits[token.recurrence], asked[token.recurrence], guess)
+
+    def _with_guess(self, hits: float, asked: float, guess: float) -> float:
+        tokens = _TOKENS_OF_GUESS * self._weight
+        return (hits + tokens * guess) / (asked + tokens)
 
     def mean_acceptance(self) -> float:
         """The same of a token of which nothing is known yet."""
         # If all probabilities were seen as often.
         guess = 1 / (1 + _POWER)
-        return _with_guess(sum(map(sum, self._hits)), sum(map(sum, self._asked)), guess)
+        return self._with_guess(sum(map(sum, self._hits)), sum(map(sum, self._asked)), guess)
 
     def fade_to(self, tokens: float) -> None:
         """Let all that was seen count for no more than so many tokens."""
-        asked = sum(map(sum, self._asked))
-        if asked > tokens:
-            self._scale(tokens / asked)
-
-    def _scale(self, factor: float) -> None:
-        self._hits = [[factor * number for number in one] for one in self._hits]
-        self._asked = [[factor * number for number in one] for one in self._asked]
+        self._weight = max(self._weight, sum(map(sum, self._asked)) / tokens)
 
 
 class EarlyEnd:
@@ -95,10 +100,6 @@ class EarlyEnd:
         self.tokens.append(token)
         self._reached *= self._acceptance(token)
         return self._reached >= self._least[self.steps - 1]
-
-
-def _with_guess(hits: float, asked: float, guess: float) -> float:
-    return (hits + _TOKENS_OF_GUESS * guess) / (asked + _TOKENS_OF_GUESS)
 
 
 def _range_of(probability: float) -> int:

@@ -24,8 +24,8 @@ from .unread_features import UnreadFeatures
 ChooseToken = Callable[
     [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, FewWeights | None]
 ]
-# Whether a draft goes on after a token, int64 [1], given what `ChooseToken` returned and the shortlist.
-GoesOn = Callable[[torch.Tensor, torch.Tensor, Shortlist, FewWeights | None], bool]
+# Whether a draft goes on after the token, int64 [1], that was chosen last.
+GoesOn = Callable[[torch.Tensor], bool]
 
 # Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
 # to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
@@ -215,7 +215,7 @@ class DraftSession:
             used_logits.append(used)
             drawn_from.append(few)
             shortlists.append(shortlist)
-            if goes_on is not None and not goes_on(fresh, used, shortlist, few):
+            if goes_on is not None and not goes_on(fresh):
                 break
             if len(token_ids) == count:
                 break

@@ -42,6 +42,10 @@ class TokenChoice:
         self._by_value = ProcessorsByValue(kept[cut:])
         self.do_sample = do_sample
         self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
+        # Of the latest draw the weights, whose sum is 1, and which one was drawn; otherwise the latest logits.
+        self._weights: torch.Tensor | list[float] | None = None
+        self._place: torch.Tensor | int = 0
+        self._logits: torch.Tensor | None = None
         # Processors by value are passed tokens, and read none.
         self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
 
@@ -59,30 +63,27 @@ class TokenChoice:
         if not self.do_sample:
             if self._by_value:
                 logits = self._by_value(self._no_tokens, logits.unsqueeze(0))[0]
+            self._logits = logits
             return shortlist.ids_at(argmax_rows(logits.unsqueeze(0))), logits, None
         columns, likely = self._process_by_value(logits.unsqueeze(0))
-        weights = likely[0].softmax(-1)
+        self._weights = weights = likely[0].softmax(-1)
         if columns is None:
-            return shortlist.ids_at(draw(weights)), likely[0], None
+            self._place = draw(weights)
+            return shortlist.ids_at(self._place), likely[0], None
         token_ids = shortlist.ids_at(columns[0])
         used = torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
         if not is_free_to_look(logits.device):
-            return token_ids.index_select(0, draw(weights)), used, None
+            self._place = draw(weights)
+            return token_ids.index_select(0, self._place), used, None
         few = FewWeights(token_ids.tolist(), weights.tolist())
-        place = draw_place(few.weights)
-        return token_ids[place : place + 1], used, few
+        self._weights, self._place = few.weights, draw_place(few.weights)
+        return token_ids[self._place : self._place + 1], used, few
 
-    def probability(
-        self, token_id: torch.Tensor, used: torch.Tensor, shortlist: Shortlist, few: FewWeights | None
-    ) -> float:
-        """How probable a token, int64 `[1]`, was when it was chosen from a shortlist, with the rest as it was returned
-        then. Waits for the device."""
-        if few is not None:
-            return few.weights[few.token_ids.index(int(token_id))] / sum(few.weights)
-        probabilities = used.softmax(-1)
+    def probability(self) -> float:
+        """How probable the token was that was chosen last. Waits for the device."""
         if self.do_sample:
-            probabilities = probabilities.masked_fill(shortlist.scored_slots != token_id, 0.0)
-        return float(probabilities.amax())
+            return float(self._weights[self._place])
+        return float(self._logits.softmax(-1).amax())
 
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int

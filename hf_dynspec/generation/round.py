@@ -172,9 +172,9 @@ class Drafting:
         """Whether the round's chain ends where another token is not worth its time."""
         return self._automatic is not None and self._automatic.ends_early
 
-    def _goes_on(self, token_id: torch.Tensor, *chosen: Any) -> bool:
+    def _goes_on(self, token_id: torch.Tensor) -> bool:
         """See `session.GoesOn`."""
-        probability = self._choice.probability(token_id, *chosen)
+        probability = self._choice.probability()
         goes_on = probability >= self._threshold
         if self._ends_early:
             token = DraftedToken(probability, self._recurrences.go_on(int(token_id)))
