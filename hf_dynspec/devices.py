@@ -1,6 +1,7 @@
 """What the host may do on a device without waiting for it, and on itself without keeping others waiting."""
 
 import ctypes
+import os
 from contextlib import suppress
 
 import torch
@@ -23,6 +24,16 @@ GRAPHS = frozenset({"cuda"})
 def has_graphs(device: torch.device) -> bool:
     """Whether operations on a device can be captured, and asked for at once."""
     return device.type in GRAPHS
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def leaves_a_core(device: torch.device) -> bool:
+    """Whether a core of the host is idle while operations on a device go on."""
+    return not is_free_to_look(device) or torch.get_num_threads() < usable_cores()
 
 
 # What sets how many threads take part in the operations of the thread that calls it, and of no other.

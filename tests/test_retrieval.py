@@ -1,5 +1,6 @@
 """EvoSpec's dynamic vocabulary: what is retrieved when, where it is kept, and the thread that does it."""
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -15,11 +16,14 @@ import pytest
 import torch
 from models import VOCABULARY, perturbed, prompt, successor_graph, tiny
 
-from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError
+from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError, devices
+from hf_dynspec.kernels import cpu_waiting
+from hf_dynspec.kernels.cpu_waiting import wait_for_change
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BackgroundWork, HeadRows, JoinedShortlist, Prompt, Shortlist, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import ScreenFactor
 from hf_dynspec.shortlists.retrieval import index as index_module
+from hf_dynspec.shortlists.retrieval import worker as worker_module
 from hf_dynspec.shortlists.retrieval.cache import CACHES
 from hf_dynspec.shortlists.retrieval.index import IndexSettings, SemanticIndex
 from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
@@ -498,8 +502,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
     assert holds()
 
 
-def test_a_slow_answer_delays_no_round():
-    worker, release = Worker(is_synchronous=False), threading.Event()
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_a_slow_answer_delays_no_round(looks):
+    worker, release = Worker(is_synchronous=False, looks=looks), threading.Event()
     worker.give(lambda: release.wait(PATIENCE) and "late")
     worker.give(lambda: "next")
     # Whoever waited for it would find it.
@@ -512,8 +517,9 @@ def test_a_slow_answer_delays_no_round():
     assert threads() == 0
 
 
-def test_what_a_job_raises_is_raised_when_it_is_taken():
-    worker = Worker(is_synchronous=False)
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_what_a_job_raises_is_raised_when_it_is_taken(looks):
+    worker = Worker(is_synchronous=False, looks=looks)
     worker.give(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         while True:
@@ -521,9 +527,10 @@ def test_what_a_job_raises_is_raised_when_it_is_taken():
     worker.close()
 
 
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous):
-    worker, has_begun, release = Worker(is_synchronous), threading.Event(), threading.Event()
+def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous, looks):
+    worker, has_begun, release = Worker(is_synchronous, looks), threading.Event(), threading.Event()
     if not is_synchronous:
         worker.give(lambda: has_begun.set() or (release.wait(PATIENCE) and "begun"))
         worker.give(lambda: "not begun")
@@ -540,8 +547,9 @@ def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous):
     assert not finishing.is_alive() and worker.take_work().late_rounds == 0
 
 
-def test_a_worker_that_is_closed_by_its_own_thread_ends():
-    worker = Worker(is_synchronous=False)
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_a_worker_that_is_closed_by_its_own_thread_ends(looks):
+    worker = Worker(is_synchronous=False, looks=looks)
     worker.give(worker.close)
     wait_until(lambda: threads() == 0)
 
@@ -553,10 +561,15 @@ def multiply_for(seconds: float) -> None:
         matrix @ matrix
 
 
-def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch):
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch, looks):
     # What holds up the machine is no time of this thread.
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
-    hidden, exposed, release = Worker(is_synchronous=False), Worker(is_synchronous=True), threading.Event()
+    hidden, exposed, release = (
+        Worker(is_synchronous=False, looks=looks),
+        Worker(is_synchronous=True),
+        threading.Event(),
+    )
     hidden.give(lambda: release.wait(PATIENCE) and multiply_for(0.2))
     assert hidden.take() == []
     release.set()
@@ -575,8 +588,9 @@ def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch):
     hidden.close()
 
 
-def test_waiting_for_the_thread_is_not_hidden(monkeypatch):
-    worker, is_waited_for, now = Worker(is_synchronous=False), threading.Event(), [0.0]
+@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_waiting_for_the_thread_is_not_hidden(monkeypatch, looks):
+    worker, is_waited_for, now = Worker(is_synchronous=False, looks=looks), threading.Event(), [0.0]
 
     def take_long() -> None:
         assert is_waited_for.wait(PATIENCE)
@@ -593,6 +607,77 @@ def test_waiting_for_the_thread_is_not_hidden(monkeypatch):
     work = worker.take_work()
     assert work.jobs == 1 and work.exposed_seconds >= 10.0 and work.late_rounds == 0
     worker.close()
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """A thread that looks for jobs gives up soon. Returns when it has."""
+    given_up = []
+
+    def give_up_soon(number, seen, pause, seconds):
+        has_changed = wait_for_change(number, seen, pause, seconds)
+        if not has_changed:
+            given_up.append(seconds)
+        return has_changed
+
+    monkeypatch.setattr(worker_module, "_LOOKS_FOR", 0.01)
+    monkeypatch.setattr(worker_module, "wait_for_change", give_up_soon)
+    return given_up
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(has_compiler, waits, monkeypatch):
+    if not has_compiler:
+        monkeypatch.setattr(cpu_waiting, "_kernel", lambda: None)
+    worker = Worker(is_synchronous=False, looks=True)
+    for place in range(5):
+        slept = len(waits)
+        worker.give(lambda place=place: place)
+        worker.wait()
+        assert worker.take() == [place]
+        wait_until(lambda slept=slept: len(waits) > slept and worker._given._sleeps)
+    worker.close()
+    assert threads() == 0
+
+
+def test_no_job_is_lost_whether_the_thread_looks_or_sleeps(waits, monkeypatch):
+    """Where it falls asleep as jobs come."""
+    monkeypatch.setattr(worker_module, "_LOOKS_FOR", 0.0005)
+    worker = Worker(is_synchronous=False, looks=True)
+    for place in range(400):
+        worker.give(lambda place=place: place)
+        time.sleep(0.0001 * (place % 13))
+        if place % 3 == 0:
+            worker.wait()
+    worker.wait()
+    assert worker.take() == list(range(400)) and waits
+    worker.close()
+    assert threads() == 0
+
+
+def test_waiting_for_a_change_lets_others_run_and_ends_with_it():
+    number, has_begun = ctypes.c_int64(7), threading.Event()
+
+    def change() -> None:
+        has_begun.wait(PATIENCE)
+        number.value = 8
+
+    other = threading.Thread(target=change, daemon=True)
+    other.start()
+    assert not wait_for_change(number, 7, 0.001, 0.01)
+    has_begun.set()
+    assert wait_for_change(number, 7, 0.001, PATIENCE)
+    assert wait_for_change(number, 7, 0.001, 0.0)
+    other.join()
+
+
+@pytest.mark.parametrize(("threads_of_torch", "leaves"), [(1, True), (2, False), (3, False)])
+def test_jobs_are_looked_for_where_a_core_is_idle(threads_of_torch, leaves, monkeypatch):
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
+    state = policy(synchronous=False).start(vocabulary())
+    assert isinstance(state._worker._given, worker_module._LookedFor) == leaves
+    state.close()
 
 
 def test_what_is_retrieved_while_the_drafter_reads_is_used_in_the_same_round():

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..devices import usable_cores
 from ..errors import counted
 from ..shortlists import ShortlistPolicy
 from .policy_text import shorten_paths
@@ -94,12 +95,11 @@ def _git(*arguments: str) -> str | None:
 
 def hardware() -> dict[str, Any]:
     """CPU, cores, memory in bytes, GPUs, and how busy the computer has been over the last one and fifteen minutes."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "cores_allowed": allowed,
+        "cores_allowed": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "load_average": None if load is None else {"1_minute": load[0], "15_minutes": load[2]},
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],

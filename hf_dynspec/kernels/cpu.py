@@ -29,12 +29,13 @@ _MOST_CHARACTERS = 200
 _log = logging.getLogger(__name__)
 
 
-def compiled_library(file_name: str, what: str, *headers: str) -> ctypes.CDLL | None:
+def compiled_library(file_name: str, what: str | None, *headers: str) -> ctypes.CDLL | None:
     """Compile a source file of this folder for this machine; torch keeps the library on disk.
 
     Args:
         file_name: the source's.
-        what: what is done by plain torch where it cannot be compiled, with a verb, for the one line that says so.
+        what: what is done by plain torch where it cannot be compiled, with a verb, for the one line that says so
+            (None: it makes so little difference that nothing is said of it).
         headers: names of files to compile before it; torch compiles texts, which have no place to include from.
 
     Returns:
@@ -50,14 +51,15 @@ def compiled_library(file_name: str, what: str, *headers: str) -> ctypes.CDLL | 
         # Where torch compiles, a product and a sum are two instructions, unless told otherwise.
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
-        _log.warning(
-            "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: %s. (%s)",
-            what,
-            _remedy(error),
-            _in_one_line(error),
-        )
+        if what is not None:
+            _log.warning(
+                "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: %s. (%s)",
+                what,
+                _remedy(error),
+                _in_one_line(error),
+            )
         return None
-    if _is_younger(library, began):
+    if what is not None and _is_younger(library, began):
         _log.warning("compiled the CPU kernels, once on this computer: %.0f s", time.perf_counter() - start)
     return library
 

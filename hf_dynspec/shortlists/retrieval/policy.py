@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...devices import leaves_a_core
 from ...errors import ConfigurationError
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
 from ...protocol import BackgroundWork, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
@@ -351,7 +352,7 @@ class RetrievalState(ShortlistState):
             policy.successors_among(is_wanted),
             policy.listener,
         )
-        self._worker = Worker(policy.synchronous)
+        self._worker = Worker(policy.synchronous, leaves_a_core(vocabulary.device))
         # Tokens that were verified and triggered nothing, of which the worker does not know yet.
         self._passed: list[list[int]] = []
         # At the first draft step, before which the drafter's layers run. As a round begins, the last one's verdict is

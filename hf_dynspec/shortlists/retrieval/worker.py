@@ -1,18 +1,59 @@
 """One thread beside a session, which retrieves while the device decodes."""
 
+import ctypes
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ...devices import compute_alone
 from ...forks import MadeAnewAfterFork
+from ...kernels.cpu_waiting import wait_for_change
 from ...protocol import BackgroundWork
 
-# A job, or None as the last one.
-_Jobs = SimpleQueue[Callable[[], Any] | None]
+# Seconds between two looks for a job where the thread looks for them, and for how long it does after the last one:
+# longer than a round takes, and not as long as people do between two calls.
+_PAUSE, _LOOKS_FOR = 2.5e-4, 0.5
+
+# Does something, and returns its result; None as the last one.
+_Job = Callable[[], Any] | None
+
+
+class _LookedFor:
+    """A queue of jobs for one thread, which looks for them. To wake a thread whose core is idle takes tens of
+    microseconds of the one that gives it a job, as much as the rest of it, and this takes none."""
+
+    def __init__(self):
+        self._jobs: deque[_Job] = deque()
+        self._changes = ctypes.c_int64(0)
+        # Whether the thread does not look any more, and what wakes it then.
+        self._sleeps, self._wake = False, SimpleQueue()
+
+    def put(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._changes.value += 1
+        if self._sleeps:
+            self._wake.put(None)
+
+    def get(self) -> _Job:
+        while True:
+            seen = self._changes.value
+            with suppress(IndexError):
+                return self._jobs.popleft()
+            if not wait_for_change(self._changes, seen, _PAUSE, _LOOKS_FOR):
+                self._sleeps = True
+                # What was put before that has woken nobody. A wake too many has it look once more.
+                if not self._jobs:
+                    self._wake.get()
+                self._sleeps = False
+
+
+# What a thread is given its jobs by.
+_Jobs = SimpleQueue[_Job] | _LookedFor
 
 
 class Worker(MadeAnewAfterFork):
@@ -24,12 +65,13 @@ class Worker(MadeAnewAfterFork):
 
     Args:
         is_synchronous: do each job at once, in the thread that gives it.
+        looks: the thread looks for jobs in place of being woken for each, for which a core must be idle.
     """
 
-    def __init__(self, is_synchronous: bool):
+    def __init__(self, is_synchronous: bool, looks: bool = False):
         super().__init__()
         self._is_synchronous = is_synchronous
-        self._given: _Jobs = SimpleQueue()
+        self._given: _Jobs = _LookedFor() if looks else SimpleQueue()
         self._done: SimpleQueue[_Done] = SimpleQueue()
         self._running = 0
         self._ending: weakref.finalize | None = None
@@ -63,6 +105,8 @@ class Worker(MadeAnewAfterFork):
 
         Raises whatever a job raised.
         """
+        if not self._running:
+            return []
         start = time.perf_counter()
         results: list[Any] = []
         while not self._done.empty():
