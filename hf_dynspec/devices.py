@@ -32,8 +32,9 @@ def usable_cores() -> int:
 
 
 def leaves_a_core(device: torch.device) -> bool:
-    """Whether a core of the host is idle while operations on a device go on."""
-    return not is_free_to_look(device) or torch.get_num_threads() < usable_cores()
+    """Whether a core of the host is likely idle while operations on a device go on: on a CPU, where torch has fewer
+    threads than there are cores. Of other devices it is not known."""
+    return is_free_to_look(device) and torch.get_num_threads() < usable_cores()
 
 
 # What sets how many threads take part in the operations of the thread that calls it, and of no other.

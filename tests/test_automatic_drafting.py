@@ -842,6 +842,23 @@ def test_what_a_seldom_tried_shape_takes_follows_from_the_others():
     assert times.expected(ALONE) == 8.0
 
 
+def test_what_a_shape_took_while_the_machine_was_slow_is_forgotten():
+    """Of one that is not drafted any more nothing else would tell that the machine is faster now. Of those that are,
+    and of the target alone, all stays as it is."""
+    times, slow, lasting = RoundTimes(), DraftShape(3, 3), (DraftShape(2, 2), DraftShape(5, 5))
+    times.add(ALONE, 8.0)
+    for _ in range(20):
+        for shape in (slow, *lasting):
+            times.add(shape, 1.5 * (10.0 + shape.steps))
+    for _ in range(400):
+        for shape in lasting:
+            times.add(shape, 10.0 + shape.steps)
+    for shape in lasting:
+        assert times.expected(shape) == pytest.approx(10.0 + shape.steps, rel=0.03)
+    assert times.expected(slow) == pytest.approx(13.0, rel=0.15)
+    assert times.count(slow) >= 3 and times.expected(ALONE) == 8.0
+
+
 def test_what_was_learnt_is_bounded_and_follows_the_weights():
     learnt = LearntDrafting()
     first = learnt.under("greedy", None, 1)

@@ -33,10 +33,17 @@ from automatic_drafting_replayed import (
 
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.draft_shapes import LONGEST, DraftShape
+from hf_dynspec.drafting.early_ends import DraftedToken
+from hf_dynspec.drafting.recurrences import Recurrence
 
 POCKET = Path(__file__).parents[1] / "examples/pocket"
 # Rounds that take a second each, and as long again for eight tokens, with one policy.
 SECONDS = [[1 + length / 8 for length in range(LONGEST + 1)]]
+
+
+def recorded(tokens: int, probability: float, accepted: int) -> Round:
+    """A round whose drafted tokens the drafter found all as probable."""
+    return Round(tokens * [DraftedToken(probability)], accepted)
 
 
 def drafts_of(length: int, policy: int = 0) -> DraftShape:
@@ -79,10 +86,10 @@ def test_every_setting_is_timed_and_replayed_in_every_domain(drafter, policies, 
     assert {len(texts) for texts in prompts} == {policies}
     rounds = [one for texts in prompts for text in texts for one in text]
     assert rounds
-    for probabilities, accepted in rounds:
-        assert len(probabilities) == RECORDED
+    for tokens, accepted in rounds:
+        assert len(tokens) == RECORDED
         assert 0 <= accepted <= RECORDED
-        assert all(0 < one <= 1 for one in probabilities)
+        assert all(0 < probability <= 1 and recurrence in list(Recurrence) for probability, recurrence in tokens)
     assert any(accepted for _, accepted in rounds)
 
 
@@ -92,25 +99,29 @@ def test_every_setting_is_timed_and_replayed_in_every_domain(drafter, policies, 
 )
 def test_a_shorter_draft_goes_on_where_the_recorded_one_did(length, expected):
     """Of six tokens four were accepted; the fifth that comes out is the target's own."""
-    rounds = replay_fixed(of_one_policy([[Round(6 * [0.5], 4)]]), drafts_of(length))
+    rounds = replay_fixed(of_one_policy([[recorded(6, 0.5, 4)]]), drafts_of(length))
     assert [(drafted.steps, came) for drafted, came in rounds] == expected
 
 
 def test_nothing_is_replayed_beyond_what_was_recorded():
     """Neither a draft nor a rejection is invented for what follows a draft that was accepted whole."""
     seen = []
-    text = [Round([0.9, 0.8], 2)]
+    tokens = [DraftedToken(0.9), DraftedToken(0.8)]
+    text = [Round(tokens, 2)]
     rounds = list(replay((text,), lambda coming: seen.append(coming) or drafts_of(1), lambda *_: None))
-    assert seen == [[[0.9, 0.8]]]
+    assert seen == [[tokens]]
     assert rounds == [(drafts_of(1), 2)]
     for accepted, expected in ((3, [(drafts_of(2), 3)]), (4, [(drafts_of(2), 3), (drafts_of(1), 2)])):
-        assert replay_fixed(of_one_policy([[Round(accepted * [0.9], accepted)]]), drafts_of(2)) == expected
+        assert replay_fixed(of_one_policy([[recorded(accepted, 0.9, accepted)]]), drafts_of(2)) == expected
 
 
 def test_a_change_of_policy_goes_on_at_the_same_place_of_the_text():
     """The first policy's drafts are accepted up to the third token, the second one's never; texts are as long as the
     shorter of them."""
-    texts, shapes = ([Round(6 * [0.9], 3)] * 2, [Round(6 * [0.1], 0)] * 6), [drafts_of(2), drafts_of(5, policy=1)]
+    texts, shapes = (
+        ([recorded(6, 0.9, 3)] * 2, [recorded(6, 0.1, 0)] * 6),
+        [drafts_of(2), drafts_of(5, policy=1)],
+    )
     seen, told = [], []
     chosen = iter(3 * shapes)
     rounds = list(replay(texts, lambda coming: seen.append(coming) or next(chosen), lambda *of: told.append(of)))
@@ -123,14 +134,14 @@ def test_nothing_is_learnt_of_drafts_that_are_cut_short(monkeypatch):
     """They would seem to be rejected where a recording ends."""
     learn, learnt = AutomaticDrafting.record, []
     monkeypatch.setattr(AutomaticDrafting, "record", lambda self, *of: (learnt.append(of[0].steps), learn(self, *of)))
-    sure = of_one_policy([[Round(5 * [0.9], 5)] * 60] * 4)
+    sure = of_one_policy([[recorded(5, 0.9, 5)] * 60] * 4)
     drafted = [one.steps for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early=False)]
     assert drafted.count(5) > len(drafted) / 2
     assert 0 < max(learnt) <= 5
 
 
 def test_a_draft_is_no_shorter_because_less_of_the_other_policys_is_known():
-    texts = [([Round(RECORDED * [0.8], 4)] * 20, [Round(2 * [0.8], 1)] * 60)]
+    texts = [([recorded(RECORDED, 0.8, 4)] * 20, [recorded(2, 0.8, 1)] * 60)]
     rounds = replay_auto(texts, NoisyClock(2 * SECONDS, 0.0, 0), ends_early=False, fixed=drafts_of(5))
     assert {drafted.steps for drafted, _ in rounds if drafted.policy == 0} == {5}
     assert {drafted.steps for drafted, _ in rounds if drafted.policy == 1} <= {1, 2}
@@ -147,7 +158,7 @@ def test_each_round_is_counted_with_the_time_of_its_length():
 def test_automatic_drafting_finds_what_pays(ends_early):
     """Where all is accepted it drafts what is long, and where nothing is, mostly nothing."""
     sure, never = (
-        of_one_policy([[Round(RECORDED * [one], accepted)] * 40] * 5) for one, accepted in ((0.9, RECORDED), (0.1, 0))
+        of_one_policy([[recorded(RECORDED, one, accepted)] * 40] * 5) for one, accepted in ((0.9, RECORDED), (0.1, 0))
     )
     drafted = [one.steps for one, _ in replay_auto(sure, NoisyClock(SECONDS, 0.0, 0), ends_early)]
     assert sum(drafted) / len(drafted) > 6
@@ -159,7 +170,7 @@ def test_automatic_drafting_finds_what_pays(ends_early):
 @pytest.mark.parametrize("better", [0, 1])
 def test_the_better_policy_is_found(better, length):
     """One that is accepted further, at the same price: by lengths that are chosen too, or by one."""
-    texts = [tuple([Round(RECORDED * [0.8], 4 if policy == better else 1)] * 60 for policy in (0, 1))] * 12
+    texts = [tuple([recorded(RECORDED, 0.8, 4 if policy == better else 1)] * 60 for policy in (0, 1))] * 12
     speeds = compare([texts], 2 * SECONDS, ["first", "second"], ends_early=True, noise=0.05, seeds=6, length=length)
     good, bad = (
         max(speed for setting, speed in speeds.items() if setting.startswith(name))
@@ -186,14 +197,14 @@ def test_the_clock_is_noisy_where_it_is_to_be():
 
 def test_what_it_chose_is_counted_without_noise():
     """Where all lengths take the same time and nothing is accepted, they all bring the same."""
-    texts = of_one_policy([[Round(RECORDED * [0.9], 0)] * 60] * 4)
+    texts = of_one_policy([[recorded(RECORDED, 0.9, 0)] * 60] * 4)
     speeds = compare([texts], [[1.0] * (LONGEST + 1)], ["hybrid"], ends_early=True, noise=0.1, seeds=2)
     assert set(speeds.values()) == {1.0}
 
 
 def test_the_luck_of_a_policy_with_its_texts_is_not_held_for_its_own():
     """Two that take the same time do the same on one another's texts, however much easier those of one are."""
-    easy, hard = [Round(RECORDED * [0.8], 6)] * 20, [Round(RECORDED * [0.8], 1)] * 20
+    easy, hard = [recorded(RECORDED, 0.8, 6)] * 20, [recorded(RECORDED, 0.8, 1)] * 20
     passes = in_turn([(easy, hard)] * 8)
     assert passes == [[(easy, hard)] * 8, [(hard, easy)] * 8]
     speeds = compare(passes, 2 * SECONDS, ["first", "second"], ends_early=False, noise=0.05, seeds=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_dynspec.drafting import recurrences
+from hf_dynspec.drafting import early_ends, recurrences
 from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
 from hf_dynspec.drafting.recurrences import Recurrence, Recurrences
 
@@ -66,7 +66,8 @@ def test_it_learns_what_a_text_says_of_tokens_that_are_as_probable():
     # Half of those as probable were accepted.
     assert confidence.acceptance(DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
     # Of others nothing is known.
-    assert confidence.acceptance(DraftedToken(0.1, OTHER)) == RunningConfidence().acceptance(DraftedToken(0.1))
+    nothing = RunningConfidence().acceptance(DraftedToken(0.1))
+    assert confidence.acceptance(DraftedToken(0.1, OTHER)) == pytest.approx(nothing)
 
 
 def test_where_the_text_says_nothing_that_counts_all_is_as_without_it():
@@ -84,3 +85,28 @@ def test_a_chain_ends_where_the_text_says_that_it_is_missed():
         tokens = [DraftedToken(0.9, recurrence) for recurrence in draft]
         assert next(step for step, token in enumerate(tokens, 1) if not end.goes_on(token)) == steps
         assert end.tokens == tokens[:steps]
+
+
+def test_what_counts_more_and_more_is_made_small_again(monkeypatch):
+    def seen() -> list[float]:
+        confidence = confident(200, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
+        kinds = [DraftedToken(0.9, recurrence) for recurrence in Recurrence]
+        return [confidence.mean_acceptance(), *map(confidence.acceptance, kinds)]
+
+    expected = seen()
+    monkeypatch.setattr(early_ends, "_LARGEST_WEIGHT", 4.0)
+    assert seen() == pytest.approx(expected)
+
+
+def test_what_has_faded_counts_for_few_tokens():
+    token = DraftedToken(0.9, SAME)
+    faded, fresh = confident(200, (token, True)), confident(6, (token, True))
+    for one in (faded, fresh):
+        one.fade_to(6)
+        for _ in range(3):
+            one.add([token], 0)
+    assert faded.acceptance(token) == pytest.approx(fresh.acceptance(token), abs=0.02)
+    # What counts for less is not made to count for more.
+    before = fresh.acceptance(token)
+    fresh.fade_to(100)
+    assert fresh.acceptance(token) == before

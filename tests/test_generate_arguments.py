@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import types
+from collections.abc import Callable
 
 import families
 import pytest
@@ -43,6 +44,7 @@ from hf_dynspec import (
     InContextShortlist,
     TreeConfig,
     UnsupportedError,
+    devices,
 )
 from hf_dynspec.cache_names import CACHE, CACHE_NAMES, returned_cache
 from hf_dynspec.drafting.session import DraftSession
@@ -574,29 +576,56 @@ def test_schedules(schedule, target, drafter, monkeypatch):
     assert assistant.generation_config.num_assistant_tokens == (length if schedule == "heuristic" else 3)
 
 
-def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, monkeypatch):
-    """The token that falls below it is still drafted, as in transformers."""
-    lengths = []
+@pytest.fixture
+def lengths_under(monkeypatch) -> Callable[[float], list[int]]:
+    """Has each draft of a call looked at: it ends with the first token below a threshold, which is still drafted, as
+    in transformers. Returns the lengths of the drafts."""
     draft = DraftSession.draft_chain
 
-    def checking(self, prefix, count, choose, goes_on):
-        candidates = draft(self, prefix, count, choose, goes_on)
-        for depth, (token, logits, shortlist) in enumerate(
-            zip(candidates.token_ids, candidates.logits, candidates.shortlists, strict=True)
-        ):
-            probability = logits.softmax(-1)[shortlist.scored_slots == token].max()
-            is_last = depth == candidates.token_ids.shape[0] - 1
-            assert is_last or probability >= threshold
-            assert not is_last or depth == count - 1 or probability < threshold
-        lengths.append(candidates.token_ids.shape[0])
-        return candidates
+    def watch(threshold: float) -> list[int]:
+        lengths = []
 
-    monkeypatch.setattr(DraftSession, "draft_chain", checking)
+        def checking(self, prefix, count, choose, goes_on):
+            candidates = draft(self, prefix, count, choose, goes_on)
+            for depth, (token, logits, shortlist) in enumerate(
+                zip(candidates.token_ids, candidates.logits, candidates.shortlists, strict=True)
+            ):
+                probability = logits.softmax(-1)[shortlist.scored_slots == token].max()
+                is_last = depth == candidates.token_ids.shape[0] - 1
+                assert is_last or probability >= threshold
+                assert not is_last or depth == count - 1 or probability < threshold
+            lengths.append(candidates.token_ids.shape[0])
+            return candidates
+
+        monkeypatch.setattr(DraftSession, "draft_chain", checking)
+        return lengths
+
+    return watch
+
+
+def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, lengths_under):
     totals = []
     for threshold in (0.0, 0.05, 1.0):
+        lengths = lengths_under(threshold)
         assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold)
-        lengths.clear()
         assert_same(target, assistant, max_new_tokens=40, eos_token_id=300)
+        totals.append(sum(lengths) / len(lengths))
+    assert totals[0] > totals[1] > totals[2] == 1.0
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_the_threshold_goes_by_what_was_drawn(top_k, looks, target, drafter, lengths_under, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    totals = []
+    for threshold in (0.0, 0.004 if top_k == 0 else 0.13, 1.0):
+        lengths = lengths_under(threshold)
+        assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold)
+        torch.manual_seed(0)
+        target.generate(
+            prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=True, top_k=top_k, eos_token_id=300
+        )
         totals.append(sum(lengths) / len(lengths))
     assert totals[0] > totals[1] > totals[2] == 1.0
 

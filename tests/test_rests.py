@@ -89,12 +89,23 @@ def test_what_is_owed_for_a_dear_trial_is_not_forgotten_when_drafting_has_paid_s
     assert resting_tokens(rests) == pytest.approx(owed / 2, rel=0.05)
 
 
-def test_rests_of_another_text_are_half_as_long_again():
-    """Where drafting has gained: what was lost in the text before tells little of the next one."""
+def test_rests_of_another_text_are_half_as_long_where_drafting_has_gained():
+    """What was lost in the text before tells little of the next one. But they grow on where it only loses."""
     rests = resting(gained=1e9)
     before = [after_trial(rests, 1000.0) for _ in range(12)][-1]
     rests.begin_call()
-    assert after_trial(rests, 1000.0) == pytest.approx(1.25 * before / 2, abs=2)
+    halved = after_trial(rests, 1000.0)
+    assert halved == pytest.approx(1.25 * before / 2, abs=2)
+    rests.begin_call()
+    assert after_trial(rests, 1000.0) == pytest.approx(1.25 * halved, abs=2)
+
+
+@pytest.mark.parametrize("gained", [0.0, -100.0])
+def test_rests_are_not_halved_where_drafting_never_gained(gained):
+    once, at_calls = resting(gained), resting(gained)
+    for _ in range(20):
+        at_calls.begin_call()
+        assert after_trial(at_calls, MISSED) == after_trial(once, MISSED)
 
 
 @pytest.mark.parametrize("gained", [-1.0, 1.0])

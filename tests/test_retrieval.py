@@ -17,7 +17,6 @@ import torch
 from models import VOCABULARY, perturbed, prompt, successor_graph, tiny
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError, devices
-from hf_dynspec.kernels import cpu_waiting
 from hf_dynspec.kernels.cpu_waiting import wait_for_change
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BackgroundWork, HeadRows, JoinedShortlist, Prompt, Shortlist, Verdict, VocabularyInfo
@@ -610,31 +609,28 @@ def test_waiting_for_the_thread_is_not_hidden(monkeypatch, looks):
 
 
 @pytest.fixture
-def waits(monkeypatch) -> list[float]:
-    """A thread that looks for jobs gives up soon. Returns when it has."""
-    given_up = []
+def waits(monkeypatch, compiled_kernels) -> list[int]:
+    """A thread that looks for jobs gives up soon. Tells how often it has."""
+    given_up, wait = [], wait_for_change()
+    assert wait is not None
 
-    def give_up_soon(number, seen, pause, seconds):
-        has_changed = wait_for_change(number, seen, pause, seconds)
+    def give_up_soon(number, seen, pause, most_looks):
+        has_changed = wait(number, seen, pause, most_looks)
         if not has_changed:
-            given_up.append(seconds)
+            given_up.append(most_looks)
         return has_changed
 
-    monkeypatch.setattr(worker_module, "_LOOKS_FOR", 0.01)
-    monkeypatch.setattr(worker_module, "wait_for_change", give_up_soon)
+    monkeypatch.setattr(worker_module, "_MOST_LOOKS", 20)
+    monkeypatch.setattr(worker_module, "wait_for_change", lambda: give_up_soon)
     return given_up
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(has_compiler, waits, monkeypatch):
-    if not has_compiler:
-        monkeypatch.setattr(cpu_waiting, "_kernel", lambda: None)
-    worker = Worker(is_synchronous=False, looks=True)
+def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(waits):
+    worker, taken = Worker(is_synchronous=False, looks=True), []
     for place in range(5):
         slept = len(waits)
         worker.give(lambda place=place: place)
-        worker.wait()
-        assert worker.take() == [place]
+        wait_until(lambda place=place: taken.extend(worker.take()) or taken == list(range(place + 1)))
         wait_until(lambda slept=slept: len(waits) > slept and worker._given._sleeps)
     worker.close()
     assert threads() == 0
@@ -642,21 +638,30 @@ def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(has_comp
 
 def test_no_job_is_lost_whether_the_thread_looks_or_sleeps(waits, monkeypatch):
     """Where it falls asleep as jobs come."""
-    monkeypatch.setattr(worker_module, "_LOOKS_FOR", 0.0005)
-    worker = Worker(is_synchronous=False, looks=True)
+    monkeypatch.setattr(worker_module, "_MOST_LOOKS", 2)
+    worker, taken = Worker(is_synchronous=False, looks=True), []
     for place in range(400):
         worker.give(lambda place=place: place)
         time.sleep(0.0001 * (place % 13))
         if place % 3 == 0:
-            worker.wait()
-    worker.wait()
-    assert worker.take() == list(range(400)) and waits
+            wait_until(lambda place=place: taken.extend(worker.take()) or len(taken) == place + 1)
+    wait_until(lambda: taken.extend(worker.take()) or len(taken) == 400)
+    assert taken == list(range(400)) and waits
     worker.close()
     assert threads() == 0
 
 
-def test_waiting_for_a_change_lets_others_run_and_ends_with_it():
-    number, has_begun = ctypes.c_int64(7), threading.Event()
+def test_without_a_compiler_the_thread_is_woken(monkeypatch):
+    monkeypatch.setattr(worker_module, "wait_for_change", lambda: None)
+    worker, taken = Worker(is_synchronous=False, looks=True), []
+    worker.give(lambda: "done")
+    wait_until(lambda: taken.extend(worker.take()) or taken == ["done"])
+    worker.close()
+    assert threads() == 0
+
+
+def test_waiting_for_a_change_lets_others_run_and_ends_with_it(compiled_kernels):
+    wait, number, has_begun = wait_for_change(), ctypes.c_int64(7), threading.Event()
 
     def change() -> None:
         has_begun.wait(PATIENCE)
@@ -664,15 +669,15 @@ def test_waiting_for_a_change_lets_others_run_and_ends_with_it():
 
     other = threading.Thread(target=change, daemon=True)
     other.start()
-    assert not wait_for_change(number, 7, 0.001, 0.01)
+    assert not wait(number, 7, 1_000_000, 10)
     has_begun.set()
-    assert wait_for_change(number, 7, 0.001, PATIENCE)
-    assert wait_for_change(number, 7, 0.001, 0.0)
+    assert wait(number, 7, 1_000_000, 1000 * PATIENCE)
+    assert wait(number, 7, 1_000_000, 0)
     other.join()
 
 
 @pytest.mark.parametrize(("threads_of_torch", "leaves"), [(1, True), (2, False), (3, False)])
-def test_jobs_are_looked_for_where_a_core_is_idle(threads_of_torch, leaves, monkeypatch):
+def test_jobs_are_looked_for_where_a_core_is_idle(threads_of_torch, leaves, monkeypatch, compiled_kernels):
     monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
     state = policy(synchronous=False).start(vocabulary())

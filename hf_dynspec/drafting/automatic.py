@@ -337,6 +337,9 @@ class AutomaticDrafting:
         own = max((shape for shape in speeds if shape.steps and shape.policy == self._policy), key=speeds.get)
         if speeds[best] < _CLEARLY_BETTER * speeds[own]:
             best = own
+        if best.policy != self._policy and self._confidence is not None:
+            # What became of another one's tokens tells less of its own.
+            self._confidence.fade_to(_TOKENS_PER_ROUND * _ROUNDS_OF_EARLIER_CALLS)
         self._policy = best.policy
         return best
 

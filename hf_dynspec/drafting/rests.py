@@ -27,8 +27,9 @@ class Rests:
         self._usual = self._pays = 0
         # The seconds that are lost by the trial that goes on, and those that one is taken to lose.
         self._lost = self._lost_by_trial = 0.0
-        # Seconds that drafting has gained so far, and that it had when the latest rest was over.
-        self._gained = self._gained_at_end = 0.0
+        # Seconds that drafting has gained so far, and that it had when the latest rest was over, and when rests were
+        # halved last.
+        self._gained = self._gained_at_end = self._gained_at_halving = 0.0
 
     @property
     def is_resting(self) -> bool:
@@ -49,9 +50,11 @@ class Rests:
         return self._tokens is None
 
     def begin_call(self) -> None:
-        """Another text begins: where drafting has gained in some, how often it lost in others tells half as much."""
-        if self._has_gained:
+        """Another call begins: how often drafting has lost in other texts tells half as much of this one, where it has
+        gained since rests were halved last."""
+        if self._gained > self._gained_at_halving:
             self._usual //= 2
+            self._gained_at_halving = self._gained
 
     def add(self) -> None:
         """A token was generated while drafting rests."""
@@ -99,12 +102,8 @@ class Rests:
         pays = self._pays = max(_SHORTEST_REST, int(self._lost_by_trial / (alone * share)))
         longer = max(_SHORTEST_REST, int(_LONGER_EACH_TIME * self._usual))
         self._usual = min(longer, max(_LONGEST_REST, pays))
-        self._tokens, self._rested = min(self._usual, pays) if self._has_gained else max(self._usual, pays), 0
-
-    @property
-    def _has_gained(self) -> bool:
-        """Whether drafting has gained more than a trial loses."""
-        return self._gained > self._lost_by_trial
+        has_gained = self._gained > self._lost_by_trial
+        self._tokens, self._rested = min(self._usual, pays) if has_gained else max(self._usual, pays), 0
 
     def hasten(self) -> None:
         """How often drafting has lost tells nothing any more: it is tried again as soon as that is paid for."""

@@ -8,6 +8,9 @@ from statistics import median, median_low
 
 # Times kept of each shape, and ratios of the latest rounds to what was expected of them.
 _KEPT, _PACES, _ENOUGH_PACES = 61, 9, 5
+# Rounds with a draft after which a time is forgotten, but for the latest few: a shape that is not drafted any more
+# would seem as long for ever as it was while the machine was slow.
+_FORGOTTEN_AFTER, _NOT_FORGOTTEN = 128, 3
 # A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
 # latest: what is chance would add up, and shapes drift apart by it.
 _USUAL_PACE, _SPREADS = 0.08, 1.5
@@ -38,6 +41,9 @@ class RoundTimes:
     def __init__(self):
         self._seconds: dict[Hashable, deque[float]] = {}
         self._typical: dict[Hashable, float] = {}
+        # Rounds with a draft so far, and how many there were when each of the seconds was kept.
+        self._rounds = 0
+        self._kept_at: dict[Hashable, deque[int]] = {}
         self._paces: deque[float] = deque(maxlen=_PACES)
         # The plane through all of them, its slopes None where it has to be drawn anew, and the least of them; the
         # rounds that were added since, and what is expected of shapes until then.
@@ -55,6 +61,8 @@ class RoundTimes:
             most = _MOST_SURPRISE * self.expected(shape)
         kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
         kept.append(seconds / self._pace())
+        self._rounds += any(shape)
+        self._kept_at.setdefault(shape, deque(maxlen=_KEPT)).append(self._rounds)
         self._typical[shape] = min(median_low(kept), most)
         self._rounds_of_plane += 1
         if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
@@ -102,7 +110,19 @@ class RoundTimes:
             expected = self._expected[shape] = self._by_plane(shape)
         return expected
 
+    def _forget(self) -> None:
+        """Forget the times of shapes that were drafted long ago."""
+        for shape, kept_at in self._kept_at.items():
+            kept = self._seconds[shape]
+            if not any(shape) or len(kept) <= _NOT_FORGOTTEN or self._rounds - kept_at[0] <= _FORGOTTEN_AFTER:
+                continue
+            while len(kept) > _NOT_FORGOTTEN and self._rounds - kept_at[0] > _FORGOTTEN_AFTER:
+                kept.popleft()
+                kept_at.popleft()
+            self._typical[shape] = median_low(kept)
+
     def _draw_plane(self) -> None:
+        self._forget()
         points = [
             (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
             for one, kept in self._seconds.items()

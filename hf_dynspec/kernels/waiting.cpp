@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <ctime>
 
-// Wait until a number differs from what was seen of it: look `most_looks` times, with pauses of less than a second.
+// Wait until a number differs from what was seen of it: look `most_looks` times, with pauses, of less than a second each.
 // Returns whether it differs.
 extern "C" bool wait_for_change(const int64_t* number, int64_t seen, int64_t pause_nanoseconds, int64_t most_looks) {
     const timespec pause = {0, pause_nanoseconds};

@@ -12,22 +12,27 @@ from typing import Any, NamedTuple
 
 from ...devices import compute_alone
 from ...forks import MadeAnewAfterFork
-from ...kernels.cpu_waiting import wait_for_change
+from ...kernels.cpu_waiting import WaitForChange, wait_for_change
 from ...protocol import BackgroundWork
 
-# Seconds between two looks for a job where the thread looks for them, and for how long it does after the last one:
-# longer than a round takes, and not as long as people do between two calls.
-_PAUSE, _LOOKS_FOR = 2.5e-4, 0.5
+# Nanoseconds between two looks for a job where the thread looks for them, and how often it does after the last one:
+# for longer than a round takes, and not as long as people do between two calls.
+_PAUSE, _MOST_LOOKS = 250_000, 2000
 
 # Does something, and returns its result; None as the last one.
 _Job = Callable[[], Any] | None
 
 
 class _LookedFor:
-    """A queue of jobs for one thread, which looks for them. To wake a thread whose core is idle takes tens of
-    microseconds of the one that gives it a job, as much as the rest of it, and this takes none."""
+    """A queue of jobs for one thread, which looks for them: to wake a thread whose core is idle takes tens of
+    microseconds of the one that gives it a job.
 
-    def __init__(self):
+    Args:
+        wait: lets the thread wait.
+    """
+
+    def __init__(self, wait: WaitForChange):
+        self._wait = wait
         self._jobs: deque[_Job] = deque()
         self._changes = ctypes.c_int64(0)
         # Whether the thread does not look any more, and what wakes it then.
@@ -44,7 +49,7 @@ class _LookedFor:
             seen = self._changes.value
             with suppress(IndexError):
                 return self._jobs.popleft()
-            if not wait_for_change(self._changes, seen, _PAUSE, _LOOKS_FOR):
+            if not self._wait(self._changes, seen, _PAUSE, _MOST_LOOKS):
                 self._sleeps = True
                 # What was put before that has woken nobody. A wake too many has it look once more.
                 if not self._jobs:
@@ -65,13 +70,16 @@ class Worker(MadeAnewAfterFork):
 
     Args:
         is_synchronous: do each job at once, in the thread that gives it.
-        looks: the thread looks for jobs in place of being woken for each, for which a core must be idle.
+        looks: the thread looks for jobs in place of being woken for each, where there is a compiler. A core must be
+            idle for it.
     """
 
     def __init__(self, is_synchronous: bool, looks: bool = False):
         super().__init__()
         self._is_synchronous = is_synchronous
-        self._given: _Jobs = _LookedFor() if looks else SimpleQueue()
+        # Compiled here, as the thread's own errors would be nobody's, and what it does is waited for.
+        wait = wait_for_change() if looks else None
+        self._given: _Jobs = SimpleQueue() if wait is None else _LookedFor(wait)
         self._done: SimpleQueue[_Done] = SimpleQueue()
         self._running = 0
         self._ending: weakref.finalize | None = None
