@@ -114,12 +114,12 @@ class RoundTimes:
         """Forget the times of shapes that were drafted long ago."""
         for shape, kept_at in self._kept_at.items():
             kept = self._seconds[shape]
-            if not any(shape) or len(kept) <= _NOT_FORGOTTEN or self._rounds - kept_at[0] <= _FORGOTTEN_AFTER:
-                continue
-            while len(kept) > _NOT_FORGOTTEN and self._rounds - kept_at[0] > _FORGOTTEN_AFTER:
+            before = len(kept)
+            while any(shape) and len(kept) > _NOT_FORGOTTEN and self._rounds - kept_at[0] > _FORGOTTEN_AFTER:
                 kept.popleft()
                 kept_at.popleft()
-            self._typical[shape] = median_low(kept)
+            if len(kept) < before:
+                self._typical[shape] = median_low(kept)
 
     def _draw_plane(self) -> None:
         self._forget()

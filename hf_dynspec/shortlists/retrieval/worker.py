@@ -16,8 +16,8 @@ from ...kernels.cpu_waiting import WaitForChange, wait_for_change
 from ...protocol import BackgroundWork
 
 # Nanoseconds between two looks for a job where the thread looks for them, and how often it does after the last one:
-# for longer than a round takes, and not as long as people do between two calls.
-_PAUSE, _MOST_LOOKS = 250_000, 2000
+# for many rounds, as some settings have few jobs, and not for as long as people take between two calls.
+_PAUSE, _MOST_LOOKS = 250_000, 8000
 
 # Does something, and returns its result; None as the last one.
 _Job = Callable[[], Any] | None
