@@ -215,13 +215,14 @@ def test_results_that_come_late_are_counted_and_change_no_token(tree, pairs, mon
     take_in, take, is_asked = retriever.Retriever._take_in, Worker.take, threading.Event()
 
     def slowly(self: Any, event: Any) -> Any:
-        # Until the first round has looked for it in vain.
+        # Until a round has looked for it in vain.
         assert is_asked.wait(120)
         return take_in(self, event)
 
     def asking(self: Worker) -> list[Any]:
         taken = take(self)
-        is_asked.set()
+        if self._running:
+            is_asked.set()
         return taken
 
     monkeypatch.setattr(retriever.Retriever, "_take_in", slowly)
