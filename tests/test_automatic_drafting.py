@@ -25,6 +25,7 @@ from hf_dynspec import (
     DynSpecCandidateGenerator,
     FullShortlist,
     InContextShortlist,
+    OnlineAlignment,
     TreeConfig,
     UnionShortlist,
 )
@@ -1390,6 +1391,74 @@ def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
     assert assistant.draft_round(prompt()).token_ids.shape[0] == 5
     config = DynSpecConfig(PolicyConfig("full", {}), num_assistant_tokens="auto")
     assert DynSpecConfig.from_dict(config.to_dict()).num_assistant_tokens == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "is_chosen"),
+    [
+        ({}, {}, True),
+        ({"policy": "auto"}, {}, True),
+        ({"assistant_confidence_threshold": 0.4}, {}, True),
+        ({"num_assistant_tokens": 5}, {}, False),
+        ({}, {"do_sample": True}, False),
+        ({"tree": True}, {}, False),
+        ({"measure_coverage": True}, {}, False),
+        ({"alignment": OnlineAlignment()}, {}, False),
+    ],
+    ids=["greedily", "policy", "threshold", "number", "sampling", "tree", "coverage", "alignment"],
+)
+def test_it_is_the_default_where_nothing_shows_what_was_drafted(
+    given, arguments, is_chosen, target, monkeypatch, drafts_as_shipped
+):
+    fixed = draft_shapes_chosen(monkeypatch)
+    assistant = DynSpecAssistant(perturbed(target), target=target, **given)
+    call = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 299, **arguments}
+    output = target.generate(prompt(), assistant_model=assistant, **call)
+    assert (None in fixed) == is_chosen
+    if not call["do_sample"]:
+        assert torch.equal(output, target.generate(prompt(), **call))
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_it_is_no_default_where_rounding_may_decide_between_tokens(is_autocast, target, monkeypatch, drafts_as_shipped):
+    fixed = draft_shapes_chosen(monkeypatch)
+    if not is_autocast:
+        target = copy.deepcopy(target).bfloat16()
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, do_sample=False, eos_token_id=299)
+    assert None not in fixed and assistant.stats.drafted
+
+
+def draft_shapes_chosen(monkeypatch) -> list[DraftShape | None]:
+    """The shape that each round is told to draft from now on; None where it chooses one."""
+    fixed, choose = [], AutomaticDrafting.choose
+    monkeypatch.setattr(
+        AutomaticDrafting, "choose", lambda self, *given: fixed.append(given[0]) or choose(self, *given)
+    )
+    return fixed
+
+
+@pytest.mark.parametrize("where", ["the drafter's file", "a schedule of transformers'", "later"])
+def test_what_a_user_settles_is_no_default(where, target, monkeypatch, drafts_as_shipped):
+    fixed, drafter = draft_shapes_chosen(monkeypatch), perturbed(target)
+    if where == "the drafter's file":
+        drafter.generation_config.num_assistant_tokens = 3
+    assistant = DynSpecAssistant(drafter, target=target)
+    if where == "a schedule of transformers'":
+        assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    elif where == "later":
+        assistant.generation_config.num_assistant_tokens = 3
+    target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, do_sample=False, eos_token_id=299)
+    assert None not in fixed and assistant.stats.drafted
+
+
+def test_the_default_is_stored_as_such(target, tmp_path, drafts_as_shipped):
+    saved = DynSpecAssistant(perturbed(target), "full", target=target)
+    assert saved.generation_config.num_assistant_tokens is None
+    saved.save_pretrained(tmp_path)
+    loaded = DynSpecAssistant.from_pretrained(tmp_path, target=target, drafter=saved.drafter)
+    assert loaded.generation_config.num_assistant_tokens is None
 
 
 def test_nobody_is_shown_what_is_said_while_drafting_rests(target, monkeypatch):

@@ -505,7 +505,8 @@ def test_a_cache_and_left_padding(hybrid, target):
 
 def test_settings_come_from_the_constructor_the_drafter_or_the_defaults(target, drafter):
     plain = DynSpecAssistant(drafter).generation_config
-    assert (plain.num_assistant_tokens, plain.num_assistant_tokens_schedule) == (5, "constant")
+    # How much is drafted then is settled in each call.
+    assert (plain.num_assistant_tokens, plain.num_assistant_tokens_schedule) == (None, "constant")
     assert plain.assistant_confidence_threshold == 0.0
     own = copy.deepcopy(drafter)
     own.generation_config.num_assistant_tokens = 7
@@ -869,7 +870,6 @@ def test_prompts_of_other_integers(assistant, target):
     [
         ("num_assistant_tokens", 0),
         ("num_assistant_tokens", -1),
-        ("num_assistant_tokens", None),
         ("num_assistant_tokens", 2.5),
         ("num_assistant_tokens", True),
         ("assistant_confidence_threshold", "x"),

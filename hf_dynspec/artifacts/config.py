@@ -146,7 +146,8 @@ class DynSpecConfig:
         tokenizer: whose ids the artifact speaks of. Required as soon as the artifact holds tensors.
         drafter: the model that drafts.
         target: the model that verifies.
-        num_assistant_tokens: draft length, `"auto"` to choose it round by round, or None for the default.
+        num_assistant_tokens: draft length, `"auto"` to choose it round by round, or None for the default: see
+            `DynSpecAssistant`.
         assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
         tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
             its `top_k` at each depth may not be more than 2,048 nodes together.

@@ -7,13 +7,14 @@ from transformers import GenerationConfig
 
 from ..errors import ConfigurationError, shown_value
 from ..fields import OneOf, Share
-from .tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
+from .tree_config import AUTO, NUM_ASSISTANT_TOKENS, TreeConfig
 
-DEFAULT_NUM_ASSISTANT_TOKENS = 5
+# Where none is set: in calls that are the same whatever is drafted, but for their speed, and in others.
+WHERE_NOTHING_SHOWS, DEFAULT_NUM_ASSISTANT_TOKENS = AUTO, 5
 
 # Those of a generation configuration, and what stands for one that is None.
 _RULES = {
-    "num_assistant_tokens": (NUM_ASSISTANT_TOKENS, None),
+    "num_assistant_tokens": (NUM_ASSISTANT_TOKENS, DEFAULT_NUM_ASSISTANT_TOKENS),
     "assistant_confidence_threshold": (Share(or_nothing=True), 0.0),
     "num_assistant_tokens_schedule": (OneOf(("constant", "heuristic", "heuristic_transient")), "constant"),
 }
@@ -49,13 +50,14 @@ def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | N
     given = getattr(drafter, "generation_config", None)
     config = copy.deepcopy(given) if isinstance(given, GenerationConfig) else GenerationConfig()
     defaults = {
-        "num_assistant_tokens": (tokens, DEFAULT_NUM_ASSISTANT_TOKENS),
+        # What is best is not known before the call, see `settled`.
+        "num_assistant_tokens": (tokens, None),
         "num_assistant_tokens_schedule": (None, "constant"),
         "assistant_confidence_threshold": (threshold, 0.0),
     }
     for name, (argument, default) in defaults.items():
-        choices = (argument, getattr(config, name, None), default)
-        setattr(config, name, next(choice for choice in choices if choice is not None))
+        choices = (argument, getattr(config, name, None))
+        setattr(config, name, next((choice for choice in choices if choice is not None), default))
     # What the drafter's own file says is looked at too.
     require_drafting_settings(config)
     return config
@@ -72,3 +74,18 @@ def require_drafting_settings(config: GenerationConfig) -> None:
         value = instead_of_none if value is None else value
         if not rule.allows(value):
             raise ConfigurationError(f"{name} must be {rule}, got {shown_value(value)}")
+
+
+def settled(config: GenerationConfig, is_fixed: bool) -> GenerationConfig:
+    """The settings of one call, where `num_assistant_tokens` is a number or `"auto"`, also where none is set.
+
+    Args:
+        config: that of `drafting_config`.
+        is_fixed: nothing is to go by the clock that nobody has asked to: what was drafted shows in what comes of the
+            call, or its shape was given.
+    """
+    config = copy.copy(config)
+    if config.num_assistant_tokens is None:
+        is_fixed = is_fixed or config.num_assistant_tokens_schedule not in (None, "constant")
+        config.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if is_fixed else WHERE_NOTHING_SHOWS
+    return config

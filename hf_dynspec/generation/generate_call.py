@@ -10,8 +10,9 @@ from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.session import DraftSession
-from ..drafting.settings import require_drafting_settings
+from ..drafting.settings import require_drafting_settings, settled
 from ..drafting.tree_config import AUTO
+from ..modeling.parts import computes_in_fp32
 from ..stats import DraftingStatistics, Stopwatch
 from .call import Assistant, Call
 from .round import Drafting
@@ -72,6 +73,8 @@ class GenerateCall(Call):
         """See `Call.drafting`."""
         assistant = self._assistant
         require_drafting_settings(assistant.generation_config)
+        is_fixed = assistant.tree is not None or self._shows_drafts(generation_config)
+        config = settled(assistant.generation_config, is_fixed)
         # Before anything is asked of the head, it has to be the one that the drafter has now.
         _ = assistant.drafter.weights_version
         eos = assistant.scored_eos_token_ids(generation_config)
@@ -95,20 +98,26 @@ class GenerateCall(Call):
             generation_config,
             input_ids,
             model_kwargs,
-            assistant.generation_config,
+            config,
             logits_processor,
             assistant.tree,
             is_kept=self.is_kept,
             continues=continues,
             measure_coverage=assistant.measure_coverage,
             recorder=self._recorder,
-            automatic=self._automatic(generation_config),
+            automatic=self._automatic(config, generation_config),
         )
         return self._drafting
 
-    def _automatic(self, generation_config: GenerationConfig) -> AutomaticCall | None:
-        """What chooses the policy and how much to draft, where that is not settled."""
-        config = self._assistant.generation_config
+    def _shows_drafts(self, generation_config: GenerationConfig) -> bool:
+        """Whether what is drafted shows in what comes of the call, beyond its speed: in what is drawn, learnt or
+        measured; or in which of two almost equal logits is the larger one, where rounding decides that."""
+        assistant = self._assistant
+        is_studied = self._aligner is not None or assistant.measure_coverage
+        return bool(generation_config.do_sample) or is_studied or not computes_in_fp32(assistant.target)
+
+    def _automatic(self, config: GenerationConfig, generation_config: GenerationConfig) -> AutomaticCall | None:
+        """What chooses the policy and how much to draft, where `config` leaves that open."""
         policies = len(self._assistant.policy.alternatives(None))
         if config.num_assistant_tokens != AUTO and policies == 1:
             return None

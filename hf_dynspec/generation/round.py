@@ -66,7 +66,7 @@ class Drafting:
         automatic: AutomaticCall | None = None,
     ):
         tokens = drafting_config.num_assistant_tokens
-        self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens == AUTO else int(tokens)
+        self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens in (None, AUTO) else int(tokens)
         self._automatic = automatic
         self._has_fixed_shape = automatic is None or tokens != AUTO
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"

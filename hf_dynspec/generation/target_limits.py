@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import cache_inputs, returned_cache
 from ..errors import UnsupportedError
-from ..modeling.parts import FORWARD_ERRORS, input_device, output_rows, require_finite_weights
+from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -93,8 +93,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
             "Draft chains with tree=False."
         ) from error
-    is_exact = model.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
-    tolerance = (1e-3 if is_exact else 5e-2) * alone.abs().max()
+    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * alone.abs().max()
     return bool(((verified - alone).abs() <= tolerance).all())
 
 

@@ -74,6 +74,11 @@ def input_device(model: nn.Module) -> torch.device:
     return torch.device(next((one for one in devices if one is not None), "cpu"))
 
 
+def computes_in_fp32(model: nn.Module) -> bool:
+    """Whether a model's logits are the same, but for the last digits of fp32, however many tokens it reads at once."""
+    return model.dtype == torch.float32 and not torch.is_autocast_enabled(input_device(model).type)
+
+
 def output_rows(model: nn.Module) -> int:
     """How many token ids a model scores, padding included."""
     projection = model.get_output_embeddings()
