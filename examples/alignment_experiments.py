@@ -15,6 +15,7 @@ from hf_dynspec.drafters import as_drafter
 from hf_dynspec.shortlists import ShortlistPolicy
 
 NEW = "new texts"
+NUM_ASSISTANT_TOKENS = 5
 DECAYS = (0.0, 0.1, 0.3, 0.5, 0.7)
 
 
@@ -127,7 +128,10 @@ def _assistant(setting: Setting, system: System, experiment: Experiment) -> DynS
     drafter = as_drafter(setting.load_drafter(target))
     if experiment.is_disturbed:
         disturb(drafter.module, setting.seed)
-    return DynSpecAssistant(drafter, system.policy, target=target, alignment=system.alignment)
+    # As many tokens of a drafter that learns as of one that does not.
+    return DynSpecAssistant(
+        drafter, system.policy, target=target, alignment=system.alignment, num_assistant_tokens=NUM_ASSISTANT_TOKENS
+    )
 
 
 def disturb(module: nn.Module, seed: int) -> None:

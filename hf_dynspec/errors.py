@@ -1,8 +1,15 @@
-"""The errors that hf_dynspec raises on purpose. Each message names what was wrong and how to mend it."""
+"""The errors that hf_dynspec raises on purpose. Each message names what was wrong and how to mend it. And how it warns
+in the midst of a call."""
 
-from collections.abc import Iterable
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 LONGEST_MESSAGE = 4000
+# Packages whose lines tell a user nothing of what to change.
+_INNER = ("hf_dynspec", "transformers", "torch")
 _LONGEST_FIELD = 200
 _LONGEST_FIX = 800
 
@@ -116,3 +123,23 @@ class ArtifactError(DynSpecError, ValueError):
 
     def __reduce__(self) -> tuple:
         return type(self), (self.field, self._problem, self._fix, self._source)
+
+
+@contextmanager
+def naming_source(source: str | os.PathLike) -> Iterator[None]:
+    """Name the folder, the repository or the policy in the errors that are raised meanwhile about an artifact."""
+    try:
+        yield
+    except ArtifactError as error:
+        named = error.of(str(source))
+        if named is error:
+            raise
+        raise named from error.__cause__
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's that led here, and not at one of this package's, or of those that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1246,9 +1246,10 @@ def test_a_drafter_that_is_never_right_is_left_alone(target, even_pace, monkeypa
     prompt."""
     assistant = DynSpecAssistant(tiny(seed=77), "full", target=target, num_assistant_tokens="auto")
     arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 299}
-    with pytest.warns(UserWarning, match="drafting does not pay here"):
+    with pytest.warns(UserWarning, match="drafting does not pay here") as told:
         for _ in range(3):
             target.generate(prompt(), assistant_model=assistant, **arguments)
+    assert told[0].filename == __file__, "the user's line is named"
     assert assistant.stats_total.drafted < 80
     states = states_of(assistant.drafter, monkeypatch)
     for _ in range(3):
@@ -1420,7 +1421,9 @@ def test_it_is_the_default_where_nothing_shows_what_was_drafted(
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_it_is_no_default_where_rounding_may_decide_between_tokens(is_autocast, target, monkeypatch, drafts_as_shipped):
+def test_it_is_no_default_where_rounding_may_decide_between_tokens(
+    is_autocast, target, monkeypatch, drafts_as_shipped
+):
     fixed = draft_shapes_chosen(monkeypatch)
     if not is_autocast:
         target = copy.deepcopy(target).bfloat16()

@@ -218,6 +218,8 @@ def test_turns_are_read_where_there_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n{"text": ""}\n')
     in_order = [("first",), ("one", "two"), ("three",)]
     assert list(read_prompts([path, tmp_path / "a.jsonl"])) == in_order, "a continued run counts on this order"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "first"}\n')
+    assert list(read_prompts([path, tmp_path / "a.jsonl"])) == in_order, "what is measured on may be counted too"
     (tmp_path / "b.txt").write_text("where does a prompt end?")
     with pytest.raises(DynSpecError, match=r"b\.txt: prompts are read from JSON lines or Parquet"):
         list(read_prompts([tmp_path]))

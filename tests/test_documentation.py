@@ -393,8 +393,8 @@ def rows(page: Path, heading: str) -> dict[str, list[str]]:
 _NAMES = {
     PLAIN: {"plain generate"},
     HEAD_PRODUCT: {HEAD_PRODUCT},
-    TRANSFORMERS: {"transformers' assisted generation, chains of 5", "transformers' assisted"},
-    TRANSFORMERS_DEFAULTS: {"transformers' assisted generation, its defaults"},
+    TRANSFORMERS: {"transformers' assisted, chains of 5", "transformers' assisted"},
+    TRANSFORMERS_DEFAULTS: {"transformers' defaults"},
     PROMPT_LOOKUP: {"transformers' prompt lookup"},
     "full": {"full"},
     "frequency": {"frequency, 32,768 in merge order", "frequency`, 32,768"},

@@ -267,6 +267,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been_killed(data, evalua
     kept = {key_of(line): line for line in read_whole_lines(part)[1:]}
     result = evaluate(*words_of_run(data, tmp_path / "out"))
     assert result.exit_code == 0, result.exception
+    assert f"out: goes on after {len(kept)} measurements" in result.stderr
     after = {key_of(line): line for line in lines_of(tmp_path / "out")}
     # What was done is not done again, but for what a drafter learnt and lost.
     again = [key for key in kept if after[key] != kept[key]]
@@ -571,7 +572,8 @@ def test_what_is_no_speed_bench_is_refused_by_the_field_that_it_lacks(tmp_path, 
 def test_files_of_another_suite_are_refused_before_models_are_loaded(data, tmp_path, monkeypatch):
     monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     result = evaluate("--suite", "speed-bench", "--data", data / "code.jsonl", "--out", tmp_path / "out")
-    assert "code.jsonl, line 1: lacks the field 'source', which SPEED-Bench has" in str(result.exception)
+    problem = "code.jsonl, line 1: lacks the fields 'source', 'multiturn', which SPEED-Bench has"
+    assert problem in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -599,6 +601,9 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     text = (tmp_path / "out/tables.md").read_text()
     assert text.startswith("# DynaSpec, table 1\n")
     assert "- DynaSpec: no --router was given." in text
+    assert "DynaSpec is left out: no --router was given" in result.stderr
+    assert "FR-Spec, 32k goes by the tokenizer's merge order: no --ranking was given" in result.stderr
+    assert "goes on after" not in result.stderr
     full = re.search(r"^\| full vocabulary \|.*\|$", text, re.MULTILINE)[0].split(" | ")
     headings = re.search(r"^\| method \|.*\|$", text, re.MULTILINE)[0].split(" | ")
     assert headings[1:4] == ["code, acceptance length", "more, acceptance length", "average acceptance length"]

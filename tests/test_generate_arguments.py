@@ -48,6 +48,7 @@ from hf_dynspec import (
 )
 from hf_dynspec.cache_names import CACHE, CACHE_NAMES, returned_cache
 from hf_dynspec.drafting.session import DraftSession
+from hf_dynspec.drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from hf_dynspec.kernels import cpu
 
 # fp32 logits of a batched forward and of one-token forwards, where logits reach about 30.
@@ -740,7 +741,7 @@ def test_prompts_are_read_in_chunks_of_the_size_that_was_asked_for(drafter_kind,
     drafts_at_once = drafter_kind == "independent" and not shape
     assert torch.equal(output, expected) and torch.equal(whole, expected)
     assert first[:-1] == [chunk] * (len(first) - 1)
-    drafted = assistant.generation_config.num_assistant_tokens * drafts_at_once
+    drafted = DEFAULT_NUM_ASSISTANT_TOKENS * drafts_at_once
     assert first[-1] == 12 - chunk * (len(first) - 1) + drafted
     assert assistant.stats.to_dict() == accepted
 

@@ -106,7 +106,7 @@ def own(tmp_path, monkeypatch):
     yield tmp_path
     POLICIES.clear()
     POLICIES.update(before)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("somebodys", "broken")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("somebodys", "broken", "favourites")]:
         del sys.modules[name]
 
 
@@ -140,6 +140,15 @@ def test_a_class_of_ones_own_is_made_from_its_text(own):
     assert parse_policy("somebodys.policies:Favourites").extra == 8
     # It registered itself: its name is enough from now on, as for the package's own.
     assert parse_policy("favourites:extra=2").extra == 2 and as_policy("favourites").extra == 8
+
+
+def test_a_module_may_be_named_as_its_policy(own):
+    (own / "favourites.py").write_text(MODULE)
+    for extra in (3, 4):
+        assert parse_policy(f"favourites:Favourites:extra={extra}").extra == extra
+        assert parse_policy(f"hybrid+favourites:Favourites:extra={extra}").policies[1].extra == extra
+        assert parse_policy("favourites:Favourites").extra == 8
+        assert parse_policy("favourites:extra=5").extra == 5
 
 
 @pytest.mark.parametrize(
@@ -189,7 +198,9 @@ def test_a_registered_name_with_digits_joins_others(own):
 
 
 def test_a_plus_sign_in_a_path_still_joins_nothing(own):
-    with pytest.raises(ArtifactError, match=r"there is no folder 'runs/a\+B2'"):
+    with pytest.raises(
+        ArtifactError, match=r"^policy frequency:ranking=runs/a\+B2: .*there is no folder 'runs/a\+B2'"
+    ):
         parse_policy("frequency:ranking=runs/a+B2")
 
 

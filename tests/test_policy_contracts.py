@@ -32,6 +32,7 @@ from hf_dynspec import (
     VocabularyInfo,
 )
 from hf_dynspec.drafting import processors
+from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.generation import decoding, verification
 from hf_dynspec.generation import round as round_module
 from hf_dynspec.kernels import top_k_ids
@@ -287,6 +288,12 @@ def test_check_policy_sees_through(says, monkeypatch):
 def test_sizes_of_which_there_are_no_models_are_not_blamed_on_the_policy(sizes):
     with pytest.raises(ConfigurationError, match=next(iter(sizes))):
         check_policy(policy_of(Constant), **sizes)
+
+
+def test_a_policy_drafts_in_every_round_of_its_check(monkeypatch, drafts_as_shipped):
+    """Left to choose, models this small would generate alone."""
+    monkeypatch.setattr(AutomaticDrafting, "choose", lambda *_: pytest.fail("what to draft was chosen"))
+    check_policy(policy_of(Constant))
 
 
 def test_check_policy_reports():

@@ -252,8 +252,8 @@ def test_rows_say_what_the_files_say(measured):
     with_settings = "this artifact with size=16"
     assert names == [
         "plain generate",
-        "transformers' assisted generation",
-        "transformers' assisted generation, its defaults",
+        "transformers' assisted",
+        "transformers' defaults",
         "prompt lookup",
         *("full", "this artifact", with_settings, "frequency:size=32"),
         *(f"{name} · tree 8/2/3" for name in ("full", "this artifact", with_settings, "frequency:size=32")),

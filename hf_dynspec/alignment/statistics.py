@@ -60,7 +60,7 @@ class AlignmentStatistics:
             for share in (self.acceptance_before, self.acceptance_after)
         )
         rows = [
-            ("requests", f"{self.requests}"),
+            ("requests learnt from", f"{self.requests}"),
             ("updates", f"{self.updates} ({self.kept} served, {self.rolled_back} rolled back)"),
             ("acceptance before", before),
             ("acceptance after", after),

@@ -10,6 +10,7 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 
 from ..drafters import Drafter
+from ..errors import naming_source
 from ..generation.call import Assistant
 from ..generation.refusals import check_target
 from ..loading import local_tokenizer
@@ -18,7 +19,7 @@ from ..vocabulary import TokenizerFingerprint, as_token_ids, fingerprint_tokeniz
 from .config import DynSpecConfig, PolicyConfig
 from .models import drafter_reference, load_named_drafter, model_reference
 from .publishing import push_artifact
-from .reading import naming_source, read_artifact, rebuild_policy
+from .reading import read_artifact, rebuild_policy
 from .writing import write_artifact
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 
-from ..errors import ArtifactError, ConfigurationError
+from ..errors import ArtifactError, ConfigurationError, naming_source
 from ..fields import FieldError
 from ..files import open_file
 from ..shortlists import POLICY_DATA, CooccurrenceGraph, ShortlistPolicy, Storable, stored_class
@@ -58,18 +58,6 @@ def read_artifact(
     with naming_source(directory_or_repo):
         source = _opened(directory_or_repo, revision, cache_dir, token, api)
         return _read(source, tokenizer_fingerprint)
-
-
-@contextmanager
-def naming_source(directory_or_repo: str | os.PathLike) -> Iterator[None]:
-    """Name the folder or repository in the errors that are raised meanwhile about an artifact."""
-    try:
-        yield
-    except ArtifactError as error:
-        named = error.of(str(directory_or_repo))
-        if named is error:
-            raise
-        raise named from error.__cause__
 
 
 def _opened(

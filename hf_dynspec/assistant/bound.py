@@ -14,7 +14,7 @@ from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
 from ..drafting.guards import outside_inference_mode
 from ..drafting.session import DraftSession
-from ..errors import NotBoundError, UnsupportedError, shown_value
+from ..errors import NotBoundError, UnsupportedError, naming_source, shown_value
 from ..generation.binding import TargetHook, attach
 from ..generation.call import Assistant
 from ..generation.conversation import Conversation
@@ -96,7 +96,8 @@ class BoundAssistant(Assistant):
         else:
             tokenizer = shared_tokenizer(target, self.drafter, self._given_tokenizer)
             size = shared_vocabulary_size(target, self.drafter, tokenizer)
-        require_tokenizer_of(self.policy.tokenizer_fingerprints, tokenizer)
+        with naming_source(f"policy {self.policy.name}"):
+            require_tokenizer_of(self.policy.tokenizer_fingerprints, tokenizer)
         if self.tree is not None:
             self.drafter.require_trees()
         forward = TargetForward(target, self.fast_target_head, self.tree is not None)

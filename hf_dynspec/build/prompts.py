@@ -16,9 +16,10 @@ from .texts import (
     naming_damage,
     read_json_lines,
     read_parquet,
-    text_fields,
 )
 
+# Where the text of a row may be: Spec-Bench's field first.
+PROMPT_FIELDS = ("turns", "prompt", "text")
 # What a row may say of its prompt besides the text, as Spec-Bench's do.
 QUESTION, CATEGORY = "question_id", "category"
 
@@ -98,13 +99,14 @@ def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Itera
 
     Args:
         paths: files and directories.
-        text_field: where the text is. Rows without a `text` may have Spec-Bench's `turns`.
+        text_field: where the text is. Rows without a `text` may have another one of `PROMPT_FIELDS`.
 
     Raises:
         CorpusError: a path does not exist, or as `read_prompt_file`.
     """
+    fields = dict.fromkeys((text_field, *(PROMPT_FIELDS if text_field == "text" else ())))
     for path in sorted(find_prompt_files(paths)):
-        for row in read_prompt_file(path, text_fields(text_field), NAME_IT):
+        for row in read_prompt_file(path, tuple(fields), NAME_IT):
             if any(row.turns):
                 yield row.turns
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..build.clusters import TokenClusters
+    from ..shortlists.router import RouterShortlist
 
 
 def clusters(
@@ -86,7 +87,7 @@ def clusters(
         "balanced": balanced,
         "partition": _describe(made, spread),
     }
-    _write(out, made, fingerprint, provenance)
+    policy = _write(out, made, fingerprint, provenance)
     _print_report(provenance["partition"])
     count = made.centroids.shape[0]
     if count < num_clusters:
@@ -94,7 +95,10 @@ def clusters(
             f"{counted(count, 'cluster')} instead of {num_clusters}: too few rows differ in direction", err=True
         )
     typer.echo(f"{out}: {fingerprint.size:,} tokens in {counted(count, 'cluster')}")
-    typer.echo(f"use them by --policy router:router={out}, or by train router --clusters {out}")
+    typer.echo(
+        f"use them by --policy router:router={out}, whose first draft step selects {policy.budget(0):,} of them "
+        f"(max_clusters says how many), or by train router --clusters {out}"
+    )
 
 
 def _checked_device(name: str, needs_faiss: bool) -> "torch.device":
@@ -145,7 +149,7 @@ def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> 
     }
 
 
-def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> None:
+def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> "RouterShortlist":
     from ..artifacts import write_artifact
     from ..artifacts.config import DynSpecConfig, PolicyConfig
     from ..shortlists.router import Router, RouterShortlist
@@ -156,6 +160,7 @@ def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[
         policy=PolicyConfig(name=policy.name, settings=policy.settings()), tokenizer=fingerprint, provenance=provenance
     )
     write_artifact(out, config, tensors=policy.tensors())
+    return policy
 
 
 def _print_report(metrics: dict[str, Any]) -> None:

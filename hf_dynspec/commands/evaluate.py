@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import counted
 from . import options
 from .common import command_line, progress_bar, wide_console
 from .launched import Launched
 from .running import claim_folder, keeps
 
 if TYPE_CHECKING:
+    from ..evaluation.suites.paper_tables import PaperTable
     from ..evaluation.suites.settings import SuiteSettings
 
 
@@ -123,11 +125,35 @@ def evaluate(
     if launched.is_main:
         claim_folder(context, out, own=(SETTINGS, RUNS))
         keeps(context, f"what was measured until then is in {out}; the same command goes on")
+        if spec is not None:
+            _tell_what_is_left_out(spec, given)
+        _tell_what_is_there(out)
     had_to_run = _run(settings, out, launched, command_line(context))
     if launched.is_main:
         if not had_to_run:
             typer.echo(f"{out}: all of it was measured before; nothing is run", err=True)
         write_results(out, figures)
+
+
+def _tell_what_is_left_out(table: "PaperTable", given: dict[str, Path]) -> None:
+    """Before hours go by: which rows of a table are not measured, and which are by less than they could be."""
+    from ..evaluation.suites.paper_tables import why_left_out
+
+    for row in table.rows:
+        reason = why_left_out(row, given)
+        if reason is not None:
+            typer.echo(f"{row.label} is left out: {reason}", err=True)
+        elif "ranking" not in given and any(name in (row.policy or "") for name in ("${ranking}", "${core}")):
+            typer.echo(f"{row.label} goes by the tokenizer's merge order: no --ranking was given", err=True)
+
+
+def _tell_what_is_there(folder: Path) -> None:
+    from ..evaluation.suites.runs import RunFolder
+
+    runs = RunFolder(folder)
+    runs.read()
+    if runs.lines and not runs.is_finished:
+        typer.echo(f"{folder}: goes on after {counted(len(runs.lines), 'measurement')}", err=True)
 
 
 def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> bool:

@@ -46,7 +46,7 @@ def frequency(
     ] = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE...", help="Prompts for --from-target: `text` or Spec-Bench's `turns` per row."),
+        typer.Option(metavar="FILE...", help=f"Prompts for --from-target. {options.PROMPT_LINES}"),
     ] = None,
     size: Annotated[
         int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 train_app = CommandApp(help="Train what policies need.")
 
 _METHODS = ("dynaspec", "coral")
+# Groups are whole: where they are few they may hold so much less than was asked for.
+_MUCH_LESS = 0.8
 # Options of what CORAL's router does not have.
 _NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
 
@@ -183,6 +185,11 @@ def router(
     _print_figures(str(out), metrics, pair.vocabulary_size)
     what = "groups" if is_coral else "clusters"
     typer.echo(f"{out}: a router over {trained.num_clusters:,} {what}, {policy.budget(0):,} chosen at most")
+    held = policy.budget(0) / trained.num_clusters
+    if is_coral and held < _MUCH_LESS * share:
+        typer.echo(
+            f"that is {held:.1%} of the tokens, and --share asks for {share:.1%}: more groups come closer to it"
+        )
     typer.echo(f"use it by --policy {policy.name}:router={out}")
 
 

@@ -6,11 +6,11 @@ the two lies the one wait that every round has, so that on a GPU too it is the t
 """
 
 import threading
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+from ..errors import warn_user
 from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
 from .early_ends import EarlyEnd, RunningConfidence
 from .readings import Readings
@@ -182,7 +182,7 @@ class AutomaticDrafting:
             shape = self._choose(room) if fixed is None else self._choose_policy(fixed)
             warning, self._warning = self._warning, None
         if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+            warn_user(warning)
         return shape
 
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:

@@ -2,6 +2,7 @@
 `package.module:Class` for a class of one's own."""
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, naming_source
 from ..shortlists import POLICIES, ShortlistPolicy, UnionShortlist, policy_class
 from ..shortlists.registry import require_arguments, require_policy_class
 
@@ -66,7 +67,8 @@ def _parse_single_policy(text: str) -> ShortlistPolicy:
         settings[setting] = _parse_value(value)
     require_arguments(policy, settings)
     try:
-        return policy(**settings)
+        with naming_source(f"policy {text}"):
+            return policy(**settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"policy {text!r}: {error}") from error
 
@@ -74,14 +76,26 @@ def _parse_single_policy(text: str) -> ShortlistPolicy:
 def _class_and_settings(text: str) -> tuple[type[ShortlistPolicy], str | None]:
     """The class that a text begins with, and what stands behind its colon, None where there is none."""
     first, *rest = text.split(":", maxsplit=1)
-    if first not in POLICIES and _MODULE.fullmatch(first) and rest:
+    if _MODULE.fullmatch(first) and rest:
         second, *listed = rest[0].split(":", maxsplit=1)
-        if second.isidentifier():
+        # A module may be named as a policy, its own among them.
+        if second.isidentifier() and (first not in POLICIES or _is_module(first)):
             return import_policy(first, second), (listed or [None])[0]
     try:
         return policy_class(first), (rest or [None])[0]
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; a class of your own is written package.module:Class") from error
+
+
+def _is_module(name: str) -> bool:
+    _find_modules_here()
+    return importlib.util.find_spec(name) is not None
+
+
+def _find_modules_here() -> None:
+    """Let modules in the current folder be found, as by `python -m`."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
 
 
 def import_policy(module: str, name: str) -> type[ShortlistPolicy]:
@@ -94,8 +108,7 @@ def import_policy(module: str, name: str) -> type[ShortlistPolicy]:
     Raises:
         ConfigurationError: the module cannot be imported or has no such class, or that is no policy or abstract.
     """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+    _find_modules_here()
     try:
         found = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # a module of somebody else's, which may raise anything when it is run

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..build.prompts import CATEGORY, QUESTION, PromptRow, find_prompt_files, read_prompt_file
+from ..build.prompts import CATEGORY, PROMPT_FIELDS, QUESTION, PromptRow, find_prompt_files, read_prompt_file
 from ..build.texts import CorpusError
 from ..errors import DynSpecError, counted, shown_text
-
-# Where the text of a row may be: Spec-Bench's field first.
-TEXT_FIELDS = ("turns", "prompt", "text")
 
 
 class WorkloadError(DynSpecError, ValueError):
@@ -93,7 +90,7 @@ def _category(row: PromptRow) -> Any:
 
 
 def _read_file(path: str, require: Callable[[PromptRow], None], more: Sequence[str]) -> list[PromptRow]:
-    rows = list(read_prompt_file(path, TEXT_FIELDS, "a row needs turns (a list of texts), prompt or text", more))
+    rows = list(read_prompt_file(path, PROMPT_FIELDS, "a row needs turns (a list of texts), prompt or text", more))
     for row in rows:
         question, category = _question(row), _category(row)
         if not row.turns or not row.turns[0]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..assistant import DynSpecAssistant
+from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..drafting.tree_config import TreeConfig
 from ..protocol import VocabularyInfo
 from ..shortlists import FrequencyShortlist, InContextShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
@@ -14,6 +15,8 @@ from ..shortlists.forwarding import ForwardingPolicy
 from .case import NEW_TOKENS, PolicyCase
 
 _SHAPES = {"chains": False, "trees": TreeConfig(12, 2, 4)}
+# Models this small gain nothing by drafts, and would be left to generate without.
+_IN_ALL_ROUNDS = {"num_assistant_tokens": DEFAULT_NUM_ASSISTANT_TOKENS}
 
 
 class _Counted(ForwardingPolicy):
@@ -64,7 +67,7 @@ def _draft(
 ) -> None:
     """Draft with a policy in every way, and compare what comes out with what does without."""
     target = case.target
-    assistant = DynSpecAssistant(case.drafter, policy, target=target, tree=tree, validate=validate)
+    assistant = DynSpecAssistant(case.drafter, policy, target=target, tree=tree, validate=validate, **_IN_ALL_ROUNDS)
     conversation = assistant.conversation()
     turn = case.prompt(1)
     for seed in (1, 2):
@@ -99,7 +102,7 @@ def check_weights(case: PolicyCase) -> None:
         return
     target, drafter = copy.deepcopy(case.target), copy.deepcopy(case.drafter)
     policy = _Counted(case.checked)
-    assistant = DynSpecAssistant(drafter, policy, target=target)
+    assistant = DynSpecAssistant(drafter, policy, target=target, **_IN_ALL_ROUNDS)
     for turn in range(2):
         expected = target.generate(case.prompt(1), do_sample=False, max_new_tokens=8)
         actual = target.generate(case.prompt(1), do_sample=False, max_new_tokens=8, assistant_model=assistant)

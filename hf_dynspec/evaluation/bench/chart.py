@@ -13,6 +13,8 @@ from .systems import PLAIN
 # Readable on any page: the chart brings its own paper.
 _PAPER, _INK, _BASELINE, _OURS = "white", "0.15", "0.65", "#2f6fb3"
 _ROW, _WIDTH = 0.27, 8.0  # inches
+# What a line of a label needs of the height of a row.
+_LINE = 0.65
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
@@ -57,9 +59,7 @@ def write_speed_chart(path: Path, data: dict[str, Any]) -> None:
     try:
         panels, conditions = _panels(data), _conditions(data)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(
-            f"the results are not what hf-dynspec bench writes: {type(error).__name__}: {error!s:.100}"
-        ) from error
+        raise ConfigurationError("the results are not what --json of hf-dynspec bench writes") from error
     if not panels:
         raise ConfigurationError("there is no speed to draw: no repeat was finished by all systems")
     _draw(path, panels, conditions)
@@ -87,7 +87,8 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
     from matplotlib.figure import Figure
 
     with plot_style(font_size=9):
-        heights = [len(bars) for bars in panels.values()]
+        # A label of several lines needs room for them.
+        heights = [len(bars) * max(1.0, _LINE * max(map(_lines, bars))) for bars in panels.values()]
         figure = Figure(figsize=(_WIDTH, _ROW * sum(heights) + 0.5 * len(heights) + 0.5), layout="constrained")
         figure.set_facecolor(_PAPER)
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -96,6 +97,14 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
         all_axes[-1].set_xlabel("tokens per second (times plain generate)", color=_INK)
         figure.supxlabel(conditions, fontsize=7, color=_INK)
         save_figure(figure, path)
+
+
+def _broken_label(bar: dict[str, Any]) -> str:
+    return bar["label"].replace(",", ",\n")
+
+
+def _lines(bar: dict[str, Any]) -> int:
+    return _broken_label(bar).count("\n") + 1
 
 
 def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
@@ -117,7 +126,7 @@ def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
         text = f"{shown_speed(bar['median'])}  ({bar['ratio']:.2f}×)"
         axes.annotate(text, (bar["max"], place), (4, 0), textcoords="offset points", va="center", color=_INK)
     # The bars keep their width beside a policy with many settings.
-    axes.set_yticks(places, [bar["label"].replace(",", ",\n") for bar in bars], color=_INK)
+    axes.set_yticks(places, [_broken_label(bar) for bar in bars], color=_INK)
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=9, color=_INK)
     axes.set_facecolor(_PAPER)

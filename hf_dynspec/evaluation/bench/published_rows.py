@@ -16,8 +16,8 @@ from .systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORM
 BASELINES = {
     PLAIN: "plain generate",
     HEAD_PRODUCT: HEAD_PRODUCT,
-    TRANSFORMERS: "transformers' assisted generation",
-    TRANSFORMERS_DEFAULTS: "transformers' assisted generation, its defaults",
+    TRANSFORMERS: "transformers' assisted",
+    TRANSFORMERS_DEFAULTS: "transformers' defaults",
     PROMPT_LOOKUP: PROMPT_LOOKUP,
 }
 
@@ -50,8 +50,7 @@ def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, A
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
-            f"{path} is not what --json of hf-dynspec bench or hf-dynspec coverage writes: "
-            f"{type(error).__name__}: {error!s:.100}"
+            f"{path} is not what --json of hf-dynspec bench or hf-dynspec coverage writes; give what they wrote"
         ) from error
 
 

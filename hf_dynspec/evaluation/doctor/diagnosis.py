@@ -61,6 +61,17 @@ def findings(measured: MeasuredPair) -> list[str]:
             else "would not make plain generate faster."
         )
         sentences.append(f"This package's head product, with which drafts are verified, {merit}")
+    if measured.measured_prompts < len(measured.prompts):
+        sentences.append(
+            f"{measured.measured_prompts} of {len(measured.prompts)} prompts were measured in "
+            f"{measured.settings.seconds:g} s: --seconds takes more."
+        )
+    every = [label for label, one in measured.drafting.items() if one.active_vocabulary >= tokens and label != FULL]
+    if every:
+        sentences.append(
+            f"Of {' and '.join(every)} the shortlist is the whole vocabulary here: what it differs from {FULL} in is "
+            "chance. Give it a smaller size."
+        )
     return [*sentences, *(f"Note: {note}" for note in measured.notes)]
 
 

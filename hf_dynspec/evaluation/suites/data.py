@@ -85,7 +85,8 @@ def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None)
     def require(row: PromptRow) -> None:
         missing = [field for field in suite.fields if field not in row.values]
         if missing:
-            problem = f"lacks the field {missing[0]!r}, which {suite.title} has in every row"
+            those, which = (", ".join(map(repr, missing)), "fields" if len(missing) > 1 else "field")
+            problem = f"lacks the {which} {those}, which {suite.title} has in every row"
             raise WorkloadError(f"{row.place}: {problem}; {_fix(name)}")
         for other, wider in SUITES.items():
             if set(wider.fields) > set(suite.fields) > set() and row.values.keys() >= set(wider.fields):

@@ -151,7 +151,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / SETTINGS).read_bytes())
     except OSError as error:
-        raise ConfigurationError(f"{path} holds no evaluation: {SETTINGS}: {error.strerror or error}") from error
+        raise ConfigurationError(f"{path} holds no evaluation: {SETTINGS} cannot be read") from error
     except ValueError as error:
         raise ConfigurationError(f"{path / SETTINGS} is no JSON: {error!s:.100}") from error
     if not isinstance(found, dict) or "suite" not in found:
