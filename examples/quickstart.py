@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter
-from hf_dynspec.errors import DynSpecError
+from hf_dynspec.errors import DynSpecError, DynSpecWarning
 from hf_dynspec.loading import load_model, load_tokenizer
 
 POCKET = Path(__file__).parent / "pocket"
@@ -94,6 +94,7 @@ def silence_libraries() -> None:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", module="hf_dynspec")
+    warnings.filterwarnings("default", category=DynSpecWarning)
 
 
 def make_systems(

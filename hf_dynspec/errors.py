@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 LONGEST_MESSAGE = 4000
 # Packages whose lines tell a user nothing of what to change.
-_INNER = ("hf_dynspec", "transformers", "torch")
+_INNER = ("hf_dynspec", "transformers", "torch", "peft", "accelerate")
 _LONGEST_FIELD = 200
 _LONGEST_FIX = 800
 
@@ -137,9 +137,13 @@ def naming_source(source: str | os.PathLike) -> Iterator[None]:
         raise named from error.__cause__
 
 
+class DynSpecWarning(UserWarning):
+    """What hf_dynspec warns of in the midst of a call."""
+
+
 def warn_user(message: str) -> None:
     """Warn at the line of the user's that led here, and not at one of this package's, or of those that called it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, DynSpecWarning, stacklevel=level)

@@ -5,7 +5,6 @@ Nothing that is loaded here brings code of its own, and weights are read from sa
 
 import copy
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .drafters import CausalLMDrafter, Drafter
-from .errors import ConfigurationError, UnsupportedError, counted
+from .errors import ConfigurationError, UnsupportedError, counted, warn_user
 from .modeling.parts import output_rows
 from .vocabulary import as_token_ids
 
@@ -292,10 +291,9 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
         its = "the target's tokenizer" if is_same_source else "the drafter's tokenizer"
         known[its] = known.get(its) or local_tokenizer(drafter.model)
         if known[its] is None or (given is None and known["the target's tokenizer"] is None):
-            warnings.warn(
+            warn_user(
                 "the tokenizers of target and drafter could not be compared, as they are not both known here. If they "
-                "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers.",
-                stacklevel=3,
+                "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers."
             )
     are_known = None not in known.values()
     known = {name: tokenizer for name, tokenizer in known.items() if tokenizer is not None}

@@ -32,7 +32,7 @@ def fixed_drafts():
     from hf_dynspec.drafting import settings
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "WHERE_NOTHING_SHOWS", settings.DEFAULT_NUM_ASSISTANT_TOKENS)
+        patch.setattr(settings, "DEFAULT_WHERE_ONLY_SPEED_SHOWS", settings.DEFAULT_NUM_ASSISTANT_TOKENS)
         yield
 
 
@@ -42,7 +42,7 @@ def drafts_as_shipped(monkeypatch):
     from hf_dynspec.drafting import settings
     from hf_dynspec.drafting.tree_config import AUTO
 
-    monkeypatch.setattr(settings, "WHERE_NOTHING_SHOWS", AUTO)
+    monkeypatch.setattr(settings, "DEFAULT_WHERE_ONLY_SPEED_SHOWS", AUTO)
 
 
 @pytest.fixture

@@ -1404,9 +1404,11 @@ def test_it_may_be_assigned_and_is_stored(target, monkeypatch):
         ({}, {"do_sample": True}, False),
         ({"tree": True}, {}, False),
         ({"measure_coverage": True}, {}, False),
+        ({"profile": True}, {}, False),
+        ({"validate": True}, {}, False),
         ({"alignment": OnlineAlignment()}, {}, False),
     ],
-    ids=["greedily", "policy", "threshold", "number", "sampling", "tree", "coverage", "alignment"],
+    ids=["greedily", "policy", "threshold", "number", "sampling", "tree", "mass", "profile", "checks", "alignment"],
 )
 def test_it_is_the_default_where_nothing_shows_what_was_drafted(
     given, arguments, is_chosen, target, monkeypatch, drafts_as_shipped
@@ -1420,17 +1422,24 @@ def test_it_is_the_default_where_nothing_shows_what_was_drafted(
         assert torch.equal(output, target.generate(prompt(), **call))
 
 
-@pytest.mark.parametrize("is_autocast", [False, True])
-def test_it_is_no_default_where_rounding_may_decide_between_tokens(
-    is_autocast, target, monkeypatch, drafts_as_shipped
-):
+@pytest.mark.parametrize("where", ["16 bits", "autocast", "matrix products", "those of one device"])
+def test_it_is_no_default_where_rounding_may_decide(where, target, monkeypatch, drafts_as_shipped):
     fixed = draft_shapes_chosen(monkeypatch)
-    if not is_autocast:
+    if where == "16 bits":
         target = copy.deepcopy(target).bfloat16()
+    elif where == "matrix products":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    elif where == "those of one device":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", unknown_precision)
     assistant = DynSpecAssistant(perturbed(target), target=target)
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "autocast"):
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=20, do_sample=False, eos_token_id=299)
     assert None not in fixed and assistant.stats.drafted
+
+
+def unknown_precision() -> str:
+    """As torch's own, where `torch.backends.cuda.matmul.fp32_precision` was set alone."""
+    raise RuntimeError("a mix of the legacy and new APIs")
 
 
 def draft_shapes_chosen(monkeypatch) -> list[DraftShape | None]:

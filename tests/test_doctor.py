@@ -299,11 +299,11 @@ def test_what_there_was_no_time_for_and_what_is_no_shortlist_is_said():
     measured = diagnosed()
     assert "were measured in" not in str(measured) and "whole vocabulary here" not in str(measured)
     measured.prompts.append(measured.prompts[-1])
-    stats = measured.drafting["hybrid"]
-    stats._active_sum, stats._draft_steps = 3 * measured.vocabulary["tokens"], 3
+    for stats in measured.drafting.values():
+        stats._active_sum, stats._draft_steps = 3 * measured.vocabulary["tokens"], 3
     text = " ".join(str(measured).split())
     assert f"2 of 3 prompts were measured in {measured.settings.seconds:g} s: --seconds takes more." in text
-    assert "Of hybrid the shortlist is the whole vocabulary here" in text
+    assert "The shortlist of hybrid is the whole vocabulary here" in text and "shortlist of full" not in text
 
 
 @pytest.mark.parametrize(("acceptance", "draft_step"), [(0.05, 0.002), (0.8, 0.02)])

@@ -523,7 +523,7 @@ def test_texts_that_speed_bench_has_not_fetched_are_refused(tmp_path):
     ("suite", "row", "problem"),
     [
         ("spec-bench", {"question_id": 1, "turns": ["a"]}, "line 2: lacks the field 'category', which Spec-Bench has"),
-        ("spec-bench", {"category": "qa", "prompt": "a"}, "line 2: lacks the field 'question_id', which Spec-Bench"),
+        ("spec-bench", {"category": "qa", "prompt": "a"}, "lacks the fields 'question_id', 'turns', which Spec-Bench"),
         ("spec-bench", {"question_id": 1, "category": "qa", "turns": "a"}, "line 2: 'turns' is a list of texts"),
         (
             "spec-bench",

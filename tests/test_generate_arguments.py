@@ -558,6 +558,13 @@ def lengths_of_drafts(assistant, target, monkeypatch, **arguments) -> tuple[list
     return drafted, [len(piece) - 1 for piece in streamer.pieces[1:]]
 
 
+def test_a_schedule_leaves_trees_and_the_default_alone(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target, tree=True)
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    assert_same(target, assistant)
+    assert assistant.generation_config.num_assistant_tokens is None
+
+
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient", "constant"])
 def test_schedules(schedule, target, drafter, monkeypatch):
     """Two more after a draft that was accepted as a whole, one fewer after any other (transformers' heuristic)."""

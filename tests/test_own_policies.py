@@ -151,6 +151,12 @@ def test_a_module_may_be_named_as_its_policy(own):
         assert parse_policy("favourites:extra=5").extra == 5
 
 
+def test_a_folder_named_as_a_policy_is_no_module(own):
+    (own / "router").mkdir()
+    with pytest.raises(ConfigurationError, match="settings are written name=value, got 'router'"):
+        parse_policy("router:router")
+
+
 @pytest.mark.parametrize(
     "text",
     ["hybrid+somebodys.policies:Favourites:extra=3", "somebodys.policies:Favourites:extra=3+hybrid"],

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..devices import compute_alone
-from ..errors import ConfigurationError, shown_value
+from ..errors import ConfigurationError, shown_value, warn_user
 from .adapter import Adapter
 from .live_weights import DraftingLock
 from .recording import Recorder
@@ -232,9 +231,8 @@ class RequestLearner:
         self._training.serves = False
         with suppress(Exception):
             self._training.live.restore()
-        warnings.warn(
+        warn_user(
             f"online alignment failed and is off from now on; generation goes on without it. {self._error}",
-            stacklevel=2,
         )
 
 

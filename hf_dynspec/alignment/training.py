@@ -1,7 +1,6 @@
 """Learning from one request after the other, and what of it is drafted with. For one thread at a time."""
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, warn_user
 from .adapter import FIRST_ADAPTER, Adapter
 from .budget import Budget
 from .gate import Gate
@@ -301,10 +300,9 @@ class Training:
         """Begin anew where somebody has changed the drafter's weights."""
         if not self.live.were_changed():
             return
-        warnings.warn(
+        warn_user(
             "the drafter's weights were changed while it is being aligned: what was learnt is forgotten, and learning "
             "begins anew from what is there.",
-            stacklevel=2,
         )
         self.live.restore()
         self.live.accept()

@@ -49,8 +49,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
             Greedy tokens are the same however many are drafted, up to rounding, and sampled ones have the same
             distribution, but what is drawn then depends on the clock too, and not on the seed alone. The same holds
             of the policy `"auto"`. By default (None) it is `"auto"` in calls in which nothing but the speed shows what
-            was drafted: that decode greedily, with a target in fp32, without `tree`, `alignment` and
-            `measure_coverage`; and 5 in others.
+            was drafted: that decode greedily, with a target that computes in fp32 throughout, without `tree`,
+            `alignment`, `measure_coverage`, `profile`, `validate` and a schedule; and 5 in others.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for

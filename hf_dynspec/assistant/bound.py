@@ -14,6 +14,7 @@ from ..drafters import Drafter
 from ..drafting.automatic_call import LearntDrafting
 from ..drafting.guards import outside_inference_mode
 from ..drafting.session import DraftSession
+from ..drafting.settings import settled
 from ..errors import NotBoundError, UnsupportedError, naming_source, shown_value
 from ..generation.binding import TargetHook, attach
 from ..generation.call import Assistant
@@ -193,7 +194,7 @@ class BoundAssistant(Assistant):
                 self.forward,
                 session,
                 self.drafter.reads,
-                self.generation_config,
+                settled(self.generation_config, is_fixed=True),
                 self.tree,
                 input_ids.to(self.target.device),
             )

@@ -99,14 +99,14 @@ def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Itera
 
     Args:
         paths: files and directories.
-        text_field: where the text is. Rows without a `text` may have another one of `PROMPT_FIELDS`.
+        text_field: where the text is; `"text"` stands for the first of `PROMPT_FIELDS` that a row has.
 
     Raises:
         CorpusError: a path does not exist, or as `read_prompt_file`.
     """
-    fields = dict.fromkeys((text_field, *(PROMPT_FIELDS if text_field == "text" else ())))
+    fields = PROMPT_FIELDS if text_field == "text" else (text_field,)
     for path in sorted(find_prompt_files(paths)):
-        for row in read_prompt_file(path, tuple(fields), NAME_IT):
+        for row in read_prompt_file(path, fields, NAME_IT):
             if any(row.turns):
                 yield row.turns
 

@@ -127,7 +127,6 @@ def evaluate(
         keeps(context, f"what was measured until then is in {out}; the same command goes on")
         if spec is not None:
             _tell_what_is_left_out(spec, given)
-        _tell_what_is_there(out)
     had_to_run = _run(settings, out, launched, command_line(context))
     if launched.is_main:
         if not had_to_run:
@@ -135,7 +134,7 @@ def evaluate(
         write_results(out, figures)
 
 
-def _tell_what_is_left_out(table: "PaperTable", given: dict[str, Path]) -> None:
+def _tell_what_is_left_out(table: "PaperTable", given: dict[str, str]) -> None:
     """Before hours go by: which rows of a table are not measured, and which are by less than they could be."""
     from ..evaluation.suites.paper_tables import why_left_out
 
@@ -147,15 +146,6 @@ def _tell_what_is_left_out(table: "PaperTable", given: dict[str, Path]) -> None:
             typer.echo(f"{row.label} goes by the tokenizer's merge order: no --ranking was given", err=True)
 
 
-def _tell_what_is_there(folder: Path) -> None:
-    from ..evaluation.suites.runs import RunFolder
-
-    runs = RunFolder(folder)
-    runs.read()
-    if runs.lines and not runs.is_finished:
-        typer.echo(f"{folder}: goes on after {counted(len(runs.lines), 'measurement')}", err=True)
-
-
 def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> bool:
     from ..evaluation.suites.runner import Share, run_suite
     from ..evaluation.suites.runs import RunFolder
@@ -165,7 +155,11 @@ def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[s
     with progress_bar() as bar:
         # A bar for each process would be drawn over the others'.
         report = bar if launched.is_main else lambda *_: None
-        return run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report)
+
+        def go_on(done: int) -> None:
+            typer.echo(f"{out}: goes on after {counted(done, 'measurement')}", err=True)
+
+        return run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report, go_on=go_on)
 
 
 def write_results(folder: Path, figures: bool = True) -> None:

@@ -9,8 +9,10 @@ from ..errors import ConfigurationError, shown_value
 from ..fields import OneOf, Share
 from .tree_config import AUTO, NUM_ASSISTANT_TOKENS, TreeConfig
 
-# Where none is set: in calls that are the same whatever is drafted, but for their speed, and in others.
-WHERE_NOTHING_SHOWS, DEFAULT_NUM_ASSISTANT_TOKENS = AUTO, 5
+# What an assistant drafts that was not told how much.
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
+# And where nothing but the speed of a call shows it.
+DEFAULT_WHERE_ONLY_SPEED_SHOWS = AUTO
 
 # Those of a generation configuration, and what stands for one that is None.
 _RULES = {
@@ -87,5 +89,5 @@ def settled(config: GenerationConfig, is_fixed: bool) -> GenerationConfig:
     config = copy.copy(config)
     if config.num_assistant_tokens is None:
         is_fixed = is_fixed or config.num_assistant_tokens_schedule not in (None, "constant")
-        config.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if is_fixed else WHERE_NOTHING_SHOWS
+        config.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if is_fixed else DEFAULT_WHERE_ONLY_SPEED_SHOWS
     return config

@@ -89,7 +89,12 @@ def _class_and_settings(text: str) -> tuple[type[ShortlistPolicy], str | None]:
 
 def _is_module(name: str) -> bool:
     _find_modules_here()
-    return importlib.util.find_spec(name) is not None
+    try:
+        found = importlib.util.find_spec(name)
+    except ValueError:  # of a module that was made by hand
+        return False
+    # Any folder would be a namespace, such as one that holds an artifact.
+    return found is not None and found.origin is not None
 
 
 def _find_modules_here() -> None:

@@ -93,6 +93,7 @@ class Assistant(Bindable):
         stats: counts of the last call.
         profile: measure where the time goes.
         measure_coverage: measure the target's probability mass on the shortlists.
+        validate: check every shortlist of the policy.
         alignment: aligns the drafter with what calls leave, None where nothing does.
         learnt_drafting: what automatic drafting has learnt.
     """
@@ -105,6 +106,7 @@ class Assistant(Bindable):
     stats: DraftingStatistics
     profile: bool
     measure_coverage: bool
+    validate: bool
     alignment: Aligner | None
     learnt_drafting: LearntDrafting
 

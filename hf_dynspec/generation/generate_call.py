@@ -110,11 +110,12 @@ class GenerateCall(Call):
         return self._drafting
 
     def _shows_drafts(self, generation_config: GenerationConfig) -> bool:
-        """Whether what is drafted shows in what comes of the call, beyond its speed: in what is drawn, learnt or
-        measured; or in which of two almost equal logits is the larger one, where rounding decides that."""
+        """Whether what is drafted shows in what comes of the call, beyond its speed: in what is drawn, learnt,
+        measured or checked; or in which of two almost equal logits is the larger one, where rounding decides that."""
         assistant = self._assistant
-        is_studied = self._aligner is not None or assistant.measure_coverage
-        return bool(generation_config.do_sample) or is_studied or not computes_in_fp32(assistant.target)
+        is_studied = assistant.measure_coverage or assistant.profile or assistant.validate
+        is_learnt = self._aligner is not None
+        return bool(generation_config.do_sample) or is_learnt or is_studied or not computes_in_fp32(assistant.target)
 
     def _automatic(self, config: GenerationConfig, generation_config: GenerationConfig) -> AutomaticCall | None:
         """What chooses the policy and how much to draft, where `config` leaves that open."""
@@ -149,7 +150,7 @@ class GenerateCall(Call):
             self._stats.seconds = dict(self._stopwatch.seconds)
             self._stats.seconds["other"] = max(0.0, elapsed - sum(self._stopwatch.seconds.values()))
         config = self._assistant.generation_config
-        if config.num_assistant_tokens_schedule == "heuristic" and config.num_assistant_tokens != AUTO:
+        if config.num_assistant_tokens_schedule == "heuristic" and self._drafting.adapts_length:
             config.num_assistant_tokens = self._drafting.num_assistant_tokens
         if self._aligner is not None:
             self._aligner.take(self._recorder, time.perf_counter() - self._began)

@@ -66,7 +66,7 @@ class Drafting:
         automatic: AutomaticCall | None = None,
     ):
         tokens = drafting_config.num_assistant_tokens
-        self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens in (None, AUTO) else int(tokens)
+        self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS if tokens == AUTO else int(tokens)
         self._automatic = automatic
         self._has_fixed_shape = automatic is None or tokens != AUTO
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
@@ -109,6 +109,11 @@ class Drafting:
     def drafts_trees(self) -> bool:
         """Whether candidates are trees."""
         return self._tree is not None
+
+    @property
+    def adapts_length(self) -> bool:
+        """Whether drafts become longer and shorter as transformers' schedules say."""
+        return self._schedule != "constant" and self._tree is None and self._has_fixed_shape
 
     @property
     def wants_scores(self) -> bool:
@@ -304,7 +309,7 @@ class Drafting:
             self._automatic.end_round(outcome.accepted, is_done)
         if candidates is None:
             return outcome.accepted, None, None
-        if self._schedule != "constant" and self._tree is None and self._has_fixed_shape:
+        if self.adapts_length:
             change = 2 if outcome.accepted == candidates.token_ids.shape[0] else -1
             self.num_assistant_tokens = min(LONGEST_DRAFT, max(1, self.num_assistant_tokens + change))
         covered = _covered_mass(candidates, outcome.scores) if self._measure_coverage else None

@@ -76,7 +76,12 @@ def input_device(model: nn.Module) -> torch.device:
 
 def computes_in_fp32(model: nn.Module) -> bool:
     """Whether a model's logits are the same, but for the last digits of fp32, however many tokens it reads at once."""
-    return model.dtype == torch.float32 and not torch.is_autocast_enabled(input_device(model).type)
+    try:
+        multiplies_exactly = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # where some kinds of device only were told to round
+        multiplies_exactly = False
+    is_autocast = torch.is_autocast_enabled(input_device(model).type)
+    return model.dtype == torch.float32 and multiplies_exactly and not is_autocast
 
 
 def output_rows(model: nn.Module) -> int:

@@ -66,12 +66,13 @@ def findings(measured: MeasuredPair) -> list[str]:
             f"{measured.measured_prompts} of {len(measured.prompts)} prompts were measured in "
             f"{measured.settings.seconds:g} s: --seconds takes more."
         )
-    every = [label for label, one in measured.drafting.items() if one.active_vocabulary >= tokens and label != FULL]
-    if every:
-        sentences.append(
-            f"Of {' and '.join(every)} the shortlist is the whole vocabulary here: what it differs from {FULL} in is "
-            "chance. Give it a smaller size."
-        )
+    active = {policy: one.active_vocabulary for policy, one in measured.drafting.items()}
+    sentences += [
+        f"The shortlist of {policy} is the whole vocabulary here: what it differs from {FULL} in is chance. Give it a "
+        "smaller size."
+        for policy in active
+        if policy != FULL and active[policy] >= active[FULL] > 0
+    ]
     return [*sentences, *(f"Note: {note}" for note in measured.notes)]
 
 

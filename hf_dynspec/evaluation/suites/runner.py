@@ -64,6 +64,7 @@ def run_suite(
     share: Share = Share(),
     command: Sequence[str] | None = None,
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+    go_on: Callable[[int], None] = lambda done: None,
 ) -> bool:
     """Run what the folder lacks. Everything but the models is checked before they are loaded, and where nothing is
     lacking they are not.
@@ -76,6 +77,8 @@ def run_suite(
         command: the words of the command line, for the record.
         report: called between generations with what is being done, how many of this process's are done, and how many
             there are.
+        go_on: called before models are loaded with how many lines an earlier run has left that was stopped; only where
+            there are some, and by the first process.
 
     Returns:
         Whether something was lacking.
@@ -94,6 +97,8 @@ def run_suite(
     folder.read()
     if folder.is_finished:
         return False
+    if share.is_first and folder.lines:
+        go_on(len(folder.lines))
     notes: list[str] = []
     with (
         open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as pair,
