@@ -72,7 +72,7 @@ def test_presets_are_what_was_printed():
 def test_statistics_are_printed_in_lines():
     new = str(AlignmentStatistics()).splitlines()
     assert [line.split("  ")[0] for line in new] == [
-        "requests",
+        "requests learnt from",
         "updates",
         "acceptance before",
         "acceptance after",
