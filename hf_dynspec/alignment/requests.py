@@ -231,9 +231,7 @@ class RequestLearner:
         self._training.serves = False
         with suppress(Exception):
             self._training.live.restore()
-        warn_user(
-            f"online alignment failed and is off from now on; generation goes on without it. {self._error}",
-        )
+        warn_user(f"online alignment failed and is off from now on; generation goes on without it. {self._error}")
 
 
 def _work_given_to(device: torch.device) -> torch.cuda.Event | None:

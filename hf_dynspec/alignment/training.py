@@ -302,7 +302,7 @@ class Training:
             return
         warn_user(
             "the drafter's weights were changed while it is being aligned: what was learnt is forgotten, and learning "
-            "begins anew from what is there.",
+            "begins anew from what is there."
         )
         self.live.restore()
         self.live.accept()
