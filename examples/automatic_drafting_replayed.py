@@ -5,9 +5,10 @@ question, decide the result. `automatic_drafting.py` times whole calls instead.
 Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them, what
 the text said of it, and how many were accepted. Then rounds of every length are timed, in turns. With these times the
 texts are gone through again: with each fixed length, and as automatic drafting itself chooses, which sees one text
-after another and knows nothing at first. `--noise` makes each time that it is told longer or shorter by chance, and
-single ones several times as long; what it chose is counted without. With several policies all of this is done with
-each of them, and automatic drafting chooses between them too; or between them alone, with `--length`.
+after another and knows nothing at first. What choosing takes is timed in calls of its own and counted in each round.
+`--noise` makes each time that it is told longer or shorter by chance, and single ones several times as long; what it
+chose is counted without. With several policies all of this is done with each of them, and automatic drafting chooses
+between them too; or between them alone, with `--length`.
 
 Where a replayed draft is shorter than the recorded one, the next begins where that went on. A real one would be
 drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
@@ -27,11 +28,11 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -43,10 +44,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.devices import is_free_to_look
-from hf_dynspec.drafting.automatic import AutomaticDrafting
-from hf_dynspec.drafting.automatic_call import AutomaticCall
+from hf_dynspec.drafting.automatic import AutomaticDrafting, FinishedRound
+from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
+from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy
@@ -89,23 +91,68 @@ class LongDrafts(AutomaticDrafting):
         super().__init__(shapes_of(None, True), ends_early=True)
         self.text: Text = []
 
-    def under(self, *setting: object) -> "LongDrafts":
+    def call_under(self, *setting: Any) -> AutomaticCall:
         """Stands for all that an assistant has learnt too, under whichever setting."""
-        return self
+        return AutomaticCall(self)
 
     def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
         return DraftShape(RECORDED, RECORDED)
 
     def early_end(self, shape: DraftShape) -> EarlyEnd:
         # Asks for what is known of tokens, and never ends a draft: any is likely enough.
-        return EarlyEnd(RunningConfidence().acceptance, RECORDED * [0.0])
+        return EarlyEnd(RunningConfidence().acceptances(), RECORDED * [0.0])
 
-    def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
-        if steps == RECORDED:
-            self.text.append(Round(end.tokens, accepted))
+    def record(self, round: FinishedRound, ended: float) -> None:
+        # Times are measured apart.
+        if round.steps == RECORDED and round.is_known:
+            self.text.append(Round(round.end.tokens, round.accepted))
 
-    def record(self, *round_and_time: object) -> None:
-        """Times are measured apart."""
+
+class TimedCall(AutomaticCall):
+    """Times itself."""
+
+    def __init__(self, drafting: AutomaticDrafting):
+        super().__init__(drafting)
+        self.rounds, self.seconds = 0, 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def begin_round(self, most: int, fixed: DraftShape | None = None, behind: int = 0) -> DraftShape:
+        self.rounds += 1
+        with self._timed():
+            return super().begin_round(most, fixed, behind)
+
+    def begin_draft(self, text: torch.Tensor) -> None:
+        with self._timed():
+            super().begin_draft(text)
+
+    def goes_on_after(self, token_id: torch.Tensor, choice: TokenChoice) -> bool:
+        with self._timed():
+            return super().goes_on_after(token_id, choice)
+
+    def has_drafted(self) -> None:
+        with self._timed():
+            super().has_drafted()
+
+    def end_round(self, accepted: int, is_last: bool = False) -> None:
+        with self._timed():
+            super().end_round(accepted, is_last)
+
+
+class TimedChoices(LearntDrafting):
+    """Gives calls that time themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[TimedCall] = []
+
+    def call_under(self, *setting: Any, **more: Any) -> AutomaticCall:
+        self.calls.append(TimedCall(self.under(*setting, **more)))
+        return self.calls[-1]
 
 
 def bound_assistants(pair: Pair, policies: list[str]) -> list[DynSpecAssistant]:
@@ -206,6 +253,20 @@ def median_round(
     return median(end - began for began, end in pairwise(whole)) if len(whole) > 1 else None
 
 
+def time_choosing(pair: Pair, assistant: DynSpecAssistant, temperature: float, progress: Progress) -> float:
+    """The usual seconds that automatic drafting takes itself in a round, as calls time it: those of the call in the
+    middle."""
+    config = generation_config(pair.target, TIMED_TOKENS, temperature)
+    assistant.generation_config.num_assistant_tokens = AUTO
+    assistant.learnt_drafting = choices = TimedChoices()
+    for token_ids in progress.track(pair.encoded, description="timing what choosing takes"):
+        input_ids = torch.tensor([token_ids], device=pair.target.device)
+        pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
+    # The first one learns more than others.
+    calls = choices.calls[1:] or choices.calls
+    return median(call.seconds / call.rounds for call in calls)
+
+
 # Replaying -----------------------------------------------------------------------------------------------------------
 
 # Says what a round drafts, given what is known of the tokens that it can draft with each policy; and is told what it
@@ -236,9 +297,10 @@ def replay(texts: Texts, choose: Choose, tell: Tell) -> Iterator[tuple[DraftShap
             place += came
 
 
-def speed(rounds: list[tuple[DraftShape, int]], seconds: Seconds) -> float:
-    """Tokens per second."""
-    return sum(tokens for _, tokens in rounds) / sum(seconds[drafted.policy][drafted.steps] for drafted, _ in rounds)
+def speed(rounds: list[tuple[DraftShape, int]], seconds: Seconds, choosing: float = 0.0) -> float:
+    """Tokens per second, where choosing takes so many seconds in each round."""
+    drafting = sum(seconds[drafted.policy][drafted.steps] for drafted, _ in rounds)
+    return sum(tokens for _, tokens in rounds) / (drafting + choosing * len(rounds))
 
 
 def replay_fixed(texts: list[Texts], shape: DraftShape) -> list[tuple[DraftShape, int]]:
@@ -308,12 +370,14 @@ def compare(
     noise: float,
     seeds: int,
     length: int | None = None,
+    choosing: float = 0.0,
 ) -> dict[str, float]:
     """Tokens per second without drafts, of each fixed setting, and of automatic drafting, the mean over several random
     seeds. Where there is a `length`, all drafts have it, and automatic drafting chooses between policies alone.
 
     Args:
         passes: prompts with their texts. Automatic drafting goes through each of these lists knowing nothing at first.
+        choosing: the seconds that choosing takes in a round.
     """
     lengths = range(1, LONGEST + 1) if length is None else [length]
     shapes = {
@@ -332,7 +396,7 @@ def compare(
             [one for texts in passes for one in replay_auto(texts, clock, ends_early and fixed is None, fixed)]
             for clock in clocks
         ]
-    return speeds | {AUTO: mean(speed(rounds, seconds) for rounds in chosen)}
+    return speeds | {AUTO: mean(speed(rounds, seconds, choosing) for rounds in chosen)}
 
 
 def show(console: Console, title: str, speeds: dict[str, dict[str, float]]) -> None:
@@ -385,18 +449,28 @@ def main(
             config = generation_config(pair.target, max_new_tokens + RECORDED, value)
             texts = record(pair, assistants, config, progress)
             seconds = time_rounds(pair, assistants, value, progress)
+            # Policies alone are chosen between now and then, which takes next to nothing.
+            choosing = 0.0 if length else time_choosing(pair, assistants[0], value, progress)
             domains = texts | {"all": [of_prompt for of_domain in texts.values() for of_prompt in of_domain]}
             speeds = {
-                name: compare(in_turn(of) if value else [of], seconds, policy, ends_early, noise, seeds, length)
+                name: compare(
+                    in_turn(of) if value else [of], seconds, policy, ends_early, noise, seeds, length, choosing
+                )
                 for name, of in domains.items()
             }
-            results[f"{value:g}"] = {"texts": texts, "seconds_of_rounds": seconds, "tokens_per_second": speeds}
+            results[f"{value:g}"] = {
+                "texts": texts,
+                "seconds_of_rounds": seconds,
+                "seconds_of_choosing": choosing,
+                "tokens_per_second": speeds,
+            }
             if out is not None:
                 write_json(out, {"models": pair.described_models(), "policies": policy, "results": results})
             show(console, f"tokens per second, T = {value:g}, {len(domains['all'])} prompts", speeds)
             for name, of_policy in zip(policy, seconds, strict=True):
                 times = ", ".join(f"{1e3 * s:.1f}" for s in of_policy)
                 console.print(f"ms of a round that drafts 0, 1, 2, … tokens with {name}: {times}")
+            console.print(f"ms that choosing takes in a round: {1e3 * choosing:.3f}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from hf_dynspec.drafting import automatic_call
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shape_of, shapes_of
-from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd
+from hf_dynspec.drafting.early_ends import Acceptances, DraftedToken, EarlyEnd
 from hf_dynspec.drafting.expected_speed import expected_tokens
 from hf_dynspec.drafting.recurrences import Recurrence
 from hf_dynspec.drafting.rests import FEATURES_BEFORE_RETRIAL
@@ -1064,10 +1064,9 @@ class Whim(AutomaticDrafting):
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
         if self._confidence is None:
             return None
-        acceptance = self._random.uniform(0.2, 0.9)
-        return EarlyEnd(
-            lambda token: 0.3 if token.probability < 0.03 else acceptance, LONGEST * (self._random.random(),)
-        )
+        likely = self._random.uniform(0.2, 0.9)
+        acceptances = Acceptances([7 * [likely] + 5 * [0.3]] * len(Recurrence))
+        return EarlyEnd(acceptances, LONGEST * (self._random.random(),))
 
 
 class Overtaken(Whim):
@@ -1094,8 +1093,8 @@ def even_pace(monkeypatch):
     """Rounds take what their shape says, whatever else the machine does meanwhile."""
     record = AutomaticDrafting.record
 
-    def record_evenly(self, shape, steps, accepted, seconds, *others):
-        record(self, shape, steps, accepted, 10.0 + 1.7 * steps, *others)
+    def record_evenly(self, round, ended):
+        record(self, round._replace(seconds=10.0 + 1.7 * round.steps), ended)
 
     monkeypatch.setattr(AutomaticDrafting, "record", record_evenly)
 

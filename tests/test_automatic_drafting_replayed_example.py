@@ -245,7 +245,7 @@ def test_rounds_that_read_the_prompt_are_not_timed(monkeypatch):
     ],
 )
 def test_what_cannot_be_replayed_is_refused(options, said, monkeypatch):
-    monkeypatch.setattr(LongDrafts, "accept", lambda *_: None)
+    monkeypatch.setattr(LongDrafts, "record", lambda *_: None)
     pair = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl")
     refused = run(*pair, "--limit", 1, *options)
     assert refused.exit_code == 2

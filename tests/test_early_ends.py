@@ -61,27 +61,27 @@ def confident(rounds: int, *outcomes: tuple[DraftedToken, bool]) -> RunningConfi
 
 def test_it_learns_what_a_text_says_of_tokens_that_are_as_probable():
     confidence = confident(20, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
-    assert confidence.acceptance(DraftedToken(0.9, SAME)) > 0.9
-    assert confidence.acceptance(DraftedToken(0.9, OTHER)) < 0.1
+    assert confidence.acceptances().of(DraftedToken(0.9, SAME)) > 0.9
+    assert confidence.acceptances().of(DraftedToken(0.9, OTHER)) < 0.1
     # Half of those as probable were accepted.
-    assert confidence.acceptance(DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
+    assert confidence.acceptances().of(DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
     # Of others nothing is known.
-    nothing = RunningConfidence().acceptance(DraftedToken(0.1))
-    assert confidence.acceptance(DraftedToken(0.1, OTHER)) == pytest.approx(nothing)
+    nothing = RunningConfidence().acceptances().of(DraftedToken(0.1))
+    assert confidence.acceptances().of(DraftedToken(0.1, OTHER)) == pytest.approx(nothing)
 
 
 def test_where_the_text_says_nothing_that_counts_all_is_as_without_it():
     """The recurrences are what tells tokens apart, and here they do not."""
     tokens = [(DraftedToken(0.9, recurrence), place % 2 == 0) for place in range(2) for recurrence in Recurrence]
     confidence = confident(30, *tokens)
-    acceptances = [confidence.acceptance(DraftedToken(0.9, recurrence)) for recurrence in Recurrence]
+    acceptances = [confidence.acceptances().of(DraftedToken(0.9, recurrence)) for recurrence in Recurrence]
     assert acceptances == pytest.approx([0.5] * 3, abs=0.05)
 
 
 def test_a_chain_ends_where_the_text_says_that_it_is_missed():
     confidence = confident(20, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
     for draft, steps in ([SAME] * 5, 5), ([SAME, SAME, OTHER, SAME, SAME], 3), ([OTHER, SAME, SAME, SAME, SAME], 1):
-        end = EarlyEnd(confidence.acceptance, [0.5] * 4 + [float("inf")])
+        end = EarlyEnd(confidence.acceptances(), [0.5] * 4 + [float("inf")])
         tokens = [DraftedToken(0.9, recurrence) for recurrence in draft]
         assert next(step for step, token in enumerate(tokens, 1) if not end.goes_on(token)) == steps
         assert end.tokens == tokens[:steps]
@@ -91,7 +91,7 @@ def test_what_counts_more_and_more_is_made_small_again(monkeypatch):
     def seen() -> list[float]:
         confidence = confident(200, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
         kinds = [DraftedToken(0.9, recurrence) for recurrence in Recurrence]
-        return [confidence.mean_acceptance(), *map(confidence.acceptance, kinds)]
+        return [confidence.mean_acceptance(), *map(confidence.acceptances().of, kinds)]
 
     expected = seen()
     monkeypatch.setattr(early_ends, "_LARGEST_WEIGHT", 4.0)
@@ -105,8 +105,8 @@ def test_what_has_faded_counts_for_few_tokens():
         one.fade_to(6)
         for _ in range(3):
             one.add([token], 0)
-    assert faded.acceptance(token) == pytest.approx(fresh.acceptance(token), abs=0.02)
+    assert faded.acceptances().of(token) == pytest.approx(fresh.acceptances().of(token), abs=0.02)
     # What counts for less is not made to count for more.
-    before = fresh.acceptance(token)
+    before = fresh.acceptances().of(token)
     fresh.fade_to(100)
-    assert fresh.acceptance(token) == before
+    assert fresh.acceptances().of(token) == before

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from ..errors import warn_user
 from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
-from .early_ends import EarlyEnd, RunningConfidence
+from .early_ends import Acceptances, EarlyEnd, RunningConfidence
 from .readings import Readings
 from .rests import Rests
 from .round_times import RoundTimes
@@ -49,6 +50,30 @@ _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 _FORGETS_AFTER = 600.0
 
 
+class FinishedRound(NamedTuple):
+    """What became of a round.
+
+    Attributes:
+        shape: what was to be drafted.
+        steps: how many steps were: fewer where a chain ended early, or there was no room.
+        accepted: how many of the tokens were accepted, one below the other.
+        is_known: whether it is known what the target says of the draft: not where a text ends within it.
+        end: what ended the draft, where drafts end early.
+        seconds: how long the round took.
+        is_usual: it read no more than rounds do, and so has taken as long as another one would.
+        is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
+    """
+
+    shape: DraftShape
+    steps: int
+    accepted: int
+    is_known: bool
+    end: EarlyEnd | None
+    seconds: float
+    is_usual: bool
+    is_waiting: bool
+
+
 class AutomaticDrafting:
     """What was learnt of drafting under one setting, and the choice that follows from it. Shareable between threads.
 
@@ -81,8 +106,12 @@ class AutomaticDrafting:
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
         self._choice, self._promised = self._shapes[0], 0.0
         self._rounds = self._choose_again_at = self._compare_again_at = 0
-        # A shape, how likely its drafts have to be accepted to go on, and the round in which that is found anew.
-        self._least: tuple[DraftShape, list[float], int] | None = None
+        # Rounds that nothing was learnt of yet: as long as they change no choice they wait for the next one. Together
+        # they take much less time, as what is learnt and how is not in the processor's caches after a round.
+        self._new: list[FinishedRound] = []
+        # A shape, how likely tokens are accepted, how likely a draft has to be to go on, and the round in which that
+        # is found anew.
+        self._least: tuple[DraftShape, Acceptances, list[float], int] | None = None
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
@@ -103,6 +132,7 @@ class AutomaticDrafting:
             now: the time in seconds.
         """
         with self._lock:
+            self._learn()
             # How likely a token is by what is known of it, other texts tell as well.
             self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
             self._rests.begin_call()
@@ -115,6 +145,7 @@ class AutomaticDrafting:
     def renew(self) -> None:
         """Weights are others now: drafting is tried again soon, and what was accepted hardly counts any more."""
         with self._lock:
+            self._learn()
             self._fade_to(_ROUNDS_BEFORE_CHANGE)
             self._rests.hasten()
 
@@ -214,11 +245,11 @@ class AutomaticDrafting:
             return None
         with self._lock:
             if not self._ends_early(shape):
-                return EarlyEnd(self._confidence.acceptance, [0.0] * shape.steps)
-            if self._least is None or self._least[0] != shape or self._rounds >= self._least[2]:
+                return EarlyEnd(self._confidence.acceptances(), [0.0] * shape.steps)
+            if self._least is None or self._least[0] != shape or self._rounds >= self._least[3]:
                 least = self._least_reaches(shape, self._confidence.mean_acceptance())
-                self._least = shape, least, self._rounds + _ROUNDS_PER_CHOICE
-            return EarlyEnd(self._confidence.acceptance, self._least[1])
+                self._least = shape, self._confidence.acceptances(), least, self._rounds + _ROUNDS_PER_CHOICE
+            return EarlyEnd(*self._least[1:3])
 
     def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
         """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their
@@ -277,8 +308,9 @@ class AutomaticDrafting:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
         if (trial := self._trials.go_on()) is not None:
             return trial
-        if self._rounds < self._choose_again_at:
+        if self._rounds + len(self._new) < self._choose_again_at:
             return self._choice
+        self._learn()
         compares = self._rounds >= self._compare_again_at
         speeds = self._speeds(among if compares else [one for one in among if one.policy == self._policy])
         self._choice = self._best_of(speeds)
@@ -313,6 +345,7 @@ class AutomaticDrafting:
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
+        self._learn()
         self._comparison = SideBySide(self._best_drafted())
         self._rests.try_again()
         self._promised = 1 / self._seconds(ALONE)
@@ -352,60 +385,51 @@ class AutomaticDrafting:
         speeds = self._speeds(self._shapes)
         return max(speeds, key=speeds.get)
 
-    def accept(self, shape: DraftShape, steps: int, accepted: int, end: EarlyEnd | None = None) -> None:
-        """The target has spoken on a draft.
-
-        Args:
-            shape: what was to be drafted.
-            steps: how many were: fewer where a chain ended early, or there was no room.
-            accepted: how many of the tokens were accepted, one below the other.
-            end: what ended the draft, where drafts end early.
-        """
-        with self._lock:
-            self._acceptance.add(self._drafted(shape, steps), accepted)
-            if end is not None:
-                self._confidence.add(end.tokens, accepted)
-
     def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
         return shape._replace(steps=steps, nodes=steps if self._drafts_chains else shape.nodes)
 
-    def record(
-        self,
-        shape: DraftShape,
-        steps: int,
-        accepted: int,
-        seconds: float,
-        ended: float,
-        is_usual: bool,
-        is_waiting: bool = False,
-    ) -> None:
-        """A round is over. The first three arguments are those of `accept`.
+    def record(self, round: FinishedRound, ended: float) -> None:
+        """A round is over.
 
         Args:
-            seconds: how long it took.
             ended: the time at which the next one began.
-            is_usual: it read no more than rounds do, and so has taken as long as another one would.
-            is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
         """
         with self._lock:
             self._ended = ended
-            self._rounds += 1
-            drafted = self._drafted(shape, steps)
-            if is_usual:
-                if self._comparison is not None:
-                    self._comparison.add(drafted, seconds)
-                self._times.add(self._features(drafted), seconds)
-            cost = self._cost(drafted, seconds, is_usual)
-            if shape != ALONE:
-                self._gain(accepted, cost)
+            self._new.append(round)
+            is_settled = self._comparison is None and self._rests.have_ended and round.shape == self._choice
+            if not is_settled or self._rounds + len(self._new) >= self._choose_again_at:
+                self._learn()
+
+    def _learn(self) -> None:
+        """Learn what there is to learn of rounds that are over."""
+        new, self._new = self._new, []
+        for round in new:
+            self._learn_from(round)
+
+    def _learn_from(self, round: FinishedRound) -> None:
+        shape, accepted, seconds = round.shape, round.accepted, round.seconds
+        drafted = self._drafted(shape, round.steps)
+        if shape != ALONE and round.is_known:
+            self._acceptance.add(drafted, accepted)
+            if round.end is not None:
+                self._confidence.add(round.end.tokens, accepted)
+        self._rounds += 1
+        if round.is_usual:
             if self._comparison is not None:
-                self._record_comparison(shape, accepted, cost)
-            elif not self._rests.have_ended:
-                self._rests.add()
-            elif is_waiting:
-                self._readings.wait(seconds if is_usual else 0.0)
-            else:
-                self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
+                self._comparison.add(drafted, seconds)
+            self._times.add(self._features(drafted), seconds)
+        cost = self._cost(drafted, seconds, round.is_usual)
+        if shape != ALONE:
+            self._gain(accepted, cost)
+        if self._comparison is not None:
+            self._record_comparison(shape, accepted, cost)
+        elif not self._rests.have_ended:
+            self._rests.add()
+        elif round.is_waiting:
+            self._readings.wait(seconds if round.is_usual else 0.0)
+        else:
+            self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
 
     def _gain(self, accepted: int, cost: float) -> None:
         """A round with drafts has cost so many seconds."""

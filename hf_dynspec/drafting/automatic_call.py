@@ -3,11 +3,16 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
 
 from ..stats import Clock
-from .automatic import AutomaticDrafting
+from .automatic import AutomaticDrafting, FinishedRound
 from .draft_shapes import ALONE, DraftShape, shapes_of
 from .early_ends import DraftedToken, EarlyEnd
+from .recurrences import Recurrences
+from .token_choice import TokenChoice
 from .tree_config import TreeConfig
 
 # Settings of which it is remembered what was learnt.
@@ -27,15 +32,17 @@ class AutomaticCall:
         self._clock = Clock(now)
         drafting.begin_call(self._clock())
         # The round that was begun last: what it drafts, what ends it early, how many steps there is room for, whether
-        # drafting rests in it, when it began, how long drafting took, whether it reads no more than rounds do, and how
-        # many tokens were accepted in it, None until that is known.
+        # drafting rests in it, when it began, how long drafting took, whether it reads no more than rounds do, how
+        # many tokens were accepted in it, None until that is known, and whether the target spoke on the whole draft.
         self._shape = ALONE
         self._end: EarlyEnd | None = None
+        self._recurrences = Recurrences()
         self._most = 0
         self._is_at_rest = False
         self._began = self._drafting_seconds = 0.0
         self._is_usual = False
         self._accepted: int | None = None
+        self._is_known = True
         # The policy that drafted last.
         self._policy: int | None = None
         # Rounds since the drafter has read the text, None where it never has.
@@ -116,7 +123,17 @@ class AutomaticCall:
         if self._rounds == 1 and (alone := self._drafting.alone):
             # The target read the prompt in it, which it would without drafts too.
             seconds = self._drafting_seconds + alone
-        self._drafting.record(self._shape, self._steps, self._accepted, seconds, now, self._is_usual, self._is_waiting)
+        round = FinishedRound(
+            self._shape,
+            self._steps,
+            self._accepted,
+            self._is_known,
+            self._end,
+            seconds,
+            self._is_usual,
+            self._is_waiting,
+        )
+        self._drafting.record(round, now)
 
     @property
     def _steps(self) -> int:
@@ -131,6 +148,14 @@ class AutomaticCall:
     def goes_on(self, token: DraftedToken) -> bool:
         """See `EarlyEnd.goes_on`."""
         return self._end.goes_on(token)
+
+    def begin_draft(self, text: torch.Tensor) -> None:
+        """A draft that may end early begins. See `Recurrences.begin_draft`."""
+        self._recurrences.begin_draft(text)
+
+    def goes_on_after(self, token_id: torch.Tensor, choice: TokenChoice) -> bool:
+        """Whether another token is drafted after one, int64 `[1]`, that was chosen last. Waits for the device."""
+        return self.goes_on(DraftedToken(choice.probability(), self._recurrences.go_on(int(token_id))))
 
     def has_drafted(self) -> None:
         """The draft of the round is there, as far as the host knows."""
@@ -153,9 +178,7 @@ class AutomaticCall:
             return
         self._accepted = accepted
         # Whether the token that ends a text in the midst of a draft was drafted too is not known.
-        is_known = accepted >= self._steps or not is_last
-        if self._shape.steps and is_known:
-            self._drafting.accept(self._shape, self._steps, accepted, self._end)
+        self._is_known = accepted >= self._steps or not is_last
 
     def end_call(self) -> None:
         """The call has come to its end, and with it the round that was begun last."""
@@ -202,6 +225,10 @@ class LearntDrafting:
         if version != weights_version:
             learnt.renew()
         return learnt
+
+    def call_under(self, *setting: Any, **more: Any) -> AutomaticCall:
+        """A call begins, under the setting that `under` takes."""
+        return AutomaticCall(self.under(*setting, **more))
 
     def forget(self) -> None:
         """Another drafter, policy or target: nothing that was learnt is true any more."""

@@ -1,7 +1,7 @@
 """Where a chain ends early: before a token that would cost more time than it is likely to save, by how probable the
 drafter found those before it, and by what the text says of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import frexp
 from typing import NamedTuple
 
@@ -26,9 +26,23 @@ class DraftedToken(NamedTuple):
     recurrence: Recurrence = Recurrence.NEW
 
 
+class Acceptances:
+    """How likely tokens are accepted where those before them were, as far as that was known at some time.
+
+    Args:
+        by_range: for each recurrence, by range.
+    """
+
+    def __init__(self, by_range: Sequence[Sequence[float]]):
+        self._by_range = by_range
+
+    def of(self, token: DraftedToken) -> float:
+        """How likely a token is."""
+        return self._by_range[token.recurrence][_range_of(token.probability)]
+
+
 class RunningConfidence:
-    """How often drafted tokens were accepted of late, by what was known of them. `acceptance` may be asked by any
-    thread; the rest is not shared between threads."""
+    """How often drafted tokens were accepted of late, by what was known of them. Not shared between threads."""
 
     def __init__(self):
         # For each recurrence, by range; and what a token of the latest round counts for in them.
@@ -51,13 +65,16 @@ class RunningConfidence:
             if step < accepted:
                 self._hits[recurrence][place] += self._weight
 
-    def acceptance(self, token: DraftedToken) -> float:
-        """How likely a token is accepted where those before it were: by what was seen of such ones, as far as that
-        goes, then by what was seen of all that were as probable, then by how probable it is."""
-        place = _range_of(token.probability)
-        hits, asked = ([of[place] for of in counts] for counts in (self._hits, self._asked))
-        guess = self._with_guess(sum(hits), sum(asked), self._guesses[place])
-        return self._with_guess(hits[token.recurrence], asked[token.recurrence], guess)
+    def acceptances(self) -> Acceptances:
+        """How likely tokens are accepted now: by what was seen of such ones, as far as that goes, then by what was
+        seen of all that were as probable, then by how probable they are."""
+        hits, asked = (
+            [sum(of_range) for of_range in zip(*counts, strict=True)] for counts in (self._hits, self._asked)
+        )
+        guesses = list(map(self._with_guess, hits, asked, self._guesses))
+        return Acceptances(
+            [list(map(self._with_guess, *of, guesses)) for of in zip(self._hits, self._asked, strict=True)]
+        )
 
     def _with_guess(self, hits: float, asked: float, guess: float) -> float:
         tokens = _TOKENS_OF_GUESS * self._weight
@@ -78,13 +95,13 @@ class EarlyEnd:
     """Ends one chain.
 
     Args:
-        acceptance: see `RunningConfidence.acceptance`.
+        acceptances: see `RunningConfidence.acceptances`.
         least: for each number of tokens, from 1 on, how likely all of them have to be accepted for another one to be
             drafted.
     """
 
-    def __init__(self, acceptance: Callable[[DraftedToken], float], least: Sequence[float]):
-        self._acceptance = acceptance
+    def __init__(self, acceptances: Acceptances, least: Sequence[float]):
+        self._acceptances = acceptances
         self._least = least
         self._reached = 1.0
         # Those that were drafted so far.
@@ -98,8 +115,8 @@ class EarlyEnd:
     def goes_on(self, token: DraftedToken) -> bool:
         """Whether another token is worth its time after one that was drafted."""
         self.tokens.append(token)
-        self._reached *= self._acceptance(token)
-        return self._reached >= self._least[self.steps - 1]
+        self._reached *= self._acceptances.of(token)
+        return self._reached >= self._least[len(self.tokens) - 1]
 
 
 def _range_of(probability: float) -> int:

@@ -175,18 +175,26 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     """Draw an index, int64 `[1]`, in proportion to weights `[n]`, with torch's default generator.
 
     Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
-    weight 0 is never drawn, as it adds nothing to the sum. Where nothing has to be waited for, a block of many weights
-    is drawn first, by the blocks' sums, and an index in it after that.
+    weight 0 is never drawn, as it adds nothing to the sum.
     """
     if not is_free_to_look(weights.device):
         return _draw(weights)
+    index, _ = draw_looking(weights)
+    return torch.tensor([index], device=weights.device)
+
+
+def draw_looking(weights: torch.Tensor) -> tuple[int, float]:
+    """`draw` where nothing has to be waited for. A block of many weights is drawn first, by the blocks' sums, and an
+    index in it after that. Returns the index and its weight."""
     n, start, end = weights.shape[0], 0, weights.shape[0]
     if n >= _FEWEST_WIDE_COLUMNS:
         blocks = n // _DRAWN_BLOCK
         sums = weights[: blocks * _DRAWN_BLOCK].view(blocks, _DRAWN_BLOCK).sum(-1).tolist()
         start = _DRAWN_BLOCK * draw_place([*sums, weights[blocks * _DRAWN_BLOCK :].sum().item()])
         end = min(start + _DRAWN_BLOCK, n)
-    return torch.tensor([start + draw_place(weights[start:end].tolist())], device=weights.device)
+    block = weights[start:end].tolist()
+    place = draw_place(block)
+    return start + place, block[place]
 
 
 # Among fewer columns than this, to look for those that count takes longer than to look at all.

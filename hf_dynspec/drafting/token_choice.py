@@ -8,7 +8,7 @@ from ..devices import is_free_to_look
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import FewWeights, Shortlist
 from .draft_processors import DraftContext, draft_processors
-from .processors import ProcessorsByValue, draw, draw_place, draw_several, looks_at_values_only
+from .processors import ProcessorsByValue, draw, draw_looking, draw_place, draw_several, looks_at_values_only
 
 
 class TokenChoice:
@@ -42,9 +42,8 @@ class TokenChoice:
         self._by_value = ProcessorsByValue(kept[cut:])
         self.do_sample = do_sample
         self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
-        # Of the latest draw the weights, whose sum is 1, and which one was drawn; otherwise the latest logits.
-        self._weights: torch.Tensor | list[float] | None = None
-        self._place: torch.Tensor | int = 0
+        # How probable what was drawn last was; otherwise the latest logits.
+        self._drawn: torch.Tensor | float = 0.0
         self._logits: torch.Tensor | None = None
         # Processors by value are passed tokens, and read none.
         self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
@@ -66,23 +65,31 @@ class TokenChoice:
             self._logits = logits
             return shortlist.ids_at(argmax_rows(logits.unsqueeze(0))), logits, None
         columns, likely = self._process_by_value(logits.unsqueeze(0))
-        self._weights = weights = likely[0].softmax(-1)
+        weights = likely[0].softmax(-1)
         if columns is None:
-            self._place = draw(weights)
-            return shortlist.ids_at(self._place), likely[0], None
+            return shortlist.ids_at(self._draw(weights)), likely[0], None
         token_ids = shortlist.ids_at(columns[0])
         used = torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
         if not is_free_to_look(logits.device):
-            self._place = draw(weights)
-            return token_ids.index_select(0, self._place), used, None
+            return token_ids.index_select(0, self._draw(weights)), used, None
         few = FewWeights(token_ids.tolist(), weights.tolist())
-        self._weights, self._place = few.weights, draw_place(few.weights)
-        return token_ids[self._place : self._place + 1], used, few
+        place = draw_place(few.weights)
+        self._drawn = few.weights[place]
+        return token_ids[place : place + 1], used, few
+
+    def _draw(self, weights: torch.Tensor) -> torch.Tensor:
+        """`draw`, whereupon it can be told how probable that was."""
+        if is_free_to_look(weights.device):
+            place, self._drawn = draw_looking(weights)
+            return torch.tensor([place], device=weights.device)
+        place = draw(weights)
+        self._drawn = weights.take(place)
+        return place
 
     def probability(self) -> float:
         """How probable the token was that was chosen last. Waits for the device."""
         if self.do_sample:
-            return float(self._weights[self._place])
+            return float(self._drawn)
         return float(self._logits.softmax(-1).amax())
 
     def draw_children(

@@ -131,8 +131,7 @@ class GenerateCall(Call):
         ends_early = (
             config.num_assistant_tokens == AUTO and tree is None and is_free_to_look(self._session.vocabulary.device)
         )
-        learnt = self._assistant.learnt_drafting.under(setting, tree, version, policies, ends_early)
-        return AutomaticCall(learnt)
+        return self._assistant.learnt_drafting.call_under(setting, tree, version, policies, ends_early)
 
     def close(self, has_failed: bool = False) -> None:
         """Leave the session, publish the counts, and hand over what was recorded.

@@ -10,9 +10,7 @@ from ..alignment.recording import Recorder
 from ..devices import is_free_to_look
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.draft_shapes import DraftShape, shape_of
-from ..drafting.early_ends import DraftedToken
 from ..drafting.guards import outside_inference_mode
-from ..drafting.recurrences import Recurrences
 from ..drafting.session import DraftSession, Feedback
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..drafting.token_choice import TokenChoice
@@ -71,8 +69,6 @@ class Drafting:
         self._has_fixed_shape = automatic is None or tokens != AUTO
         self._schedule = drafting_config.num_assistant_tokens_schedule or "constant"
         self._threshold = float(drafting_config.assistant_confidence_threshold or 0.0)
-        # Of what a chain that may end early follows.
-        self._recurrences = Recurrences()
         self._session = session
         self._reads = reads
         self._target = target
@@ -163,7 +159,7 @@ class Drafting:
             self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
             if self._ends_early:
-                self._recurrences.begin_draft(prefix)
+                self._automatic.begin_draft(prefix)
             goes_on = self._goes_on if self._threshold > 0 or self._ends_early else None
             self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             if ends_with_text:
@@ -179,12 +175,10 @@ class Drafting:
 
     def _goes_on(self, token_id: torch.Tensor) -> bool:
         """See `session.GoesOn`."""
-        probability = self._choice.probability()
-        goes_on = probability >= self._threshold
+        goes_on = self._threshold <= 0 or self._choice.probability() >= self._threshold
         if self._ends_early:
-            token = DraftedToken(probability, self._recurrences.go_on(int(token_id)))
             # It is told of each token.
-            goes_on = self._automatic.goes_on(token) and goes_on
+            goes_on = self._automatic.goes_on_after(token_id, self._choice) and goes_on
         return goes_on
 
     def _most_steps(self, length: int) -> int:
