@@ -44,10 +44,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.devices import is_free_to_look
-from hf_dynspec.drafting.automatic import AutomaticDrafting, FinishedRound
+from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
+from hf_dynspec.drafting.expected_rounds import FinishedRound
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair

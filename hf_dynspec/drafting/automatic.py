@@ -7,27 +7,21 @@ the two lies the one wait that every round has, so that on a GPU too it is the t
 
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
-from math import inf
-from typing import NamedTuple
 
 from ..errors import warn_user
-from .draft_shapes import ALONE, LONGEST, DraftShape, are_chains
-from .early_ends import Acceptances, EarlyEnd, RunningConfidence
+from .draft_shapes import ALONE, LONGEST, DraftShape
+from .early_ends import Acceptances, EarlyEnd
+from .expected_rounds import ExpectedRounds, FinishedRound
 from .readings import Readings
 from .rests import Rests
-from .round_times import RoundTimes
-from .running_acceptance import RunningAcceptance
 from .side_by_side import SideBySide
 from .trials import Trials
 
 # The most rounds that earlier calls count for in a new one.
 _ROUNDS_OF_EARLIER_CALLS = 8
-# Drafted tokens that a round counts for, where it is tokens that are counted.
-_TOKENS_PER_ROUND = 3
 
-# How much is drafted is settled anew after so many rounds, and with which policy, if at all, after so many.
-_ROUNDS_PER_CHOICE, _ROUNDS_PER_COMPARISON = 4, 8
+# What is drafted, and with which policy, is settled anew after so many rounds.
+_ROUNDS_PER_CHOICE = 8
 # Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
 # was idle has to catch up.
 _CLEARLY_BETTER = 1.03
@@ -50,30 +44,6 @@ _ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
 _FORGETS_AFTER = 600.0
 
 
-class FinishedRound(NamedTuple):
-    """What became of a round.
-
-    Attributes:
-        shape: what was to be drafted.
-        steps: how many steps were: fewer where a chain ended early, or there was no room.
-        accepted: how many of the tokens were accepted, one below the other.
-        is_known: whether it is known what the target says of the draft: not where a text ends within it.
-        end: what ended the draft, where drafts end early.
-        seconds: how long the round took.
-        is_usual: it read no more than rounds do, and so has taken as long as another one would.
-        is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
-    """
-
-    shape: DraftShape
-    steps: int
-    accepted: int
-    is_known: bool
-    end: EarlyEnd | None
-    seconds: float
-    is_usual: bool
-    is_waiting: bool
-
-
 class AutomaticDrafting:
     """What was learnt of drafting under one setting, and the choice that follows from it. Shareable between threads.
 
@@ -90,28 +60,19 @@ class AutomaticDrafting:
 
     def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
         self._lock = threading.Lock()
-        self._confidence = RunningConfidence() if ends_early else None
+        self._expected = ExpectedRounds(shapes, policies, ends_early)
         self._policies = policies
         self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
-        # Of each policy the chains that a longest one may end early as.
-        self._chains = [
-            [DraftShape(steps, steps, policy) for steps in range(1, LONGEST + 1)] for policy in range(policies)
-        ]
-        self._times = RoundTimes()
-        # Some of the shapes of trees look like a chain.
-        self._drafts_chains = are_chains(shapes)
-        sizes = set() if self._drafts_chains else {shape.nodes for shape in shapes}
-        self._acceptance = RunningAcceptance(sizes, policies)
         self._trials = Trials(tuple(shapes), policies)
         # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
         self._choice, self._promised = self._shapes[0], 0.0
-        self._rounds = self._choose_again_at = self._compare_again_at = 0
+        self._rounds = self._choose_again_at = 0
         # Rounds that nothing was learnt of yet: as long as they change no choice they wait for the next one. Together
         # they take much less time, as what is learnt and how is not in the processor's caches after a round.
         self._new: list[FinishedRound] = []
-        # A shape, how likely tokens are accepted, how likely a draft has to be to go on, and the round in which that
-        # is found anew.
-        self._least: tuple[DraftShape, Acceptances, list[float], int] | None = None
+        # A shape, what its drafts end by: how likely tokens are accepted, and how likely a draft has to be to go on;
+        # and the round in which that is found anew.
+        self._end: tuple[DraftShape, Acceptances | None, list[float], int] | None = None
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
@@ -134,10 +95,10 @@ class AutomaticDrafting:
         with self._lock:
             self._learn()
             # How likely a token is by what is known of it, other texts tell as well.
-            self._acceptance.fade_to(_ROUNDS_OF_EARLIER_CALLS)
+            self._expected.fade_acceptance_to(_ROUNDS_OF_EARLIER_CALLS)
             self._rests.begin_call()
             if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
-                self._fade_to(_ROUNDS_BEFORE_CHANGE)
+                self._expected.fade_to(_ROUNDS_BEFORE_CHANGE)
                 self._rests.end(is_new=True)
                 self._comparison = None
             self._ended = now
@@ -146,14 +107,8 @@ class AutomaticDrafting:
         """Weights are others now: drafting is tried again soon, and what was accepted hardly counts any more."""
         with self._lock:
             self._learn()
-            self._fade_to(_ROUNDS_BEFORE_CHANGE)
+            self._expected.fade_to(_ROUNDS_BEFORE_CHANGE)
             self._rests.hasten()
-
-    def _fade_to(self, rounds: int) -> None:
-        """Let what was accepted before count for no more than so many rounds."""
-        self._acceptance.fade_to(rounds)
-        if self._confidence is not None:
-            self._confidence.fade_to(_TOKENS_PER_ROUND * rounds)
 
     # A round --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +126,7 @@ class AutomaticDrafting:
     def alone(self) -> float:
         """Seconds that the target alone takes for a token; 0 as long as nothing was timed."""
         with self._lock:
-            return self._seconds(ALONE) if self._count(ALONE) else 0.0
+            return self._expected.seconds(ALONE) if self._expected.count(ALONE) else 0.0
 
     def worth_after(self, unread: int, room: int) -> float:
         """After how many tokens of a call it is worth that the drafter reads the text, see `Readings.worth_after`; 0
@@ -182,12 +137,12 @@ class AutomaticDrafting:
             room: tokens that the call still generates at most.
         """
         with self._lock:
-            if not self._count(ALONE) or self._comparison is not None or not self._rests.have_ended:
+            if not self._expected.count(ALONE) or self._comparison is not None or not self._rests.have_ended:
                 return 0
             # As long as little is known of it, all that there is to gain.
-            gain = self._seconds(ALONE)
-            if self._times.drafted >= _TIMED_BEFORE_WAITING:
-                tokens, seconds = self._tokens_and_seconds(self._best_drafted())
+            gain = self._expected.seconds(ALONE)
+            if self._expected.timed_drafts >= _TIMED_BEFORE_WAITING:
+                tokens, seconds = self._expected.tokens_and_seconds(self._best_drafted())
                 gain -= seconds / tokens
             # Where there is none drafting rests, and knows by itself when it is tried again.
             return self._readings.worth_after(unread, room, gain) if gain > 0 else 0
@@ -219,8 +174,8 @@ class AutomaticDrafting:
     def _choose_policy(self, fixed: DraftShape) -> DraftShape:
         own = fixed._replace(policy=self._policy)
         # Where texts have no room for it, shorter ones are all that is ever timed.
-        timed = [self._drafted(own, steps) for steps in range(1, own.steps + 1)]
-        if sum(map(self._count, timed)) < _TIMED_AT_FIRST:
+        timed = [self._expected.drafted(own, steps) for steps in range(1, own.steps + 1)]
+        if sum(map(self._expected.count, timed)) < _TIMED_AT_FIRST:
             return own
         among = [fixed._replace(policy=policy) for policy in range(self._policies)]
         return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
@@ -235,74 +190,21 @@ class AutomaticDrafting:
             return ALONE
         if not self._rests.have_ended:
             return self._compare()
-        first = self._trials.first(self._count, self._seconds, self._acceptance.expected_tokens, room)
+        expected = self._expected
+        first = self._trials.first(expected.count, expected.seconds, expected.tokens, room)
         return first or self._best_or_trial((ALONE, *self._shapes))
 
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
         """What ends the draft of the next round, with what was chosen for it; None where drafts are as long as was
         chosen."""
-        if self._confidence is None:
-            return None
         with self._lock:
-            if not self._ends_early(shape):
-                return EarlyEnd(self._confidence.acceptances(), [0.0] * shape.steps)
-            if self._least is None or self._least[0] != shape or self._rounds >= self._least[3]:
-                least = self._least_reaches(shape, self._confidence.mean_acceptance())
-                self._least = shape, self._confidence.acceptances(), least, self._rounds + _ROUNDS_PER_CHOICE
-            return EarlyEnd(*self._least[1:3])
-
-    def _least_reaches(self, shape: DraftShape, acceptance: float) -> list[float]:
-        """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their
-        time: that those bring as many tokens as that time does otherwise.
-
-        Times do not grow evenly: where one more costs much, as the target goes through its weights once more for it,
-        several more may still be worth theirs.
-
-        Args:
-            shape: the longest draft.
-            acceptance: of a token that is still to be drafted, where those before it were accepted.
-        """
-        seconds = list(map(self._seconds, self._chains[shape.policy]))
-        tokens = list(accumulate(acceptance**more for more in range(1, LONGEST)))
-        speed = max(self._promised, 1 / self._seconds(ALONE))
-        least = [
-            speed * min((later - now) / more for later, more in zip(seconds[step:], tokens, strict=False))
-            for step, now in enumerate(seconds[:-1], start=1)
-        ]
-        return [*least, inf]
-
-    def _count(self, shape: DraftShape) -> int:
-        """How often it was timed."""
-        return self._times.count(self._features(shape))
-
-    def _seconds(self, shape: DraftShape) -> float:
-        """How long a round takes that drafts just this."""
-        return self._times.expected(self._features(shape))
-
-    def _typical_seconds(self, shape: DraftShape) -> float:
-        """How long rounds took that drafted just this. There must have been some."""
-        return self._times.typical(self._features(shape))
-
-    def _tokens_and_seconds(self, shape: DraftShape) -> tuple[float, float]:
-        """What a round is expected to bring, and to take. One that ends early brings at least what the best length
-        does."""
-        tokens, seconds = self._acceptance.expected_tokens, self._seconds
-        lengths = self._chains[shape.policy] if self._ends_early(shape) else [shape]
-        return max(((tokens(one), seconds(one)) for one in lengths), key=lambda expected: expected[0] / expected[1])
-
-    def _ends_early(self, shape: DraftShape) -> bool:
-        """Whether drafts of this shape end where another token is not worth its time."""
-        return self._confidence is not None and shape.steps == LONGEST
-
-    def _features(self, shape: DraftShape) -> tuple[float, ...]:
-        """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
-        one of the first policy."""
-        if self._policies == 1:
-            return shape[:2]
-        features = [*shape[:2], *[0] * (self._policies - 1)]
-        if shape.policy:
-            features[1 + shape.policy] = shape.steps
-        return tuple(features)
+            if self._end is None or self._end[0] != shape or self._rounds >= self._end[3]:
+                expected, least = self._expected, [0.0] * shape.steps
+                if expected.ends_early(shape):
+                    least = expected.least_reaches(shape.policy, max(self._promised, 1 / expected.seconds(ALONE)))
+                self._end = shape, expected.acceptances(), least, self._rounds + _ROUNDS_PER_CHOICE
+            _, acceptances, least, _ = self._end
+        return None if acceptances is None else EarlyEnd(acceptances, least)
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
@@ -311,56 +213,53 @@ class AutomaticDrafting:
         if self._rounds + len(self._new) < self._choose_again_at:
             return self._choice
         self._learn()
-        compares = self._rounds >= self._compare_again_at
-        speeds = self._speeds(among if compares else [one for one in among if one.policy == self._policy])
+        speeds = self._expected.speeds(among)
         self._choice = self._best_of(speeds)
         self._promised = speeds[self._choice]
-        if self._choice == ALONE and self._count(ALONE) >= _TIMED_BEFORE_REST:
+        if self._choice == ALONE and self._expected.count(ALONE) >= _TIMED_BEFORE_REST:
             if self._may_pay():
                 return self._compare()
             self._begin_rest()
             return ALONE
-        if compares:
-            tokens, _ = self._tokens_and_seconds(self._choice)
-            if (trial := self._trials.begin(speeds, self._choice, tokens)) is not None:
-                return trial
-            self._compare_again_at = self._rounds + _ROUNDS_PER_COMPARISON
+        tokens, _ = self._expected.tokens_and_seconds(self._choice)
+        if (trial := self._trials.begin(speeds, self._choice, tokens)) is not None:
+            return trial
         self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
         return self._choice
 
     def _may_pay(self) -> bool:
         """Whether drafting, which seems to lose, may pay if rounds take somewhat else than they seemed to."""
-        tokens, seconds = self._tokens_and_seconds(self._best_drafted())
+        tokens, seconds = self._expected.tokens_and_seconds(self._best_drafted())
         return (
             tokens > _TOKENS_OF_GOOD_DRAFTS and tokens / seconds > _NEARLY_PAYS * self._promised and self._could_pay()
         )
 
     def _could_pay(self) -> bool:
         """Whether drafting would pay if all of it were accepted."""
-        return any((1 + shape.steps) / self._seconds(shape) > self._promised for shape in self._shapes)
+        return any((1 + shape.steps) / self._expected.seconds(shape) > self._promised for shape in self._shapes)
 
     def _may_be_stalled(self) -> bool:
         """Whether so few rounds with a draft were timed that all that is known of them may be a stall."""
-        return self._times.drafted < _TIMED_TO_BELIEVE
+        return self._expected.timed_drafts < _TIMED_TO_BELIEVE
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
         self._learn()
         self._comparison = SideBySide(self._best_drafted())
         self._rests.try_again()
-        self._promised = 1 / self._seconds(ALONE)
+        self._promised = 1 / self._expected.seconds(ALONE)
         return self._comparison.choose()
 
     def _begin_rest(self) -> None:
         """Generate without drafts until it is worth a trial."""
         if not self._has_warned:
             self._warning, self._has_warned = self._what_is_lost(), True
-        alone = self._seconds(ALONE)
-        _, drafted = self._tokens_and_seconds(self._best_drafted())
+        alone = self._expected.seconds(ALONE)
+        _, drafted = self._expected.tokens_and_seconds(self._best_drafted())
         lost = drafted - alone
         self._rests.begin(min(lost, alone) if self._may_be_stalled() else lost, alone)
         # What comes later counts from its first round on.
-        self._fade_to(_ROUNDS_BEFORE_REST)
+        self._expected.fade_to(_ROUNDS_BEFORE_REST)
 
     def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
         """What promises the most, with the policy of before unless another one is clearly better."""
@@ -370,23 +269,15 @@ class AutomaticDrafting:
         own = max((shape for shape in speeds if shape.steps and shape.policy == self._policy), key=speeds.get)
         if speeds[best] < _CLEARLY_BETTER * speeds[own]:
             best = own
-        if best.policy != self._policy and self._confidence is not None:
+        if best.policy != self._policy:
             # What became of another one's tokens tells less of its own.
-            self._confidence.fade_to(_TOKENS_PER_ROUND * _ROUNDS_OF_EARLIER_CALLS)
+            self._expected.fade_confidence_to(_ROUNDS_OF_EARLIER_CALLS)
         self._policy = best.policy
         return best
 
-    def _speeds(self, among: Sequence[DraftShape]) -> dict[DraftShape, float]:
-        """Tokens per second to expect of these shapes."""
-        expected = {shape: self._tokens_and_seconds(shape) for shape in among}
-        return {shape: tokens / seconds for shape, (tokens, seconds) in expected.items()}
-
     def _best_drafted(self) -> DraftShape:
-        speeds = self._speeds(self._shapes)
+        speeds = self._expected.speeds(self._shapes)
         return max(speeds, key=speeds.get)
-
-    def _drafted(self, shape: DraftShape, steps: int) -> DraftShape:
-        return shape._replace(steps=steps, nodes=steps if self._drafts_chains else shape.nodes)
 
     def record(self, round: FinishedRound, ended: float) -> None:
         """A round is over.
@@ -409,16 +300,11 @@ class AutomaticDrafting:
 
     def _learn_from(self, round: FinishedRound) -> None:
         shape, accepted, seconds = round.shape, round.accepted, round.seconds
-        drafted = self._drafted(shape, round.steps)
-        if shape != ALONE and round.is_known:
-            self._acceptance.add(drafted, accepted)
-            if round.end is not None:
-                self._confidence.add(round.end.tokens, accepted)
+        drafted = self._expected.drafted(shape, round.steps)
         self._rounds += 1
-        if round.is_usual:
-            if self._comparison is not None:
-                self._comparison.add(drafted, seconds)
-            self._times.add(self._features(drafted), seconds)
+        self._expected.add(round)
+        if round.is_usual and self._comparison is not None:
+            self._comparison.add(drafted, seconds)
         cost = self._cost(drafted, seconds, round.is_usual)
         if shape != ALONE:
             self._gain(accepted, cost)
@@ -433,29 +319,29 @@ class AutomaticDrafting:
 
     def _gain(self, accepted: int, cost: float) -> None:
         """A round with drafts has cost so many seconds."""
-        if self._count(ALONE):
-            self._rests.gain((accepted + 1) * self._seconds(ALONE) - cost)
+        if self._expected.count(ALONE):
+            self._rests.gain((accepted + 1) * self._expected.seconds(ALONE) - cost)
 
     def _lost_by(self, shape: DraftShape, drafted: DraftShape, cost: float) -> float:
         """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
         if shape == self._choice or not self._promised:
             return 0.0
-        tokens, _ = self._tokens_and_seconds(shape if self._ends_early(shape) else drafted)
+        tokens, _ = self._expected.tokens_and_seconds(shape if self._expected.ends_early(shape) else drafted)
         return cost - tokens / self._promised
 
     def _cost(self, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
         """What a round is taken to have cost that took so long: a stall is not its fault, unless it read more than
         rounds do."""
-        return self._seconds(drafted) if is_usual else seconds
+        return self._expected.seconds(drafted) if is_usual else seconds
 
     def _record_comparison(self, shape: DraftShape, accepted: int, cost: float) -> None:
         """A round is over while drafting and not drafting are compared."""
-        alone = self._seconds(ALONE)
+        alone = self._expected.seconds(ALONE)
         if shape != ALONE:
             self._rests.lose(cost - (accepted + 1) * alone)
         is_over = self._comparison.is_over
         if is_over:
-            self._times.scale(self._features(ALONE), self._comparison.alone_is_longer_by(self._typical_seconds))
+            self._expected.lengthen_alone(self._comparison.alone_is_longer_by(self._expected.typical_seconds))
         elif self._rests.have_ended or shape == ALONE:
             return
         else:
@@ -468,7 +354,7 @@ class AutomaticDrafting:
 
     def _pays(self) -> bool:
         """Whether drafting promises more than the target alone."""
-        speeds = self._speeds((ALONE, *self._shapes))
+        speeds = self._expected.speeds((ALONE, *self._shapes))
         return max(speeds, key=speeds.get) != ALONE
 
     def _end_comparison(self) -> None:
@@ -479,13 +365,13 @@ class AutomaticDrafting:
         elif self._rests.have_ended:
             self._begin_rest()
         else:
-            self._rests.go_on(self._seconds(ALONE))
-            self._fade_to(_ROUNDS_BEFORE_REST)
+            self._rests.go_on(self._expected.seconds(ALONE))
+            self._expected.fade_to(_ROUNDS_BEFORE_REST)
 
     def _what_is_lost(self) -> str:
         """The warning that drafting rests."""
-        alone = self._seconds(ALONE)
-        drafted = 1 / max(self._speeds(self._shapes).values())
+        alone = self._expected.seconds(ALONE)
+        drafted = 1 / max(self._expected.speeds(self._shapes).values())
         return (
             f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
             f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "

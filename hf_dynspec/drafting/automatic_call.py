@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..stats import Clock
-from .automatic import AutomaticDrafting, FinishedRound
+from .automatic import AutomaticDrafting
 from .draft_shapes import ALONE, DraftShape, shapes_of
 from .early_ends import DraftedToken, EarlyEnd
+from .expected_rounds import FinishedRound
 from .recurrences import Recurrences
 from .token_choice import TokenChoice
 from .tree_config import TreeConfig
