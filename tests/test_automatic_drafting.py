@@ -728,6 +728,32 @@ def test_a_comparison_without_times_ends_with_drafts_where_they_pay(chains):
     assert not drafting.is_resting
 
 
+class ColdMachine(Machine):
+    """Of the first ten rounds three in ten are stalls, of up to so many times the usual length."""
+
+    def __init__(self, longest: float, seed: int):
+        super().__init__(20.0, 4.0, 2.4, noise=0.08, stalls=0.0, seed=seed)
+        self.longest, self.rounds = longest, 0
+
+    def run(self, steps: int, has_drafted: Callable[[], None] = lambda: None) -> None:
+        self.rounds += 1
+        is_stall = self.rounds <= 10 and self.random.random() < 0.3
+        self.pace = self.random.uniform(2, self.longest) if is_stall else 1.0
+        super().run(steps, has_drafted)
+
+
+@pytest.mark.parametrize("longest", [10.0, 50.0])
+def test_stalls_at_first_do_not_keep_it_from_drafting(longest):
+    """Trials after a rest began with a round that reads more, which nobody believed, and ended with it: as all drafts
+    that were timed had been stalls, no other was timed ever after."""
+    shares = []
+    for seed in range(60):
+        machine, drafting = ColdMachine(longest, seed), AutomaticDrafting(shapes_of(None, True), ends_early=True)
+        steps = automatically(machine, [text(0.72, 128, 100 * seed + index) for index in range(18)], drafting)
+        shares.append(sum(one > 0 for one in steps) / len(steps))
+    assert min(shares) > 0.5
+
+
 def test_each_trial_goes_by_what_is_known_then():
     """How sure a draft has to be to go on is not kept from one trial for all later ones."""
     drafting = AutomaticDrafting(shapes_of(None, True), ends_early=True)

@@ -29,8 +29,8 @@ _CLEARLY_BETTER = 1.03
 # Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
 _TIMED_AT_FIRST = 2
 # Rounds with drafts that are timed before it is believed what they take, where drafting seems to lose: one may be a
-# stall.
-_TIMED_TO_BELIEVE = 2
+# stall; and before a rest is as long as pays for one of them: two may be, which the next one shows.
+_TIMED_TO_BELIEVE, _TIMED_BEFORE_LONG_REST = 2, 3
 # Rounds of the target alone that are timed before drafting may rest.
 _TIMED_BEFORE_REST = 8
 # Rounds with drafts that are timed before a call waits for what they gain.
@@ -238,9 +238,10 @@ class AutomaticDrafting:
         """Whether drafting would pay if all of it were accepted."""
         return any((1 + shape.steps) / self._expected.seconds(shape) > self._promised for shape in self._shapes)
 
-    def _may_be_stalled(self) -> bool:
-        """Whether so few rounds with a draft were timed that all that is known of them may be a stall."""
-        return self._expected.timed_drafts < _TIMED_TO_BELIEVE
+    @property
+    def _is_first_of_trial(self) -> bool:
+        """Whether the round is the first with which drafting is tried again after a rest."""
+        return self._comparison is not None and self._comparison.turns == 1 and not self._rests.have_ended
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
@@ -257,7 +258,8 @@ class AutomaticDrafting:
         alone = self._expected.seconds(ALONE)
         _, drafted = self._expected.tokens_and_seconds(self._best_drafted())
         lost = drafted - alone
-        self._rests.begin(min(lost, alone) if self._may_be_stalled() else lost, alone)
+        is_short = self._expected.timed_drafts < _TIMED_BEFORE_LONG_REST
+        self._rests.begin(min(lost, alone) if is_short else lost, alone)
         # What comes later counts from its first round on.
         self._expected.fade_to(_ROUNDS_BEFORE_REST)
 
@@ -302,6 +304,9 @@ class AutomaticDrafting:
         shape, accepted, seconds = round.shape, round.accepted, round.seconds
         drafted = self._expected.drafted(shape, round.steps)
         self._rounds += 1
+        is_surprise = self._is_first_of_trial and round.is_timed and self._expected.contradict(round)
+        if is_surprise:
+            self._rests.forget()
         self._expected.add(round)
         if round.is_usual and self._comparison is not None:
             self._comparison.add(drafted, seconds)
@@ -309,7 +314,7 @@ class AutomaticDrafting:
         if shape != ALONE:
             self._gain(accepted, cost)
         if self._comparison is not None:
-            self._record_comparison(shape, accepted, cost)
+            self._record_comparison(shape, accepted, cost, is_surprise)
         elif not self._rests.have_ended:
             self._rests.add()
         elif round.is_waiting:
@@ -334,7 +339,7 @@ class AutomaticDrafting:
         rounds do."""
         return self._expected.seconds(drafted) if is_usual else seconds
 
-    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float) -> None:
+    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float, is_surprise: bool) -> None:
         """A round is over while drafting and not drafting are compared."""
         alone = self._expected.seconds(ALONE)
         if shape != ALONE:
@@ -346,8 +351,9 @@ class AutomaticDrafting:
             return
         else:
             # Times decide nothing where next to none of the tokens are accepted. Where some are, and hardly any draft
-            # was timed, a trial has a second round, which is timed.
-            may_err = self._comparison.turns == 1 and self._may_be_stalled()
+            # was timed but for stalls, a trial has a second round, which is timed.
+            is_hardly_timed = self._expected.timed_drafts < _TIMED_TO_BELIEVE
+            may_err = self._is_first_of_trial and (is_surprise or is_hardly_timed)
             is_over = not self._may_pay() and not (accepted and (may_err or self._could_pay()))
         if is_over or self._pays():
             self._end_comparison()

@@ -120,10 +120,10 @@ class AutomaticCall:
 
     def _record(self, now: float) -> None:
         """The round that was begun last is over now."""
-        seconds = now - self._began
+        seconds, is_timed = now - self._began, True
         if self._rounds == 1 and (alone := self._drafting.alone):
             # The target read the prompt in it, which it would without drafts too.
-            seconds = self._drafting_seconds + alone
+            seconds, is_timed = self._drafting_seconds + alone, False
         round = FinishedRound(
             self._shape,
             self._steps,
@@ -133,6 +133,7 @@ class AutomaticCall:
             seconds,
             self._is_usual,
             self._is_waiting,
+            is_timed,
         )
         self._drafting.record(round, now)
 

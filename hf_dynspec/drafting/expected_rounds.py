@@ -12,6 +12,8 @@ from .running_acceptance import RunningAcceptance
 
 # Drafted tokens that a round counts for, where it is tokens that are counted.
 _TOKENS_PER_ROUND = 3
+# The part of what is expected of a round below which it is no chance that it took less.
+_CLEARLY_LESS = 0.75
 
 
 class FinishedRound(NamedTuple):
@@ -26,6 +28,7 @@ class FinishedRound(NamedTuple):
         seconds: how long the round took.
         is_usual: it read no more than rounds do, and so has taken as long as another one would.
         is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
+        is_timed: it was timed as a whole, and not in part because the target read the prompt in it.
     """
 
     shape: DraftShape
@@ -36,6 +39,7 @@ class FinishedRound(NamedTuple):
     seconds: float
     is_usual: bool
     is_waiting: bool
+    is_timed: bool
 
 
 class ExpectedRounds:
@@ -72,6 +76,17 @@ class ExpectedRounds:
                 self._confidence.add(round.end.tokens, round.accepted)
         if round.is_usual:
             self._times.add(self._features(drafted), round.seconds)
+
+    def contradict(self, round: FinishedRound) -> bool:
+        """Whether a round took clearly less than is expected of those that draft as much, although it read more than
+        they do. Then drafts have met stalls, or a machine that was much slower, and all that is known of how long they
+        take is forgotten, but for this."""
+        drafted = self.drafted(round.shape, round.steps)
+        if round.is_usual or self._times.at_usual_pace(round.seconds) > _CLEARLY_LESS * self.seconds(drafted):
+            return False
+        self._times.forget_drafts()
+        self._times.add(self._features(drafted), round.seconds)
+        return True
 
     def fade_to(self, rounds: int) -> None:
         """Let what was accepted before count for no more than so many rounds."""

@@ -105,6 +105,10 @@ class Rests:
         has_gained = self._gained > self._lost_by_trial
         self._tokens, self._rested = min(self._usual, pays) if has_gained else max(self._usual, pays), 0
 
+    def forget(self) -> None:
+        """What drafting has lost was the fault of stalls: it tells nothing of trials to come."""
+        self._usual, self._lost_by_trial = 0, 0.0
+
     def hasten(self) -> None:
         """How often drafting has lost tells nothing any more: it is tried again as soon as that is paid for."""
         self._usual = 0

@@ -60,7 +60,7 @@ class RoundTimes:
         if self.count(shape) < _FEW and len(self._seconds) >= _SHAPES_OF_LINE:
             most = _MOST_SURPRISE * self.expected(shape)
         kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
-        kept.append(seconds / self._pace())
+        kept.append(self.at_usual_pace(seconds))
         self._rounds += any(shape)
         self._kept_at.setdefault(shape, deque(maxlen=_KEPT)).append(self._rounds)
         self._typical[shape] = min(median_low(kept), most)
@@ -81,6 +81,16 @@ class RoundTimes:
         """Take rounds of a shape to be so many times as long as they seemed."""
         kept = self._seconds[shape] = deque((factor * one for one in self._seconds[shape]), maxlen=_KEPT)
         self._typical[shape], self._slopes = median_low(kept), None
+
+    def forget_drafts(self) -> None:
+        """Forget how long all rounds with a draft took."""
+        for shape in [shape for shape in self._seconds if any(shape)]:
+            del self._seconds[shape], self._kept_at[shape], self._typical[shape]
+        self._slopes = None
+
+    def at_usual_pace(self, seconds: float) -> float:
+        """What a round that takes so many seconds now would take if the machine worked as it usually does."""
+        return seconds / self._pace()
 
     def count(self, shape: tuple[int, ...]) -> int:
         """How many rounds of a shape are remembered."""
