@@ -5,10 +5,10 @@ question, decide the result. `automatic_drafting.py` times whole calls instead.
 Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them, what
 the text said of it, and how many were accepted. Then rounds of every length are timed, in turns. With these times the
 texts are gone through again: with each fixed length, and as automatic drafting itself chooses, which sees one text
-after another and knows nothing at first. What choosing takes is timed in calls of its own and counted in each round.
-`--noise` makes each time that it is told longer or shorter by chance, and single ones several times as long; what it
-chose is counted without. With several policies all of this is done with each of them, and automatic drafting chooses
-between them too; or between them alone, with `--length`.
+after another and knows nothing at first. What choosing takes, with one policy, is timed in calls of its own and
+counted in each round. `--noise` makes each time that it is told longer or shorter by chance, and single ones several
+times as long; what it chose is counted without. With several policies all of this is done with each of them, and
+automatic drafting chooses between them too; or between them alone, with `--length`.
 
 Where a replayed draft is shorter than the recorded one, the next begins where that went on. A real one would be
 drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
@@ -113,8 +113,9 @@ class TimedCall(AutomaticCall):
     """Times itself."""
 
     def __init__(self, drafting: AutomaticDrafting):
-        super().__init__(drafting)
         self.rounds, self.seconds = 0, 0.0
+        with self._timed():
+            super().__init__(drafting)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -135,13 +136,17 @@ class TimedCall(AutomaticCall):
         with self._timed():
             return super().goes_on_after(token_id, choice)
 
-    def has_drafted(self) -> None:
+    def has_drafted(self, steps: int | None = None) -> None:
         with self._timed():
-            super().has_drafted()
+            super().has_drafted(steps)
 
     def end_round(self, accepted: int, is_last: bool = False) -> None:
         with self._timed():
             super().end_round(accepted, is_last)
+
+    def end_call(self) -> None:
+        with self._timed():
+            super().end_call()
 
 
 class TimedChoices(LearntDrafting):

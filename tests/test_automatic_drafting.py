@@ -1104,7 +1104,7 @@ class Whim(AutomaticDrafting):
         return self._random.choice(self._shapes)
 
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
-        if self._expected.acceptances() is None:
+        if not self._expected.tells_tokens_apart:
             return None
         likely = self._random.uniform(0.2, 0.9)
         acceptances = Acceptances([7 * [likely] + 5 * [0.3]] * len(Recurrence))

@@ -70,9 +70,9 @@ class AutomaticDrafting:
         # Rounds that nothing was learnt of yet: as long as they change no choice they wait for the next one. Together
         # they take much less time, as what is learnt and how is not in the processor's caches after a round.
         self._new: list[FinishedRound] = []
-        # A shape, what its drafts end by: how likely tokens are accepted, and how likely a draft has to be to go on;
-        # and the round in which that is found anew.
-        self._end: tuple[DraftShape, Acceptances | None, list[float], int] | None = None
+        # A shape, and what its drafts end by until more is learnt: how likely tokens are accepted, and how likely a
+        # draft has to be to go on.
+        self._end: tuple[DraftShape, Acceptances, list[float]] | None = None
         # The policy that drafts but for trials.
         self._policy = 0
         self._ended = -float("inf")
@@ -197,14 +197,16 @@ class AutomaticDrafting:
     def early_end(self, shape: DraftShape) -> EarlyEnd | None:
         """What ends the draft of the next round, with what was chosen for it; None where drafts are as long as was
         chosen."""
+        expected = self._expected
+        if not expected.tells_tokens_apart:
+            return None
         with self._lock:
-            if self._end is None or self._end[0] != shape or self._rounds >= self._end[3]:
-                expected, least = self._expected, [0.0] * shape.steps
+            if self._end is None or self._end[0] != shape:
+                least = [0.0] * shape.steps
                 if expected.ends_early(shape):
                     least = expected.least_reaches(shape.policy, max(self._promised, 1 / expected.seconds(ALONE)))
-                self._end = shape, expected.acceptances(), least, self._rounds + _ROUNDS_PER_CHOICE
-            _, acceptances, least, _ = self._end
-        return None if acceptances is None else EarlyEnd(acceptances, least)
+                self._end = shape, expected.acceptances(), least
+            return EarlyEnd(*self._end[1:])
 
     def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
         """What promises the most, settled anew every few rounds; or now and then another one, to see."""
@@ -212,7 +214,6 @@ class AutomaticDrafting:
             return trial
         if self._rounds + len(self._new) < self._choose_again_at:
             return self._choice
-        self._learn()
         speeds = self._expected.speeds(among)
         self._choice = self._best_of(speeds)
         self._promised = speeds[self._choice]
@@ -245,6 +246,7 @@ class AutomaticDrafting:
 
     def _compare(self) -> DraftShape:
         """Begin to compare drafting with not drafting. Returns what is drafted first."""
+        # Rounds before it are none of its own.
         self._learn()
         self._comparison = SideBySide(self._best_drafted())
         self._rests.try_again()
@@ -296,7 +298,7 @@ class AutomaticDrafting:
 
     def _learn(self) -> None:
         """Learn what there is to learn of rounds that are over."""
-        new, self._new = self._new, []
+        new, self._new, self._end = self._new, [], None
         for round in new:
             self._learn_from(round)
 
@@ -304,17 +306,18 @@ class AutomaticDrafting:
         shape, accepted, seconds = round.shape, round.accepted, round.seconds
         drafted = self._expected.drafted(shape, round.steps)
         self._rounds += 1
-        is_surprise = self._is_first_of_trial and round.is_timed and self._expected.contradict(round)
-        if is_surprise:
-            self._rests.forget()
         self._expected.add(round)
+        if self._is_first_of_trial and self._expected.is_contradicted_by(round):
+            self._expected.begin_again(round)
+            self._comparison.forget_drafts()
+            self._rests.forget()
         if round.is_usual and self._comparison is not None:
             self._comparison.add(drafted, seconds)
         cost = self._cost(drafted, seconds, round.is_usual)
         if shape != ALONE:
             self._gain(accepted, cost)
         if self._comparison is not None:
-            self._record_comparison(shape, accepted, cost, is_surprise)
+            self._record_comparison(shape, accepted, cost)
         elif not self._rests.have_ended:
             self._rests.add()
         elif round.is_waiting:
@@ -339,7 +342,7 @@ class AutomaticDrafting:
         rounds do."""
         return self._expected.seconds(drafted) if is_usual else seconds
 
-    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float, is_surprise: bool) -> None:
+    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float) -> None:
         """A round is over while drafting and not drafting are compared."""
         alone = self._expected.seconds(ALONE)
         if shape != ALONE:
@@ -353,7 +356,7 @@ class AutomaticDrafting:
             # Times decide nothing where next to none of the tokens are accepted. Where some are, and hardly any draft
             # was timed but for stalls, a trial has a second round, which is timed.
             is_hardly_timed = self._expected.timed_drafts < _TIMED_TO_BELIEVE
-            may_err = self._is_first_of_trial and (is_surprise or is_hardly_timed)
+            may_err = self._is_first_of_trial and is_hardly_timed
             is_over = not self._may_pay() and not (accepted and (may_err or self._could_pay()))
         if is_over or self._pays():
             self._end_comparison()

@@ -159,8 +159,14 @@ class AutomaticCall:
         """Whether another token is drafted after one, int64 `[1]`, that was chosen last. Waits for the device."""
         return self.goes_on(DraftedToken(choice.probability(), self._recurrences.go_on(int(token_id))))
 
-    def has_drafted(self) -> None:
-        """The draft of the round is there, as far as the host knows."""
+    def has_drafted(self, steps: int | None = None) -> None:
+        """The draft of the round is there, as far as the host knows.
+
+        Args:
+            steps: how many it has, where something else may have ended it (None: as many as were chosen).
+        """
+        if steps is not None:
+            self._most = steps
         self._drafting_seconds = self._clock() - self._began
         if self._behind and self._steps:
             self._drafting.read(self._behind, self._steps, self._drafting_seconds)

@@ -77,16 +77,18 @@ class ExpectedRounds:
         if round.is_usual:
             self._times.add(self._features(drafted), round.seconds)
 
-    def contradict(self, round: FinishedRound) -> bool:
-        """Whether a round took clearly less than is expected of those that draft as much, although it read more than
-        they do. Then drafts have met stalls, or a machine that was much slower, and all that is known of how long they
-        take is forgotten, but for this."""
-        drafted = self.drafted(round.shape, round.steps)
-        if round.is_usual or self._times.at_usual_pace(round.seconds) > _CLEARLY_LESS * self.seconds(drafted):
+    def is_contradicted_by(self, round: FinishedRound) -> bool:
+        """Whether a round took clearly less than those that draft no more than it, although it read more than they do:
+        so they have met stalls, or a machine that was much slower."""
+        if round.is_usual or not round.is_timed:
             return False
+        drafted = self._features(self.drafted(round.shape, round.steps))
+        return self._times.at_usual_pace(round.seconds) < _CLEARLY_LESS * self._times.longest_within(drafted)
+
+    def begin_again(self, round: FinishedRound) -> None:
+        """Forget all that is known of how long rounds with drafts take, but for this one, whatever it read."""
         self._times.forget_drafts()
-        self._times.add(self._features(drafted), round.seconds)
-        return True
+        self._times.add(self._features(self.drafted(round.shape, round.steps)), round.seconds)
 
     def fade_to(self, rounds: int) -> None:
         """Let what was accepted before count for no more than so many rounds."""
@@ -107,12 +109,12 @@ class ExpectedRounds:
         self._times.scale(self._features(ALONE), factor)
 
     def count(self, shape: DraftShape) -> int:
-        """How often a shape was timed."""
+        """How many timed rounds of a shape are remembered."""
         return self._times.count(self._features(shape))
 
     @property
     def timed_drafts(self) -> int:
-        """How many rounds with a draft, of whichever shape, were timed."""
+        """How many timed rounds with a draft, of whichever shape, are remembered."""
         return self._times.drafted
 
     def drafted(self, shape: DraftShape, steps: int) -> DraftShape:
@@ -149,9 +151,14 @@ class ExpectedRounds:
         """Whether drafts of this shape end where another token is not worth its time."""
         return self._confidence is not None and shape.steps == LONGEST
 
-    def acceptances(self) -> Acceptances | None:
-        """How likely tokens are accepted by what is known of them; None where drafts are as long as was chosen."""
-        return None if self._confidence is None else self._confidence.acceptances()
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """Whether drafts may end early, by what is known of their tokens."""
+        return self._confidence is not None
+
+    def acceptances(self) -> Acceptances:
+        """How likely tokens are accepted by what is known of them, where they are told apart."""
+        return self._confidence.acceptances()
 
     def least_reaches(self, policy: int, speed: float) -> list[float]:
         """For each number of drafted tokens how likely all of them have to be accepted for more to be worth their

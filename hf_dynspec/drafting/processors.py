@@ -177,15 +177,15 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
     weight 0 is never drawn, as it adds nothing to the sum.
     """
+    index, _ = draw_with_weight(weights)
+    return index
+
+
+def draw_with_weight(weights: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+    """`draw`, and the weight of what was drawn, None where it would have to be waited for. Otherwise a block of many
+    weights is drawn first, by the blocks' sums, and an index in it after that."""
     if not is_free_to_look(weights.device):
-        return _draw(weights)
-    index, _ = draw_looking(weights)
-    return torch.tensor([index], device=weights.device)
-
-
-def draw_looking(weights: torch.Tensor) -> tuple[int, float]:
-    """`draw` where nothing has to be waited for. A block of many weights is drawn first, by the blocks' sums, and an
-    index in it after that. Returns the index and its weight."""
+        return _draw(weights), None
     n, start, end = weights.shape[0], 0, weights.shape[0]
     if n >= _FEWEST_WIDE_COLUMNS:
         blocks = n // _DRAWN_BLOCK
@@ -194,7 +194,7 @@ def draw_looking(weights: torch.Tensor) -> tuple[int, float]:
         end = min(start + _DRAWN_BLOCK, n)
     block = weights[start:end].tolist()
     place = draw_place(block)
-    return start + place, block[place]
+    return torch.tensor([start + place], device=weights.device), block[place]
 
 
 # Among fewer columns than this, to look for those that count takes longer than to look at all.

@@ -82,6 +82,18 @@ class RoundTimes:
         kept = self._seconds[shape] = deque((factor * one for one in self._seconds[shape]), maxlen=_KEPT)
         self._typical[shape], self._slopes = median_low(kept), None
 
+    def longest_within(self, shape: tuple[int, ...]) -> float:
+        """Seconds that the slowest shape took of those that draft something, and in nothing more than this one; 0
+        where none is remembered."""
+        return max(
+            (
+                seconds
+                for one, seconds in self._typical.items()
+                if any(one) and all(of_one <= of_shape for of_one, of_shape in zip(one, shape, strict=True))
+            ),
+            default=0.0,
+        )
+
     def forget_drafts(self) -> None:
         """Forget how long all rounds with a draft took."""
         for shape in [shape for shape in self._seconds if any(shape)]:

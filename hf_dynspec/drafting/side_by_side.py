@@ -39,6 +39,10 @@ class SideBySide:
         """A round that drafted so much, or nothing, took so long."""
         (self._alone if drafted == ALONE else self._drafted).append((drafted, seconds))
 
+    def forget_drafts(self) -> None:
+        """What rounds that draft took tells nothing."""
+        self._drafted.clear()
+
     @property
     def is_over(self) -> bool:
         """Whether there were enough rounds of both, or too many turns."""

@@ -8,7 +8,7 @@ from ..devices import is_free_to_look
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import FewWeights, Shortlist
 from .draft_processors import DraftContext, draft_processors
-from .processors import ProcessorsByValue, draw, draw_looking, draw_place, draw_several, looks_at_values_only
+from .processors import ProcessorsByValue, draw_place, draw_several, draw_with_weight, looks_at_values_only
 
 
 class TokenChoice:
@@ -42,8 +42,9 @@ class TokenChoice:
         self._by_value = ProcessorsByValue(kept[cut:])
         self.do_sample = do_sample
         self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
-        # How probable what was drawn last was; otherwise the latest logits.
-        self._drawn: torch.Tensor | float = 0.0
+        # How probable what was drawn last was, or what it was drawn from and its place there; otherwise the latest
+        # logits.
+        self._drawn: tuple[torch.Tensor, torch.Tensor] | float = 0.0
         self._logits: torch.Tensor | None = None
         # Processors by value are passed tokens, and read none.
         self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
@@ -79,17 +80,14 @@ class TokenChoice:
 
     def _draw(self, weights: torch.Tensor) -> torch.Tensor:
         """`draw`, whereupon it can be told how probable that was."""
-        if is_free_to_look(weights.device):
-            place, self._drawn = draw_looking(weights)
-            return torch.tensor([place], device=weights.device)
-        place = draw(weights)
-        self._drawn = weights.take(place)
+        place, weight = draw_with_weight(weights)
+        self._drawn = (weights, place) if weight is None else weight
         return place
 
     def probability(self) -> float:
         """How probable the token was that was chosen last. Waits for the device."""
         if self.do_sample:
-            return float(self._drawn)
+            return self._drawn if isinstance(self._drawn, float) else float(self._drawn[0].take(self._drawn[1]))
         return float(self._logits.softmax(-1).amax())
 
     def draw_children(

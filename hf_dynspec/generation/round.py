@@ -154,6 +154,7 @@ class Drafting:
             return None
         prefix = self._text.tokens(input_ids)
         self._choice.start_round(prefix)
+        steps = None
         if tree is not None:
             draw = self._choice.draw_children if self._choice.do_sample else None
             self._candidates = self._session.draft_tree(prefix, tree, most, draw)
@@ -162,10 +163,11 @@ class Drafting:
                 self._automatic.begin_draft(prefix)
             goes_on = self._goes_on if self._threshold > 0 or self._ends_early else None
             self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
+            steps = self._candidates.token_ids.shape[0]
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
         if self._automatic is not None:
-            self._automatic.has_drafted()
+            self._automatic.has_drafted(steps)
         return self._candidates
 
     @property
