@@ -423,6 +423,21 @@ def test_the_token_that_ends_a_text_in_the_midst_of_a_draft_is_no_miss(accepted)
     assert after > before if accepted == 4 else after == before
 
 
+def test_a_draft_that_something_else_ended_is_as_short_as_it_was():
+    """As one that a threshold ended, which is no miss of all that was not drafted."""
+    drafting, recorded = AutomaticDrafting(shapes_of(None)), []
+    drafting.record = lambda round, ended: recorded.append(round)
+    call = AutomaticCall(drafting)
+    call.begin_round(99, DraftShape(4, 4))
+    call.has_drafted(1)
+    call.end_round(1, is_last=True)
+    call.begin_round(99, DraftShape(4, 4))
+    call.has_drafted()
+    call.end_round(1, is_last=True)
+    call.end_call()
+    assert [(one.steps, one.is_known) for one in recorded] == [(1, True), (4, False)]
+
+
 def test_rounds_that_change_nothing_are_learnt_of_together():
     """None is forgotten, also where a call or all rounds end before anything is settled anew."""
     machine, drafting = Machine(noise=0.0, stalls=0.0), AutomaticDrafting(shapes_of(None, True), ends_early=True)
