@@ -743,6 +743,20 @@ def test_a_comparison_without_times_ends_with_drafts_where_they_pay(chains):
     assert not drafting.is_resting
 
 
+def test_what_takes_no_longer_is_told_of_the_same_policy_alone():
+    """A draft with another one may take less, and nothing is told of drafts by rounds without."""
+    times = RoundTimes()
+    for shape, seconds in (((0, 0, 0), 10.0), ((1, 1, 0), 40.0), ((4, 4, 0), 50.0), ((2, 2, 2), 15.0)):
+        times.add(shape, seconds)
+    within = [
+        times.longest_within(shape) for shape in ((0, 0, 0), (1, 1, 0), (3, 3, 0), (5, 5, 0), (1, 1, 1), (3, 3, 3))
+    ]
+    assert within == pytest.approx([0.0, 40.0, 40.0, 50.0, 0.0, 15.0])
+    times.forget_drafts()
+    assert times.longest_within((5, 5, 0)) == times.drafted == 0
+    assert times.count((0, 0, 0)) == 1
+
+
 class ColdMachine(Machine):
     """Of the first ten rounds three in ten are stalls, of up to so many times the usual length."""
 

@@ -83,16 +83,15 @@ class RoundTimes:
         self._typical[shape], self._slopes = median_low(kept), None
 
     def longest_within(self, shape: tuple[int, ...]) -> float:
-        """Seconds that the slowest shape took of those that draft something, and in nothing more than this one; 0
+        """Seconds that the slowest shape took of those that draft with the same policy, and no more than this one; 0
         where none is remembered."""
-        return max(
-            (
-                seconds
-                for one, seconds in self._typical.items()
-                if any(one) and all(of_one <= of_shape for of_one, of_shape in zip(one, shape, strict=True))
-            ),
-            default=0.0,
+        within = (
+            seconds
+            for one, seconds in self._typical.items()
+            # What a policy's steps are longer by than others' is not 0 in any of its shapes, and may be less than 0.
+            if any(one) and all(0 < own <= most or own == most for own, most in zip(one, shape, strict=True))
         )
+        return max(within, default=0.0)
 
     def forget_drafts(self) -> None:
         """Forget how long all rounds with a draft took."""
