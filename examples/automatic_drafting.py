@@ -3,11 +3,10 @@ several policies the choice between them as well, against each of them at each l
 
 All of them take turns on every prompt, in one process, so that whatever else the computer does meets all alike. Tables
 show tokens per second, how close automatic drafting comes to the best fixed setting of each domain, which nobody knows
-beforehand, and to plain generation where drafting loses, with the standard error that comes of the prompts being few.
-On each prompt the best setting is the one that the domain's other prompts say: picked by the calls that it is judged
-by, it would be the luckiest one, as sampled texts are others with each setting. An assistant sees one prompt after
-another, as it would in a server: what it learns from one is there for the next, and nothing is at the first. On the
-embedded pair:
+beforehand, and to plain generation where drafting loses, with the standard error that comes of the prompts being few;
+that the best setting is picked by the same calls makes its ratio a little lower besides. An assistant sees one prompt
+after another, as it would in a server: what it learns from one is there for the next, and nothing is at the first. On
+the embedded pair:
 
     python examples/automatic_drafting.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
@@ -114,18 +113,6 @@ def standard_error(calls: list[dict[str, Any]], others: list[dict[str, Any]]) ->
     return math.sqrt(count / (count - 1) * sum(one * one for one in off.values())) if count > 1 else math.nan
 
 
-def best_by_the_others(calls: dict[str, list[dict[str, Any]]], fixed: list[str]) -> list[dict[str, Any]]:
-    """For each prompt, the calls of the setting that is the fastest on all the others, so that luck on a prompt does
-    not choose for it (leave-one-out). Of a single prompt, the fastest one's."""
-    prompts = {call["prompt"] for call in calls[fixed[0]]}
-    chosen = []
-    for prompt in prompts:
-        others = {name: [call for call in calls[name] if call["prompt"] != prompt] or calls[name] for name in fixed}
-        best = max(fixed, key=lambda name: speed(others[name]))
-        chosen += [call for call in calls[best] if call["prompt"] == prompt]
-    return chosen
-
-
 def show(console: Console, title: str, measured: Measured, names: list[str]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, and with the one that is the best over all of them."""
@@ -136,12 +123,11 @@ def show(console: Console, title: str, measured: Measured, names: list[str]) -> 
     best_of_all = max(fixed, key=lambda name: speed(measured["all"][name]))
     for domain, calls in measured.items():
         best = max(fixed, key=lambda name: speed(calls[name]))
-        best_calls = best_by_the_others(calls, fixed)
-        shown = (f"{speed(found):.1f}" for found in (best_calls, calls[best_of_all], calls[AUTO]))
+        shown = (f"{speed(calls[name]):.1f}" for name in (best, best_of_all, AUTO))
         ratios = []
-        for others in (best_calls, calls[PLAIN]):
-            ratio = speed(calls[AUTO]) / speed(others)
-            error = ratio * standard_error(calls[AUTO], others)
+        for name in (best, PLAIN):
+            ratio = speed(calls[AUTO]) / speed(calls[name])
+            error = ratio * standard_error(calls[AUTO], calls[name])
             ratios.append(f"{ratio:.3f}" if math.isnan(error) else f"{ratio:.3f} ± {error:.3f}")
         table.add_row(domain, f"{speed(calls[PLAIN]):.1f}", best, *shown, *ratios)
     console.print(table)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from automatic_drafting import app, best_by_the_others, speed, standard_error
+from automatic_drafting import app, speed, standard_error
 
 from hf_dynspec.commands import app as commands
 from hf_dynspec.errors import ConfigurationError
@@ -77,29 +77,6 @@ def test_the_error_of_a_ratio_is_what_leaving_out_prompts_tells():
     assert standard_error(auto, fixed) == pytest.approx(jackknife, rel=0.05)
     assert standard_error(auto, auto) == 0
     assert math.isnan(standard_error(auto[:1], fixed[:1]))
-
-
-def test_the_best_setting_is_not_chosen_by_luck():
-    """Of settings that differ by nothing but luck, the best is no faster than any; of those that do, it is found."""
-    rng, count = random.Random(0), 400
-
-    def calls(pace: float) -> list[dict]:
-        return [{"prompt": one, "tokens": 100, "seconds": pace * rng.lognormvariate(0, 0.3)} for one in range(count)]
-
-    def cut(found: dict[str, list[dict]], first: int) -> dict[str, list[dict]]:
-        return {name: calls[first : first + 4] for name, calls in found.items()}
-
-    alike = {name: calls(1.0) for name in "abcd"}
-    chosen = [call for first in range(0, count, 4) for call in best_by_the_others(cut(alike, first), list(alike))]
-    luckiest = [call for first in range(0, count, 4) for call in max(cut(alike, first).values(), key=speed)]
-    mean = sum(speed(calls) for calls in alike.values()) / len(alike)
-    assert speed(chosen) == pytest.approx(mean, rel=0.04)
-    assert speed(luckiest) > 1.1 * mean
-    different = {"a": calls(1.0), "b": calls(0.5)}
-    found = best_by_the_others(different, ["a", "b"])
-    assert sorted(found, key=lambda call: call["prompt"]) == different["b"]
-    single = {"a": different["a"][:1], "b": different["b"][:1]}
-    assert best_by_the_others(single, ["a", "b"]) == max(single.values(), key=speed)
 
 
 @pytest.mark.filterwarnings("ignore:drafting does not pay here")
