@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 import random
 import re
 import sys
@@ -55,6 +56,7 @@ class Machine:
     Args:
         again: seconds more each time that the target has scored `rows` tokens, and goes through its weights once more.
         busy: the share of rounds at which other work on the machine begins or ends, which slows down all that follow.
+        drift: by what share of it the pace goes up and down, slowly.
         noise: the spread of a round's time, as a share of it.
         stalls: the share of rounds that take two to ten times as long.
         prompts: seconds that the target takes to read a prompt, and the drafter.
@@ -71,13 +73,14 @@ class Machine:
         again=0.0,
         rows=6,
         busy=0.0,
+        drift=0.0,
         prompts=(0.0, 0.0),
     ):
         self.alone, self.fixed, self.step = alone, fixed, step
         self.again, self.rows = again, rows
         self.prompts = prompts
-        self.noise, self.stalls, self.busy = noise, stalls, busy
-        self.pace = 1.0
+        self.noise, self.stalls, self.busy, self.drift = noise, stalls, busy, drift
+        self.pace, self.drifted = 1.0, 0.0
         self.now = 0.0
         self.random = random.Random(seed)
 
@@ -89,7 +92,10 @@ class Machine:
         if self.busy and self.random.random() < self.busy:
             self.pace = self.random.choice((1.0, 1.5, 2.2, 3.0))
         stall = self.random.uniform(2, 10) if self.random.random() < self.stalls else 1.0
-        seconds = self.pace * self.seconds(steps) * self.random.lognormvariate(0, self.noise) * stall
+        # Half of where it was is forgotten after 20 rounds.
+        self.drifted = 0.966 * self.drifted + 0.26 * self.random.gauss(0, self.drift) if self.drift else 0.0
+        pace = self.pace * math.exp(self.drifted)
+        seconds = pace * self.seconds(steps) * self.random.lognormvariate(0, self.noise) * stall
         drafting = seconds * (self.fixed + self.step * steps) / self.seconds(steps) if steps else 0.0
         self.now += drafting
         if steps:
@@ -715,10 +721,10 @@ def test_what_takes_long_is_found_out_in_a_few_rounds(stalled):
             times.add(shape, seconds)
     for seconds in [*stalled * [600.0], *4 * [69.0]]:
         times.add((12, 12), seconds)
-    assert times.typical((12, 12)) == pytest.approx(69.0)
+    assert times.typical((12, 12)) == pytest.approx(69.0, rel=0.05)
     for _ in range(10):
         times.add((4, 4), 15.0)
-    assert times.typical((4, 4)) == pytest.approx(15.0)
+    assert times.typical((4, 4)) == pytest.approx(15.0, rel=0.01)
 
 
 @pytest.mark.parametrize("tokens", [4, 5, 8])
@@ -751,7 +757,7 @@ def test_what_takes_no_longer_is_told_of_the_same_policy_alone():
     within = [
         times.longest_within(shape) for shape in ((0, 0, 0), (1, 1, 0), (3, 3, 0), (5, 5, 0), (1, 1, 1), (3, 3, 3))
     ]
-    assert within == pytest.approx([0.0, 40.0, 40.0, 50.0, 0.0, 15.0])
+    assert within == pytest.approx([0.0, 40.0, 40.0, 50.0, 0.0, 15.0], rel=0.01)
     times.forget_drafts()
     assert times.longest_within((5, 5, 0)) == times.drafted == 0
     assert times.count((0, 0, 0)) == 1
@@ -914,6 +920,22 @@ def test_what_a_seldom_tried_shape_takes_follows_from_the_others():
     assert times.expected(ALONE) == 8.0
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.08], ids=["at one pace", "drifting"])
+def test_what_another_step_takes_is_told_though_the_machine_drifts(drift):
+    """It is less than what the pace goes up and down by, and less than the noise of a round."""
+    errors = []
+    for seed in range(20):
+        times, machine = RoundTimes(), Machine(22.0, 4.4, 1.35, noise=0.06, stalls=0.02, seed=seed, drift=drift)
+        for index in range(400):
+            steps, began = min(LONGEST, int(machine.random.expovariate(0.3))), machine.now
+            machine.run(steps)
+            times.add((steps, steps), machine.now - began)
+            if index > 80 and index % 40 == 0:
+                seconds = [times.expected((steps, steps)) for steps in range(1, 9)]
+                errors += [abs(more - less - machine.step) for less, more in pairwise(seconds)]
+    assert sum(errors) / len(errors) < machine.step / 4
+
+
 def test_what_a_shape_took_while_the_machine_was_slow_is_forgotten():
     """Of one that is not drafted any more nothing else would tell that the machine is faster now. Of those that are,
     and of the target alone, all stays as it is."""
@@ -928,7 +950,7 @@ def test_what_a_shape_took_while_the_machine_was_slow_is_forgotten():
     for shape in lasting:
         assert times.expected(shape) == pytest.approx(10.0 + shape.steps, rel=0.03)
     assert times.expected(slow) == pytest.approx(13.0, rel=0.15)
-    assert times.count(slow) >= 3 and times.expected(ALONE) == 8.0
+    assert times.count(slow) >= 3 and times.expected(ALONE) == pytest.approx(8.0, rel=0.03)
 
 
 def test_what_was_learnt_is_bounded_and_follows_the_weights():

@@ -1,30 +1,49 @@
 """What rounds of different shapes take, told from the times of those that were."""
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import inf
 from operator import mul
 from statistics import median, median_low
 
-# Times kept of each shape, and ratios of the latest rounds to what was expected of them.
+# Rounds kept of each shape, and ratios of the latest rounds to what was expected of them.
 _KEPT, _PACES, _ENOUGH_PACES = 61, 9, 5
 # Rounds with a draft after which a time is forgotten, but for the latest few: a shape that is not drafted any more
 # would seem as long for ever as it was while the machine was slow.
-_FORGOTTEN_AFTER, _NOT_FORGOTTEN = 128, 3
+_FORGOTTEN_AFTER, _NOT_FORGOTTEN = 256, 3
 # A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
 # latest: what is chance would add up, and shapes drift apart by it.
 _USUAL_PACE, _SPREADS = 0.08, 1.5
+# What is left of the pace of a round is told by so many before it and after it, and anew as long as it is among the
+# latest. What differs by more is the shape's own.
+_NEIGHBOURS, _LATEST, _MOST_DRIFT = 4, 64, 1.15
 # How many rounds the straight line through all shapes counts for beside a shape's own.
-_ROUNDS_OF_LINE = 10
+_ROUNDS_OF_LINE = 20
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
 # what drafts of one length do not.
 _WEIGHT_OF_ALONE = 0.05
-# Rounds after which the line is drawn anew, and with it all that is expected; at once where a shape was seen no more
-# often than this.
+# Rounds after which drifts are told and the line is drawn anew, and with them all that is expected; at once where a
+# shape was seen no more often than this.
 _ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, times of a shape that was seen seldom are not believed beyond so many times what is expected
 # of it: they may have been stalls.
 _SHAPES_OF_LINE, _MOST_SURPRISE = 2, 1.3
+
+
+class _TimedRound:
+    """One that is remembered.
+
+    Attributes:
+        shape: what it drafted.
+        seconds: how long it would have taken at the usual pace, as far as that was known when it ended.
+        drafted: how many rounds with a draft there were until then.
+        drift: how many times as long its neighbours took as is expected of them.
+    """
+
+    __slots__ = ("drafted", "drift", "seconds", "shape")
+
+    def __init__(self, shape: Hashable, seconds: float, drafted: int):
+        self.shape, self.seconds, self.drafted, self.drift = shape, seconds, drafted, 1.0
 
 
 class RoundTimes:
@@ -35,15 +54,22 @@ class RoundTimes:
     machine, which slows down the shape that is being drafted and is not seen in the others, changes no choice; and as
     medians are compared, a stall does not either.
 
+    That tells large changes at once. Small ones are no less than what a draft step more or less takes, but hidden by
+    chance: they are told later, and together with what shapes take. The drift of a round is by how much it and its
+    neighbours, of whichever shapes, differ from what is expected of them, and a shape takes what its rounds would have
+    without theirs; each is told from the other, as it was told before.
+
     What a shape takes that was seldom tried follows from the others by a straight line over its features.
     """
 
     def __init__(self):
-        self._seconds: dict[Hashable, deque[float]] = {}
+        self._kept: dict[Hashable, deque[_TimedRound]] = {}
+        self._latest: deque[_TimedRound] = deque(maxlen=_LATEST + _NEIGHBOURS)
+        # What shapes take, and the most that is believed of one.
         self._typical: dict[Hashable, float] = {}
-        # Rounds with a draft so far, and how many there were when each of the seconds was kept.
-        self._rounds = 0
-        self._kept_at: dict[Hashable, deque[int]] = {}
+        self._most: dict[Hashable, float] = {}
+        # Rounds with a draft so far.
+        self._drafted = 0
         self._paces: deque[float] = deque(maxlen=_PACES)
         # The plane through all of them, its slopes None where it has to be drawn anew, and the least of them; the
         # rounds that were added since, and what is expected of shapes until then.
@@ -53,17 +79,18 @@ class RoundTimes:
 
     def add(self, shape: tuple[int, ...], seconds: float) -> None:
         """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
-        kept = self._seconds.get(shape)
-        if kept is not None:
-            self._paces.append(seconds / median_low(kept))
+        if shape in self._kept:
+            self._paces.append(seconds / self._middle(shape))
         most = inf
-        if self.count(shape) < _FEW and len(self._seconds) >= _SHAPES_OF_LINE:
+        if self.count(shape) < _FEW and len(self._kept) >= _SHAPES_OF_LINE:
             most = _MOST_SURPRISE * self.expected(shape)
-        kept = self._seconds.setdefault(shape, deque(maxlen=_KEPT))
-        kept.append(self.at_usual_pace(seconds))
-        self._rounds += any(shape)
-        self._kept_at.setdefault(shape, deque(maxlen=_KEPT)).append(self._rounds)
-        self._typical[shape] = min(median_low(kept), most)
+        self._drafted += any(shape)
+        round = _TimedRound(shape, self.at_usual_pace(seconds), self._drafted)
+        self._latest.append(round)
+        kept = self._kept.setdefault(shape, deque(maxlen=_KEPT))
+        kept.append(round)
+        self._most[shape] = most
+        self._tell_typical([shape])
         self._rounds_of_plane += 1
         if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
             self._slopes = None
@@ -79,8 +106,11 @@ class RoundTimes:
 
     def scale(self, shape: tuple[int, ...], factor: float) -> None:
         """Take rounds of a shape to be so many times as long as they seemed."""
-        kept = self._seconds[shape] = deque((factor * one for one in self._seconds[shape]), maxlen=_KEPT)
-        self._typical[shape], self._slopes = median_low(kept), None
+        for round in self._kept[shape]:
+            round.seconds *= factor
+        self._most[shape] *= factor
+        self._tell_typical([shape])
+        self._slopes = None
 
     def longest_within(self, shape: tuple[int, ...]) -> float:
         """Seconds that the slowest shape took of those that draft with the same policy, and no more than this one; 0
@@ -95,8 +125,8 @@ class RoundTimes:
 
     def forget_drafts(self) -> None:
         """Forget how long all rounds with a draft took."""
-        for shape in [shape for shape in self._seconds if any(shape)]:
-            del self._seconds[shape], self._kept_at[shape], self._typical[shape]
+        for shape in [shape for shape in self._kept if any(shape)]:
+            del self._kept[shape], self._typical[shape], self._most[shape]
         self._slopes = None
 
     def at_usual_pace(self, seconds: float) -> float:
@@ -105,12 +135,12 @@ class RoundTimes:
 
     def count(self, shape: tuple[int, ...]) -> int:
         """How many rounds of a shape are remembered."""
-        return len(self._seconds.get(shape, ()))
+        return len(self._kept.get(shape, ()))
 
     @property
     def drafted(self) -> int:
         """How many rounds with a draft, of whichever shape, are remembered."""
-        return sum(len(kept) for shape, kept in self._seconds.items() if any(shape))
+        return sum(len(kept) for shape, kept in self._kept.items() if any(shape))
 
     def typical(self, shape: tuple[int, ...]) -> float:
         """Seconds that rounds of a shape took, whatever others did. Some of them must have been timed."""
@@ -125,36 +155,59 @@ class RoundTimes:
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
         if self._slopes is None:
-            self._draw_plane()
+            self._settle()
         expected = self._expected.get(shape)
         if expected is None:
             expected = self._expected[shape] = self._by_plane(shape)
         return expected
 
+    # Drifts and shapes, told together --------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self._forget()
+        self._draw_plane()
+        self._tell_drifts()
+        self._tell_typical(self._kept)
+        self._draw_plane()
+        self._rounds_of_plane = 0
+
     def _forget(self) -> None:
         """Forget the times of shapes that were drafted long ago."""
-        for shape, kept_at in self._kept_at.items():
-            kept = self._seconds[shape]
-            before = len(kept)
-            while any(shape) and len(kept) > _NOT_FORGOTTEN and self._rounds - kept_at[0] > _FORGOTTEN_AFTER:
+        for shape, kept in self._kept.items():
+            while any(shape) and len(kept) > _NOT_FORGOTTEN and self._drafted - kept[0].drafted > _FORGOTTEN_AFTER:
                 kept.popleft()
-                kept_at.popleft()
-            if len(kept) < before:
-                self._typical[shape] = median_low(kept)
+
+    def _tell_drifts(self) -> None:
+        expected = {shape: self._by_plane(shape) if any(shape) else self._typical[shape] for shape in self._kept}
+        latest = list(self._latest)
+        # What forgotten shapes took tells nothing any more.
+        ratios = [round.seconds / expected.get(round.shape, round.seconds / round.drift) for round in latest]
+        # The first ones have no neighbours before them, unless they were the first ever.
+        first = _NEIGHBOURS if len(latest) == self._latest.maxlen else 0
+        for place in range(first, len(latest)):
+            drift = median(ratios[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
+            latest[place].drift = drift if 1 / _MOST_DRIFT < drift < _MOST_DRIFT else 1.0
+
+    def _tell_typical(self, shapes: Iterable[Hashable]) -> None:
+        for shape in shapes:
+            self._typical[shape] = min(self._middle(shape), self._most[shape])
+
+    def _middle(self, shape: tuple[int, ...]) -> float:
+        """Seconds that rounds of a shape took, whatever is believed of it."""
+        return median_low([round.seconds / round.drift for round in self._kept[shape]])
 
     def _draw_plane(self) -> None:
-        self._forget()
         points = [
-            (one, self._typical[one], len(kept) if any(one) else _WEIGHT_OF_ALONE)
-            for one, kept in self._seconds.items()
+            (shape, self._typical[shape], len(kept) if any(shape) else _WEIGHT_OF_ALONE)
+            for shape, kept in self._kept.items()
         ]
         self._intercept, self._slopes = _fit(points)
-        self._least, self._rounds_of_plane = min(self._typical.values()), 0
+        self._least = min(self._typical.values())
         self._expected.clear()
 
     def _by_plane(self, shape: tuple[int, ...]) -> float:
         line = max(self._intercept + sum(map(mul, self._slopes, shape)), self._least)
-        kept = self._seconds.get(shape)
+        kept = self._kept.get(shape)
         if kept is None:
             return line
         return (len(kept) * self._typical[shape] + _ROUNDS_OF_LINE * line) / (len(kept) + _ROUNDS_OF_LINE)
