@@ -27,6 +27,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter
+from hf_dynspec.devices import without_attention_plans
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.evaluation.policy_text import parse_policy
 
@@ -131,14 +132,16 @@ def measure(
     prompt = circle()[:PROMPT].unsqueeze(0).to(target.device)
     seconds: dict[str, list[float]] = {name: [] for name in assistants}
     texts = {}
-    for repeat in track(range(repeats + 1), "measuring", transient=True):
-        for name, assistant in assistants.items():
-            start = time.perf_counter()
-            texts[name] = target.generate(
-                prompt, assistant_model=assistant, max_new_tokens=new_tokens, do_sample=False
-            ).cpu()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
+    # Plain generation could leave them out too.
+    with without_attention_plans(target.device):
+        for repeat in track(range(repeats + 1), "measuring", transient=True):
+            for name, assistant in assistants.items():
+                start = time.perf_counter()
+                texts[name] = target.generate(
+                    prompt, assistant_model=assistant, max_new_tokens=new_tokens, do_sample=False
+                ).cpu()
+                if repeat:
+                    seconds[name].append(time.perf_counter() - start)
     return seconds, texts
 
 
@@ -149,7 +152,7 @@ def main(
     eagle: Annotated[bool, typer.Option("--eagle", help="Draft with an EAGLE-2 head in its place.")] = False,
     agreement: Annotated[float, typer.Option(help="How often the drafter agrees, 0 to 1.")] = 0.75,
     policy: Annotated[list[str], typer.Option(help="Shortlist policy. Repeatable.")] = ["full", "hybrid"],  # noqa: B006
-    tokens: Annotated[int, typer.Option(help="Draft tokens of a chain.", min=1)] = 5,
+    tokens: Annotated[list[str], typer.Option(help='Draft tokens of a chain, or "auto". Repeatable.')] = ["5"],  # noqa: B006
     new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
     repeats: Annotated[int, typer.Option(help="How often all of it is timed.", min=1)] = 3,
     dtype: Annotated[str, typer.Option(help="Of all weights.")] = "bfloat16",
@@ -162,7 +165,10 @@ def main(
     drafts = eagle_head(model, knows) if eagle else random_model(drafter, kind, device, 1, knows)
     assistants: dict[str, DynSpecAssistant | None] = {PLAIN: None}
     for text in policy:
-        assistants[text] = DynSpecAssistant(drafts, parse_policy(text), target=model, num_assistant_tokens=tokens)
+        for count in tokens:
+            length = int(count) if count.isdigit() else count
+            name = text if len(tokens) == 1 else f"{text}, {count}"
+            assistants[name] = DynSpecAssistant(drafts, parse_policy(text), target=model, num_assistant_tokens=length)
     seconds, texts = measure(model, assistants, new_tokens, repeats)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     console = Console()

@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from contextlib import suppress
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -24,6 +25,45 @@ GRAPHS = frozenset({"cuda"})
 def has_graphs(device: torch.device) -> bool:
     """Whether operations on a device can be captured, and asked for at once."""
     return device.type in GRAPHS
+
+
+class _WithoutPlans:
+    """While anybody is in it torch leaves out cuDNN's attention, in the whole process: it cannot be told of a thread
+    alone. It is as it was when the last one leaves."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                # Where the user has left only this one, it has to do.
+                self._was_on = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+                if self._was_on:
+                    torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._was_on:
+                torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+_without_plans = _WithoutPlans()
+
+
+def without_attention_plans(*devices: torch.device) -> AbstractContextManager[None]:
+    """In which attention on GPUs takes as long for a text of a new length as for any other. May be entered again, also
+    by several threads at once. Does nothing where all of the devices are CPUs.
+
+    cuDNN's, which torch prefers on some GPUs for 16 bits, makes a plan for every number of queries and of keys, and
+    texts and drafts bring new ones in almost every round: a plan took some 50 ms on an H200, six times as long as a
+    token of a target of 8 layers.
+    """
+    return nullcontext() if all(map(is_free_to_look, devices)) else _without_plans
 
 
 def usable_cores() -> int:

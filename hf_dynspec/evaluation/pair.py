@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..artifacts.config import ModelReference
+from ..devices import without_attention_plans
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
 from ..errors import ConfigurationError, DynSpecError
@@ -119,6 +120,8 @@ def open_pair(
             use_chat_template=settings.chat_template,
         )
         stack.enter_context(without_warnings_of_transformers())
+        # Plain generation could leave them out too.
+        stack.enter_context(without_attention_plans(target.device))
         stack.enter_context(torch.random.fork_rng([target.device] if target.device.type == "cuda" else []))
         yield Pair(target, drafters, tokenizer, prompts, encoded)
 

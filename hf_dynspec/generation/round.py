@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
-from ..devices import is_free_to_look
+from ..devices import is_free_to_look, without_attention_plans
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.draft_shapes import DraftShape, shape_of
 from ..drafting.guards import outside_inference_mode
@@ -90,6 +90,7 @@ class Drafting:
         if session.vocabulary.target_rows is not None:
             session.follow_target(target.head_rows())
         device = session.vocabulary.device
+        self._steady_attention = without_attention_plans(device, target.model.device)
         self._text = VerifiedText(input_ids, model_kwargs, getattr(generation_config, "_mask_length", None), device)
         if recorder is not None:
             recorder.begin(self._text.prompt)
@@ -157,12 +158,14 @@ class Drafting:
         steps = None
         if tree is not None:
             draw = self._choice.draw_children if self._choice.do_sample else None
-            self._candidates = self._session.draft_tree(prefix, tree, most, draw)
+            with self._steady_attention:
+                self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
             if self._ends_early:
                 self._automatic.begin_draft(prefix)
             goes_on = self._goes_on if self._threshold > 0 or self._ends_early else None
-            self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
+            with self._steady_attention:
+                self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             steps = self._candidates.token_ids.shape[0]
             if ends_with_text:
                 self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
@@ -230,7 +233,7 @@ class Drafting:
         unread = 1
         if is_first:
             unread = input_ids.shape[1] - self._text.skipped if self._text.skipped else None
-        with self._session.stopwatch.section("verification"):
+        with self._session.stopwatch.section("verification"), self._steady_attention:
             if is_first and self._prefill_chunk_size:
                 length, size = input_ids.shape[1] if unread is None else unread, self._prefill_chunk_size
                 self._feedback.read_ahead = self._target.read_ahead(input_ids, length, size, model_kwargs, states)
