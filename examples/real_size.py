@@ -36,7 +36,7 @@ CIRCLE, FIRST = 1000, 3
 PROMPT = 64
 # Layers add this share of what random ones would.
 SHARE_OF_LAYERS = 0.02
-PLAIN = "plain generate"
+PLAIN, AUTO = "plain generate", "auto"
 
 app = typer.Typer(add_completion=False)
 
@@ -160,14 +160,16 @@ def main(
     """Compare policies with plain generate on random models of real size."""
     if (drafter is None) != eagle:
         raise typer.BadParameter("name a configuration with --drafter, or take --eagle")
+    lengths = [int(count) if count.isdigit() else count for count in tokens]
+    if any(length != AUTO and (length == 0 or isinstance(length, str)) for length in lengths):
+        raise typer.BadParameter('--tokens takes numbers of at least 1, or "auto"')
     device, kind, knows = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, dtype), known(agreement)
     model = random_model(target, kind, device, 0, torch.ones(CIRCLE, dtype=torch.bool))
     drafts = eagle_head(model, knows) if eagle else random_model(drafter, kind, device, 1, knows)
     assistants: dict[str, DynSpecAssistant | None] = {PLAIN: None}
     for text in policy:
-        for count in tokens:
-            length = int(count) if count.isdigit() else count
-            name = text if len(tokens) == 1 else f"{text}, {count}"
+        for length in lengths:
+            name = text if len(lengths) == 1 else f"{text}, {length}"
             assistants[name] = DynSpecAssistant(drafts, parse_policy(text), target=model, num_assistant_tokens=length)
     seconds, texts = measure(model, assistants, new_tokens, repeats)
     medians = {name: statistics.median(times) for name, times in seconds.items()}

@@ -22,9 +22,10 @@ def configs(tmp_path_factory) -> dict[str, str]:
     return folders
 
 
-def run(*arguments: str) -> list[list[str]]:
+def run(*arguments: str, tokens: tuple[str, ...] = ("3",)) -> list[list[str]]:
     """The rows of the table that is printed."""
-    words = [*arguments, "--dtype", "float32", "--new-tokens", "40", "--repeats", "1", "--tokens", "3"]
+    words = [*arguments, "--dtype", "float32", "--new-tokens", "40", "--repeats", "1"]
+    words += [word for length in tokens for word in ("--tokens", length)]
     result = CliRunner().invoke(real_size.app, words, env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
@@ -40,6 +41,22 @@ def test_models_agree_as_often_as_they_are_to(kind, agreement, lengths, configs)
     for row in policies:
         assert lengths[0] <= float(row[3]) <= lengths[1]
         assert row[5] == "yes"
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter", "ignore:drafting does not pay here")
+def test_lengths_are_compared_and_automatic_ones(configs):
+    models = ["--target", configs["target"], "--drafter", configs["drafter"], "--agreement", "1"]
+    _, *rows = run(*models, "--policy", "hybrid", tokens=("2", "auto"))
+    assert [row[0] for row in rows] == ["hybrid, 2", "hybrid, auto"]
+    assert all(row[5] == "yes" for row in rows)
+    assert 2.5 <= float(rows[0][3]) <= 3.0
+
+
+@pytest.mark.parametrize("length", ["some", "0", "-2"])
+def test_other_lengths_are_refused(length, configs):
+    words = ["--target", configs["target"], "--drafter", configs["drafter"], "--tokens", length]
+    result = CliRunner().invoke(real_size.app, words)
+    assert result.exit_code == 2 and "--tokens" in result.output
 
 
 def test_there_is_one_drafter(configs):

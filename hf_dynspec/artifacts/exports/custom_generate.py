@@ -29,7 +29,7 @@ FILES = (CODE_FILE, REQUIREMENTS_FILE, CARD_FILE)
 _CODE = Path(__file__).with_name("shortlist_generate.py")
 _CARD = Path(__file__).with_name("custom_generate_card.md")
 # Of transformers, as this package itself asks for it.
-_REQUIREMENTS = "torch\ntransformers>=5.17\n"
+_REQUIREMENTS = "torch\ntransformers>=5.20\n"
 _LINE = 100
 
 
