@@ -65,9 +65,18 @@ def test_it_learns_what_a_text_says_of_tokens_that_are_as_probable():
     assert confidence.acceptances().of(DraftedToken(0.9, OTHER)) < 0.1
     # Half of those as probable were accepted.
     assert confidence.acceptances().of(DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
-    # Of others nothing is known.
-    nothing = RunningConfidence().acceptances().of(DraftedToken(0.1))
-    assert confidence.acceptances().of(DraftedToken(0.1, OTHER)) == pytest.approx(nothing)
+    # It tells more than how probable they are.
+    assert confidence.acceptances().of(DraftedToken(0.1, SAME)) > 0.9
+    assert confidence.acceptances().of(DraftedToken(0.1, OTHER)) < 0.1
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.5, 0.98])
+def test_what_a_text_says_is_believed_from_the_first_draft_on(probability):
+    """A loop would be left at the same place a few times before it is known what comes there."""
+    same, other = (RunningConfidence().acceptances().of(DraftedToken(probability, one)) for one in (SAME, OTHER))
+    assert same > 0.85 and other < 0.5
+    once = confident(1, (DraftedToken(probability, OTHER), False))
+    assert once.acceptances().of(DraftedToken(0.7, OTHER)) < 0.35
 
 
 def test_where_the_text_says_nothing_that_counts_all_is_as_without_it():

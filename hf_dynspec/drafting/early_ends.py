@@ -11,8 +11,9 @@ from .recurrences import Recurrence
 # under 1 to 32: some drafters are sure of most of their tokens, and others find all of them improbable.
 _RANGES = 12
 # How likely a token is accepted before anything is known: its probability to this power, as drafters are right more
-# often than they are sure. And how many tokens of its range this guess counts for.
+# often than they are sure; but where the text says something of it, this. And how many tokens a guess counts for.
 _POWER, _TOKENS_OF_GUESS = 0.3, 3
+_GUESSES_OF_RECURRENCES = {Recurrence.SAME: 0.9, Recurrence.OTHER: 0.4}
 # Rounds in which what was seen is forgotten by half: what is seen later counts for so much more. Numbers are made
 # small again before a token counts for more than the second one.
 _HALF_LIFE, _LARGEST_WEIGHT = 96, 1e9
@@ -67,13 +68,16 @@ class RunningConfidence:
 
     def acceptances(self) -> Acceptances:
         """How likely tokens are accepted now: by what was seen of such ones, as far as that goes, then by what was
-        seen of all that were as probable, then by how probable they are."""
+        seen of all of which the text says the same, which tells more than how probable they are; or where it says
+        nothing, of all that were as probable, and then by how probable they are."""
         hits, asked = (
             [sum(of_range) for of_range in zip(*counts, strict=True)] for counts in (self._hits, self._asked)
         )
-        guesses = list(map(self._with_guess, hits, asked, self._guesses))
+        guesses = {Recurrence.NEW: list(map(self._with_guess, hits, asked, self._guesses))}
+        for one, guess in _GUESSES_OF_RECURRENCES.items():
+            guesses[one] = [self._with_guess(sum(self._hits[one]), sum(self._asked[one]), guess)] * _RANGES
         return Acceptances(
-            [list(map(self._with_guess, *of, guesses)) for of in zip(self._hits, self._asked, strict=True)]
+            [list(map(self._with_guess, self._hits[one], self._asked[one], guesses[one])) for one in Recurrence]
         )
 
     def _with_guess(self, hits: float, asked: float, guess: float) -> float:
