@@ -59,9 +59,8 @@ def without_attention_plans(*devices: torch.device) -> AbstractContextManager[No
     """In which attention on GPUs takes as long for a text of a new length as for any other. May be entered again, also
     by several threads at once. Does nothing where all of the devices are CPUs.
 
-    cuDNN's, which torch prefers on some GPUs for 16 bits, makes a plan for every number of queries and of keys, and
-    texts and drafts bring new ones in almost every round: a plan took some 50 ms on an H200, six times as long as a
-    token of a target of 8 layers.
+    cuDNN's, which torch prefers on some GPUs for 16 bits, makes a plan for every number of queries and of keys. Texts
+    and drafts bring new ones in almost every round, and a plan takes longer than the rest of it.
     """
     return nullcontext() if all(map(is_free_to_look, devices)) else _without_plans
 
