@@ -160,7 +160,7 @@ def main(
     """Compare policies with plain generate on random models of real size."""
     if (drafter is None) != eagle:
         raise typer.BadParameter("name a configuration with --drafter, or take --eagle")
-    lengths = [int(count) if count.isdigit() else count for count in tokens]
+    lengths = [int(count) if count.isdecimal() else count for count in tokens]
     if any(length != AUTO and (length == 0 or isinstance(length, str)) for length in lengths):
         raise typer.BadParameter('--tokens takes numbers of at least 1, or "auto"')
     device, kind, knows = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, dtype), known(agreement)

@@ -52,7 +52,7 @@ def test_lengths_are_compared_and_automatic_ones(configs):
     assert 2.5 <= float(rows[0][3]) <= 3.0
 
 
-@pytest.mark.parametrize("length", ["some", "0", "-2"])
+@pytest.mark.parametrize("length", ["some", "0", "-2", "²"])
 def test_other_lengths_are_refused(length, configs):
     words = ["--target", configs["target"], "--drafter", configs["drafter"], "--tokens", length]
     result = CliRunner().invoke(real_size.app, words)
