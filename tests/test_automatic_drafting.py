@@ -252,17 +252,19 @@ def test_other_work_on_the_machine_changes_no_choice(chains):
     assert sum(steps) / len(steps) > 4
 
 
-def test_other_work_that_comes_and_goes_does_not_keep_it_from_drafting(chains):
+def test_other_work_that_comes_and_goes_does_not_keep_it_from_drafting(chains, request):
     """Where drafting brings 2.2 times as much. Times of shapes must not drift apart by chance, and not drafting must
-    not seem better because it met a quiet machine."""
+    not seem better because it met a quiet machine. Where drafts do not end early one length is drafted for long, and
+    nothing tells that another one was timed while the machine was slow."""
     ratios = []
     for seed in range(24):
         texts = [uneven_text(0.75, 64, 1000 * seed + index) for index in range(24)]
         machine = Machine(*COSTS["flat"], noise=0.15, stalls=0.05, seed=seed, busy=0.1)
         steps = automatically(machine, texts, chains())
         ratios.append(best_fixed(Machine(*COSTS["flat"]), texts) / sum(map(machine.seconds, steps)))
-    assert sum(ratios) / len(ratios) > 0.95
-    assert min(ratios) > 0.85
+    mean, least = (0.98, 0.9) if request.node.callspec.params["chains"] else (0.93, 0.75)
+    assert sum(ratios) / len(ratios) > mean
+    assert min(ratios) > least
 
 
 def decoding_seconds(machine: Machine, texts: Sequence[Sequence[Token]], drafting: AutomaticDrafting) -> float:
@@ -918,6 +920,17 @@ def test_what_a_seldom_tried_shape_takes_follows_from_the_others():
     assert times.expected(DraftShape(9, 9)) == pytest.approx(19.0, rel=0.01)
     times.add(ALONE, 8.0)
     assert times.expected(ALONE) == 8.0
+
+
+def test_no_draft_is_expected_to_take_less_than_its_steps_and_the_target():
+    """Where the longer drafts met a quieter machine than the short one, the line through both falls."""
+    times = RoundTimes()
+    times.add((0,), 22.0)
+    times.add((1,), 27.0, 2.0)
+    for _ in range(2):
+        times.add((4,), 25.0, 5.0)
+    for steps in (6, 8, 12):
+        assert times.expected((steps,)) > 20.0 + steps
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.08], ids=["at one pace", "drifting"])

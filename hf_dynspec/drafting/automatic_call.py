@@ -134,6 +134,7 @@ class AutomaticCall:
             self._is_usual,
             self._is_waiting,
             is_timed,
+            self._drafting_seconds,
         )
         self._drafting.record(round, now)
 
@@ -157,7 +158,8 @@ class AutomaticCall:
 
     def goes_on_after(self, token_id: torch.Tensor, choice: TokenChoice) -> bool:
         """Whether another token is drafted after one, int64 `[1]`, that was chosen last. Waits for the device."""
-        return self.goes_on(DraftedToken(choice.probability(), self._recurrences.go_on(int(token_id))))
+        token = DraftedToken(choice.probability(), self._recurrences.go_on(int(token_id)))
+        return self._end.goes_on(token)
 
     def has_drafted(self, steps: int | None = None) -> None:
         """The draft of the round is there, as far as the host knows.

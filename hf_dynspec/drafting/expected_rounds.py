@@ -29,6 +29,7 @@ class FinishedRound(NamedTuple):
         is_usual: it read no more than rounds do, and so has taken as long as another one would.
         is_waiting: nothing was drafted, as it is not worth it yet that the drafter reads the text.
         is_timed: it was timed as a whole, and not in part because the target read the prompt in it.
+        drafting_seconds: how much of its time drafting took, as far as the host knows.
     """
 
     shape: DraftShape
@@ -40,6 +41,7 @@ class FinishedRound(NamedTuple):
     is_usual: bool
     is_waiting: bool
     is_timed: bool
+    drafting_seconds: float
 
 
 class ExpectedRounds:
@@ -75,7 +77,7 @@ class ExpectedRounds:
             if round.end is not None:
                 self._confidence.add(round.end.tokens, round.accepted)
         if round.is_usual:
-            self._times.add(self._features(drafted), round.seconds)
+            self._times.add(self._features(drafted), round.seconds, round.drafting_seconds)
 
     def is_contradicted_by(self, round: FinishedRound) -> bool:
         """Whether a round took clearly less than those that draft no more than it, although it read more than they do:
@@ -88,7 +90,8 @@ class ExpectedRounds:
     def begin_again(self, round: FinishedRound) -> None:
         """Forget all that is known of how long rounds with drafts take, but for this one, whatever it read."""
         self._times.forget_drafts()
-        self._times.add(self._features(self.drafted(round.shape, round.steps)), round.seconds)
+        drafted = self._features(self.drafted(round.shape, round.steps))
+        self._times.add(drafted, round.seconds, round.drafting_seconds)
 
     def fade_to(self, rounds: int) -> None:
         """Let what was accepted before count for no more than so many rounds."""
@@ -182,11 +185,12 @@ class ExpectedRounds:
         return [*least, inf]
 
     def _features(self, shape: DraftShape) -> tuple[float, ...]:
-        """What the time of a round depends on: draft steps, nodes, and by how much a step of its policy is longer than
-        one of the first policy."""
+        """What the time of a round depends on: draft steps, nodes where there may be more, and by how much a step of
+        its policy is longer than one of the first policy."""
+        sizes = shape[:1] if self._drafts_chains else shape[:2]
         if self._policies == 1:
-            return shape[:2]
-        features = [*shape[:2], *[0] * (self._policies - 1)]
+            return sizes
+        longer = [0] * (self._policies - 1)
         if shape.policy:
-            features[1 + shape.policy] = shape.steps
-        return tuple(features)
+            longer[shape.policy - 1] = shape.steps
+        return (*sizes, *longer)

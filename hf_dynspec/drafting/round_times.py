@@ -22,6 +22,9 @@ _ROUNDS_OF_LINE = 20
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
 # what drafts of one length do not.
 _WEIGHT_OF_ALONE = 0.05
+# What it counts for, that to draft nothing takes no time, in the line that drafting lies on by itself: little, as the
+# first step takes longer than others.
+_ROUNDS_OF_NO_DRAFT = 1.0
 # Rounds after which drifts are told and the line is drawn anew, and with them all that is expected; at once where a
 # shape was seen no more often than this.
 _ROUNDS_PER_PLANE, _FEW = 8, 3
@@ -36,14 +39,15 @@ class _TimedRound:
     Attributes:
         shape: what it drafted.
         seconds: how long it would have taken at the usual pace, as far as that was known when it ended.
+        share: which part of that drafting took, as far as it was timed.
         drafted: how many rounds with a draft there were until then.
         drift: how many times as long its neighbours took as is expected of them.
     """
 
-    __slots__ = ("drafted", "drift", "seconds", "shape")
+    __slots__ = ("drafted", "drift", "seconds", "shape", "share")
 
-    def __init__(self, shape: Hashable, seconds: float, drafted: int):
-        self.shape, self.seconds, self.drafted, self.drift = shape, seconds, drafted, 1.0
+    def __init__(self, shape: tuple[int, ...], seconds: float, share: float, drafted: int):
+        self.shape, self.seconds, self.share, self.drafted, self.drift = shape, seconds, share, drafted, 1.0
 
 
 class RoundTimes:
@@ -59,33 +63,43 @@ class RoundTimes:
     neighbours, of whichever shapes, differ from what is expected of them, and a shape takes what its rounds would have
     without theirs; each is told from the other, as it was told before.
 
-    What a shape takes that was seldom tried follows from the others by a straight line over its features.
+    What a shape takes that was seldom tried follows from the others by a straight line over its features. Few rounds
+    tell as much of the line as of what drafting takes, which is timed by itself: no draft takes less than its steps
+    and the least that was left of any round.
     """
 
     def __init__(self):
         self._kept: dict[Hashable, deque[_TimedRound]] = {}
         self._latest: deque[_TimedRound] = deque(maxlen=_LATEST + _NEIGHBOURS)
-        # What shapes take, and the most that is believed of one.
+        # What shapes take, the most that is believed of one, and which part of it drafting takes.
         self._typical: dict[Hashable, float] = {}
         self._most: dict[Hashable, float] = {}
+        self._shares: dict[Hashable, float] = {}
         # Rounds with a draft so far.
         self._drafted = 0
         self._paces: deque[float] = deque(maxlen=_PACES)
-        # The plane through all of them, its slopes None where it has to be drawn anew, and the least of them; the
-        # rounds that were added since, and what is expected of shapes until then.
-        self._intercept, self._least, self._rounds_of_plane = 0.0, 0.0, 0
-        self._slopes: list[float] | None = None
+        # The plane through all of them, that of what drafting takes of each, and the least that is left of one without
+        # it; whether they have to be drawn anew, the rounds that were added since, and what is expected until then.
+        self._plane: _Plane | None = None
+        self._drafting: _Plane | None = None
+        self._least_left = 0.0
+        self._is_settled, self._rounds_of_plane = False, 0
         self._expected: dict[Hashable, float] = {}
 
-    def add(self, shape: tuple[int, ...], seconds: float) -> None:
-        """A round of a shape, which are the numbers of its draft steps and nodes, took so long."""
+    def add(self, shape: tuple[int, ...], seconds: float, drafting_seconds: float = 0.0) -> None:
+        """A round of a shape took so long.
+
+        Args:
+            shape: its features, such as the number of nodes, the first of them that of draft steps.
+            drafting_seconds: how much of that drafting took, as far as it was timed.
+        """
         if shape in self._kept:
             self._paces.append(seconds / self._middle(shape))
         most = inf
         if self.count(shape) < _FEW and len(self._kept) >= _SHAPES_OF_LINE:
             most = _MOST_SURPRISE * self.expected(shape)
         self._drafted += any(shape)
-        round = _TimedRound(shape, self.at_usual_pace(seconds), self._drafted)
+        round = _TimedRound(shape, self.at_usual_pace(seconds), drafting_seconds / seconds, self._drafted)
         self._latest.append(round)
         kept = self._kept.setdefault(shape, deque(maxlen=_KEPT))
         kept.append(round)
@@ -93,7 +107,7 @@ class RoundTimes:
         self._tell_typical([shape])
         self._rounds_of_plane += 1
         if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
-            self._slopes = None
+            self._is_settled = False
 
     def _pace(self) -> float:
         """How many times as long as usual rounds take now."""
@@ -110,7 +124,7 @@ class RoundTimes:
             round.seconds *= factor
         self._most[shape] *= factor
         self._tell_typical([shape])
-        self._slopes = None
+        self._is_settled = False
 
     def longest_within(self, shape: tuple[int, ...]) -> float:
         """Seconds that the slowest shape took of those that draft with the same policy, and no more than this one; 0
@@ -127,7 +141,7 @@ class RoundTimes:
         """Forget how long all rounds with a draft took."""
         for shape in [shape for shape in self._kept if any(shape)]:
             del self._kept[shape], self._typical[shape], self._most[shape]
-        self._slopes = None
+        self._is_settled = False
 
     def at_usual_pace(self, seconds: float) -> float:
         """What a round that takes so many seconds now would take if the machine worked as it usually does."""
@@ -154,7 +168,7 @@ class RoundTimes:
         """
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
-        if self._slopes is None:
+        if not self._is_settled:
             self._settle()
         expected = self._expected.get(shape)
         if expected is None:
@@ -165,11 +179,12 @@ class RoundTimes:
 
     def _settle(self) -> None:
         self._forget()
-        self._draw_plane()
-        self._tell_drifts()
-        self._tell_typical(self._kept)
-        self._draw_plane()
-        self._rounds_of_plane = 0
+        self._shares = {shape: median_low([round.share for round in kept]) for shape, kept in self._kept.items()}
+        if self._plane is not None:
+            self._tell_drifts()
+            self._tell_typical(self._kept)
+        self._draw_planes()
+        self._is_settled, self._rounds_of_plane = True, 0
 
     def _forget(self) -> None:
         """Forget the times of shapes that were drafted long ago."""
@@ -196,48 +211,56 @@ class RoundTimes:
         """Seconds that rounds of a shape took, whatever is believed of it."""
         return median_low([round.seconds / round.drift for round in self._kept[shape]])
 
-    def _draw_plane(self) -> None:
-        points = [
-            (shape, self._typical[shape], len(kept) if any(shape) else _WEIGHT_OF_ALONE)
-            for shape, kept in self._kept.items()
-        ]
-        self._intercept, self._slopes = _fit(points)
-        self._least = min(self._typical.values())
+    def _draw_planes(self) -> None:
+        weights = {shape: len(kept) if any(shape) else _WEIGHT_OF_ALONE for shape, kept in self._kept.items()}
+        seconds, nothing = self._typical, len(next(iter(weights))) * (0,)
+        self._plane = _Plane([(shape, seconds[shape], weight) for shape, weight in weights.items()])
+        drafting = [(shape, self._shares[shape] * seconds[shape], weights[shape]) for shape in weights if any(shape)]
+        self._drafting = _Plane([(nothing, 0.0, _ROUNDS_OF_NO_DRAFT), *drafting])
+        self._least_left = min(
+            seconds[shape] - self._drafting.at(shape) if any(shape) else seconds[shape] for shape in weights
+        )
         self._expected.clear()
 
     def _by_plane(self, shape: tuple[int, ...]) -> float:
-        line = max(self._intercept + sum(map(mul, self._slopes, shape)), self._least)
+        line = max(self._plane.at(shape), self._drafting.at(shape) + self._least_left)
         kept = self._kept.get(shape)
         if kept is None:
             return line
         return (len(kept) * self._typical[shape] + _ROUNDS_OF_LINE * line) / (len(kept) + _ROUNDS_OF_LINE)
 
 
-def _fit(points: Sequence[tuple[tuple[int, ...], float, float]]) -> tuple[float, list[float]]:
-    """The intercept and slopes of the plane closest to points, each of features, a height and a weight.
+class _Plane:
+    """The plane closest to points, each of features, a height and a weight.
 
     A little is held against slopes, so that they are told also where the points do not tell: where features always
     change together they share what comes of it, and through one point the plane is level.
     """
-    weight = sum(one[2] for one in points)
-    width = len(points[0][0])
-    centre = [sum(one[2] * one[0][i] for one in points) / weight for i in range(width)]
-    height = sum(one[2] * one[1] for one in points) / weight
-    # The normal equations of what lies around the middle, the right side last.
-    rows = [[0.0] * (width + 1) for _ in range(width)]
-    for features, seconds, w in points:
-        around = [feature - middle for feature, middle in zip(features, centre, strict=True)]
-        around.append(seconds - height)
-        for row, one in zip(rows, around, strict=False):
-            if one:
-                weighted = w * one
-                row[:] = [value + weighted * other for value, other in zip(row, around, strict=True)]
-    for i in range(width):
-        rows[i][i] += 1e-3 * weight
-    for i in range(width):
-        for j in range(width):
-            if i != j:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    slopes = [rows[i][-1] / rows[i][i] for i in range(width)]
-    return height - sum(map(mul, slopes, centre)), slopes
+
+    def __init__(self, points: Sequence[tuple[tuple[int, ...], float, float]]):
+        weight = sum(one[2] for one in points)
+        width = len(points[0][0])
+        centre = [sum(one[2] * one[0][i] for one in points) / weight for i in range(width)]
+        height = sum(one[2] * one[1] for one in points) / weight
+        # The normal equations of what lies around the middle, the right side last.
+        rows = [[0.0] * (width + 1) for _ in range(width)]
+        for features, seconds, w in points:
+            around = [feature - middle for feature, middle in zip(features, centre, strict=True)]
+            around.append(seconds - height)
+            for row, one in zip(rows, around, strict=False):
+                if one:
+                    weighted = w * one
+                    row[:] = [value + weighted * other for value, other in zip(row, around, strict=True)]
+        for i in range(width):
+            rows[i][i] += 1e-3 * weight
+        for i in range(width):
+            for j in range(width):
+                if i != j:
+                    factor = rows[j][i] / rows[i][i]
+                    rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+        self._slopes = [rows[i][-1] / rows[i][i] for i in range(width)]
+        self._intercept = height - sum(map(mul, self._slopes, centre))
+
+    def at(self, features: tuple[int, ...]) -> float:
+        """The height over a place."""
+        return self._intercept + sum(map(mul, self._slopes, features))
