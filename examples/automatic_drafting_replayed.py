@@ -2,21 +2,22 @@
 domain, so that neither random draws nor changes in the computer's speed, which are larger than the differences in
 question, decide the result. `automatic_drafting.py` times whole calls instead.
 
-Each prompt is continued once with long drafts, and it is noted how probable the drafter found each token of them, what
-the text said of it, and how many were accepted. Then rounds of every length are timed, in turns. With these times the
-texts are gone through again: with each fixed length, and as automatic drafting itself chooses, which sees one text
-after another and knows nothing at first. What choosing takes, with one policy, is timed in calls of its own and
-counted in each round. `--noise` makes each time that it is told longer or shorter by chance, and single ones several
-times as long; what it chose is counted without. With several policies all of this is done with each of them, and
-automatic drafting chooses between them too; or between them alone, with `--length`.
+Each prompt is continued once, token by token, and at each place of the text the longest draft is made anew. It is
+noted how probable the drafter found each token of it, what the text said of it, and how many were accepted. Then
+rounds of every length are timed, in turns. With these times the texts are gone through again: with each fixed length,
+and as automatic drafting itself chooses, which sees one text after another and knows nothing at first. What choosing
+takes, with one policy, is timed in calls of its own and counted in each round. `--noise` makes each time that it is
+told longer or shorter by chance, and single ones several times as long; what it chose is counted without. With several
+policies all of this is done with each of them, and automatic drafting chooses between them too; or between them alone,
+with `--length`.
 
-Where a replayed draft is shorter than the recorded one, the next begins where that went on. A real one would be
-drafted anew, by a shortlist, and with a head by features, that know more of the text: so all short drafts do better in
-reality, unless a small model drafts from a shortlist that stays the same. Reading prompts takes no time here, nor does
-what a drafter reads after rounds without drafts, or a policy after another one's rounds. After a change of policy it
-goes on at as many tokens of the text that the other policy led to. Greedily both led to the same. What is drawn from
-text to text differs by more than policies do, so that policies then go through one another's texts as well as their
-own, and what differs is the time that they take. On the embedded pair:
+So each draft follows what has come out, as in a call, however short those before it were. Reading prompts takes no
+time here, nor does what a drafter reads after rounds without drafts, or a policy after another one's rounds; and only
+whole rounds are told, where calls tell too how much of each drafting took, and so know sooner what lengths take. Where
+tokens are drawn, a text goes on as it was recorded, whatever a draft of it held. After a change of policy it goes on
+at as many tokens of the text that the other policy led to. Greedily both led to the same. What is drawn from text to
+text differs by more than policies do, so that policies then go through one another's texts as well as their own, and
+what differs is the time that they take. On the embedded pair:
 
     python examples/automatic_drafting_replayed.py --target examples/pocket/target --drafter examples/pocket/drafter \\
         --prompts examples/pocket/prompts.jsonl
@@ -54,9 +55,11 @@ from hf_dynspec.evaluation.head_product import head_product, why_not_head_produc
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.files import write_json
+from hf_dynspec.generation import decoding
+from hf_dynspec.generation.verification import Outcome
 
-# How long drafts are that are recorded: longer than any that is replayed, so that fewer end with what was recorded.
-RECORDED = LONGEST + 4
+# How long drafts are that are recorded.
+RECORDED = LONGEST
 # New tokens of a call in which rounds of one length are timed, and how many such calls the first prompt of each domain
 # gets.
 TIMED_TOKENS, TIMED_CALLS = 64, 2
@@ -69,7 +72,8 @@ app = typer.Typer(add_completion=False)
 
 
 class Round(NamedTuple):
-    """A recorded round: what was known of each drafted token, and how many of them were accepted."""
+    """What was recorded at a place of a text: what was known of each drafted token, and how many of them were
+    accepted."""
 
     tokens: list[DraftedToken]
     accepted: int
@@ -86,10 +90,15 @@ Seconds = list[list[float]]
 
 class LongDrafts(AutomaticDrafting):
     """Lets an assistant draft long chains whatever they bring, and notes what became of them: of all but those that
-    are cut short at a call's end, and the one that its text ends in."""
+    are cut short at a call's end, and the one that its text ends in.
 
-    def __init__(self):
+    Args:
+        verifier: says how many tokens of the latest one were accepted.
+    """
+
+    def __init__(self, verifier: type["FirstTokens"]):
         super().__init__(shapes_of(None, True), ends_early=True)
+        self._verifier = verifier
         self.text: Text = []
 
     def call_under(self, *setting: Any) -> AutomaticCall:
@@ -106,7 +115,32 @@ class LongDrafts(AutomaticDrafting):
     def record(self, round: FinishedRound, ended: float) -> None:
         # Times are measured apart.
         if round.steps == RECORDED and round.is_known:
-            self.text.append(Round(round.end.tokens, round.accepted))
+            self.text.append(Round(round.end.tokens, self._verifier.accepted))
+
+
+class FirstTokens(decoding._Verifier):
+    """Lets the first token of each round come out and no other, as if no candidate had been accepted: it is the
+    target's own in either case."""
+
+    # In the latest round.
+    accepted = 0
+
+    def verify(self, *of_round: Any) -> tuple[Outcome, bool]:
+        outcome, is_done = super().verify(*of_round)
+        FirstTokens.accepted = outcome.accepted
+        if not outcome.accepted:
+            return outcome, is_done
+        return Outcome(outcome.token_ids[:1], outcome.rows[:1], outcome.scores[:1]), False
+
+
+@contextmanager
+def first_tokens() -> Iterator[type[FirstTokens]]:
+    """Calls take a round for each token meanwhile."""
+    usual, decoding._Verifier = decoding._Verifier, FirstTokens
+    try:
+        yield FirstTokens
+    finally:
+        decoding._Verifier = usual
 
 
 class TimedCall(AutomaticCall):
@@ -192,11 +226,12 @@ def record(
 def record_text(
     pair: Pair, assistant: DynSpecAssistant, input_ids: torch.Tensor, config: GenerationConfig, seed: int
 ) -> Text:
-    """The rounds of a call with long drafts."""
-    assistant.generation_config.num_assistant_tokens = "auto"
-    assistant.learnt_drafting = drafts = LongDrafts()
+    """What is drafted at each place of the text of a call, and how much of it is accepted."""
+    assistant.generation_config.num_assistant_tokens = AUTO
     torch.manual_seed(seed)
-    pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
+    with first_tokens() as verifier:
+        assistant.learnt_drafting = drafts = LongDrafts(verifier)
+        pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
     return drafts.text
 
 
@@ -283,24 +318,14 @@ Tell = Callable[[DraftShape, int], None]
 
 def replay(texts: Texts, choose: Choose, tell: Tell) -> Iterator[tuple[DraftShape, int]]:
     """Go through the texts of a prompt. Yields of each round what it drafted and how many tokens came out."""
-    # Of each place in a text what is left there of the draft that was recorded. Of one that was accepted whole the
-    # target's own token may be left, which nobody knows a draft for.
-    left = [
-        [Round(of.tokens[done:], of.accepted - done) for of in text for done in range(of.accepted + 1)]
-        for text in texts
-    ]
-    place, end = 0, min(map(len, left))
+    place, end = 0, min(map(len, texts))
     while place < end:
-        here = [of_policy[place] for of_policy in left]
-        place += 1
-        if all(one.tokens for one in here):
-            chosen = choose([one.tokens for one in here])
-            steps = min(chosen.steps, len(here[chosen.policy].tokens))
-            came = min(steps, here[chosen.policy].accepted)
-            drafted = chosen._replace(steps=steps, nodes=steps)
-            tell(drafted, came)
-            yield drafted, came + 1
-            place += came
+        here = [of_policy[place] for of_policy in texts]
+        drafted = choose([one.tokens for one in here])
+        came = min(drafted.steps, here[drafted.policy].accepted)
+        tell(drafted, came)
+        yield drafted, came + 1
+        place += came + 1
 
 
 def speed(rounds: list[tuple[DraftShape, int]], seconds: Seconds, choosing: float = 0.0) -> float:
@@ -343,22 +368,17 @@ def replay_call(
     texts: Texts, call: AutomaticCall, clock: NoisyClock, fixed: DraftShape | None
 ) -> Iterator[tuple[DraftShape, int]]:
     """The same of one prompt."""
-    is_whole = True
 
-    def choose(coming: list[list[DraftedToken]]) -> DraftShape:
-        nonlocal is_whole
+    def choose(here: list[list[DraftedToken]]) -> DraftShape:
         shape = call.begin_round(LONGEST, fixed)
-        tokens = coming[shape.policy][: shape.steps]
+        tokens = here[shape.policy][: shape.steps]
         ends = (step for step, token in enumerate(tokens, start=1) if not call.goes_on(token))
-        end = next(ends, None) if call.ends_early else None
-        is_whole = end is not None or len(tokens) == shape.steps
-        return shape._replace(steps=len(tokens) if end is None else end)
+        steps = next(ends, shape.steps) if call.ends_early else shape.steps
+        return shape._replace(steps=steps, nodes=steps)
 
     def tell(drafted: DraftShape, came: int) -> None:
         clock.round(drafted)
-        # Nothing is learnt of a draft that is cut short where the recorded one ends.
-        if is_whole:
-            call.end_round(came)
+        call.end_round(came)
 
     return replay(texts, choose, tell)
 
