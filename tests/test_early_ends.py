@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_dynspec.drafting import early_ends, recurrences
-from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
+from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence, range_of
 from hf_dynspec.drafting.recurrences import Recurrence, Recurrences
 
 NEW, SAME, OTHER = Recurrence
@@ -59,31 +59,36 @@ def confident(rounds: int, *outcomes: tuple[DraftedToken, bool]) -> RunningConfi
     return confidence
 
 
+def acceptance(confidence: RunningConfidence, token: DraftedToken) -> float:
+    """How likely a token is to be accepted by what was seen."""
+    return confidence.acceptances()[token.recurrence][range_of(token.probability)]
+
+
 def test_it_learns_what_a_text_says_of_tokens_that_are_as_probable():
     confidence = confident(20, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
-    assert confidence.acceptances().of(DraftedToken(0.9, SAME)) > 0.9
-    assert confidence.acceptances().of(DraftedToken(0.9, OTHER)) < 0.1
+    assert acceptance(confidence, DraftedToken(0.9, SAME)) > 0.9
+    assert acceptance(confidence, DraftedToken(0.9, OTHER)) < 0.1
     # Half of those as probable were accepted.
-    assert confidence.acceptances().of(DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
+    assert acceptance(confidence, DraftedToken(0.9, NEW)) == pytest.approx(0.5, abs=0.1)
     # It tells more than how probable they are.
-    assert confidence.acceptances().of(DraftedToken(0.1, SAME)) > 0.9
-    assert confidence.acceptances().of(DraftedToken(0.1, OTHER)) < 0.1
+    assert acceptance(confidence, DraftedToken(0.1, SAME)) > 0.9
+    assert acceptance(confidence, DraftedToken(0.1, OTHER)) < 0.1
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.5, 0.98])
 def test_what_a_text_says_is_believed_from_the_first_draft_on(probability):
     """A loop would be left at the same place a few times before it is known what comes there."""
-    same, other = (RunningConfidence().acceptances().of(DraftedToken(probability, one)) for one in (SAME, OTHER))
+    same, other = (acceptance(RunningConfidence(), DraftedToken(probability, one)) for one in (SAME, OTHER))
     assert same > 0.85 and other < 0.5
     once = confident(1, (DraftedToken(probability, OTHER), False))
-    assert once.acceptances().of(DraftedToken(0.7, OTHER)) < 0.35
+    assert acceptance(once, DraftedToken(0.7, OTHER)) < 0.35
 
 
 def test_where_the_text_says_nothing_that_counts_all_is_as_without_it():
     """The recurrences are what tells tokens apart, and here they do not."""
     tokens = [(DraftedToken(0.9, recurrence), place % 2 == 0) for place in range(2) for recurrence in Recurrence]
     confidence = confident(30, *tokens)
-    acceptances = [confidence.acceptances().of(DraftedToken(0.9, recurrence)) for recurrence in Recurrence]
+    acceptances = [acceptance(confidence, DraftedToken(0.9, recurrence)) for recurrence in Recurrence]
     assert acceptances == pytest.approx([0.5] * 3, abs=0.05)
 
 
@@ -100,7 +105,7 @@ def test_what_counts_more_and_more_is_made_small_again(monkeypatch):
     def seen() -> list[float]:
         confidence = confident(200, (DraftedToken(0.9, SAME), True), (DraftedToken(0.9, OTHER), False))
         kinds = [DraftedToken(0.9, recurrence) for recurrence in Recurrence]
-        return [confidence.mean_acceptance(), *map(confidence.acceptances().of, kinds)]
+        return [confidence.mean_acceptance(), *(acceptance(confidence, kind) for kind in kinds)]
 
     expected = seen()
     monkeypatch.setattr(early_ends, "_LARGEST_WEIGHT", 4.0)
@@ -114,8 +119,8 @@ def test_what_has_faded_counts_for_few_tokens():
         one.fade_to(6)
         for _ in range(3):
             one.add([token], 0)
-    assert faded.acceptances().of(token) == pytest.approx(fresh.acceptances().of(token), abs=0.02)
+    assert acceptance(faded, token) == pytest.approx(acceptance(fresh, token), abs=0.02)
     # What counts for less is not made to count for more.
-    before = fresh.acceptances().of(token)
+    before = acceptance(fresh, token)
     fresh.fade_to(100)
-    assert fresh.acceptances().of(token) == before
+    assert acceptance(fresh, token) == before

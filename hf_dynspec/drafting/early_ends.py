@@ -27,19 +27,9 @@ class DraftedToken(NamedTuple):
     recurrence: Recurrence = Recurrence.NEW
 
 
-class Acceptances:
-    """How likely tokens are accepted where those before them were, as far as that was known at some time.
-
-    Args:
-        by_range: for each recurrence, by range.
-    """
-
-    def __init__(self, by_range: Sequence[Sequence[float]]):
-        self._by_range = by_range
-
-    def of(self, token: DraftedToken) -> float:
-        """How likely a token is."""
-        return self._by_range[token.recurrence][_range_of(token.probability)]
+# How likely tokens are accepted where those before them were, as far as that was known at some time: for each
+# recurrence, by range.
+Acceptances = list[list[float]]
 
 
 class RunningConfidence:
@@ -61,7 +51,7 @@ class RunningConfidence:
             )
             self._weight = 1.0
         for step, (probability, recurrence) in enumerate(tokens[: accepted + 1]):
-            place = _range_of(probability)
+            place = range_of(probability)
             self._asked[recurrence][place] += self._weight
             if step < accepted:
                 self._hits[recurrence][place] += self._weight
@@ -76,9 +66,7 @@ class RunningConfidence:
         guesses = {Recurrence.NEW: list(map(self._with_guess, hits, asked, self._guesses))}
         for one, guess in _GUESSES_OF_RECURRENCES.items():
             guesses[one] = [self._with_guess(sum(self._hits[one]), sum(self._asked[one]), guess)] * _RANGES
-        return Acceptances(
-            [list(map(self._with_guess, self._hits[one], self._asked[one], guesses[one])) for one in Recurrence]
-        )
+        return [list(map(self._with_guess, self._hits[one], self._asked[one], guesses[one])) for one in Recurrence]
 
     def _with_guess(self, hits: float, asked: float, guess: float) -> float:
         tokens = _TOKENS_OF_GUESS * self._weight
@@ -119,11 +107,12 @@ class EarlyEnd:
     def goes_on(self, token: DraftedToken) -> bool:
         """Whether another token is worth its time after one that was drafted."""
         self.tokens.append(token)
-        self._reached *= self._acceptances.of(token)
+        self._reached *= self._acceptances[token.recurrence][range_of(token.probability)]
         return self._reached >= self._least[len(self.tokens) - 1]
 
 
-def _range_of(probability: float) -> int:
+def range_of(probability: float) -> int:
+    """The number of the range that a probability is in."""
     # A comparison with what is no number is false.
     if not probability > 0:
         return _RANGES - 1

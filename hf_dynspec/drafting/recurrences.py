@@ -35,8 +35,8 @@ class Recurrences:
         """
         unread = max(self._read, text.shape[0] - _MOST_OF_PROMPT)
         tokens = text[max(0, unread - _CONTEXT) :].tolist()
-        contexts = zip(*(tokens[place:] for place in range(_CONTEXT)), strict=False)
-        self._next.update(zip(contexts, tokens[_CONTEXT:], strict=False))
+        for place in range(_CONTEXT, len(tokens)):
+            self._next[tuple(tokens[place - _CONTEXT : place])] = tokens[place]
         self._read, self._context = text.shape[0], tuple(tokens[-_CONTEXT:])
 
     def go_on(self, token_id: int) -> Recurrence:

@@ -180,9 +180,9 @@ class RoundTimes:
     def _settle(self) -> None:
         self._forget()
         self._shares = {shape: median_low([round.share for round in kept]) for shape, kept in self._kept.items()}
-        if self._plane is not None:
-            self._tell_drifts()
-            self._tell_typical(self._kept)
+        self._draw_planes()
+        self._tell_drifts()
+        self._tell_typical(self._kept)
         self._draw_planes()
         self._is_settled, self._rounds_of_plane = True, 0
 

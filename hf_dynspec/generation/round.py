@@ -161,9 +161,10 @@ class Drafting:
             with self._steady_attention:
                 self._candidates = self._session.draft_tree(prefix, tree, most, draw)
         else:
-            if self._ends_early:
+            goes_on = self._is_sure if self._threshold > 0 else None
+            if self._automatic is not None and self._automatic.ends_early:
                 self._automatic.begin_draft(prefix)
-            goes_on = self._goes_on if self._threshold > 0 or self._ends_early else None
+                goes_on = self._is_worth_more
             with self._steady_attention:
                 self._candidates = self._session.draft_chain(prefix, min(count, most), self._choice, goes_on)
             steps = self._candidates.token_ids.shape[0]
@@ -173,18 +174,15 @@ class Drafting:
             self._automatic.has_drafted(steps)
         return self._candidates
 
-    @property
-    def _ends_early(self) -> bool:
-        """Whether the round's chain ends where another token is not worth its time."""
-        return self._automatic is not None and self._automatic.ends_early
+    def _is_sure(self, token_id: torch.Tensor) -> bool:
+        """See `session.GoesOn`: as long as tokens are as probable as the call asks for."""
+        return self._choice.probability() >= self._threshold
 
-    def _goes_on(self, token_id: torch.Tensor) -> bool:
-        """See `session.GoesOn`."""
-        goes_on = self._threshold <= 0 or self._choice.probability() >= self._threshold
-        if self._ends_early:
-            # It is told of each token.
-            goes_on = self._automatic.goes_on_after(token_id, self._choice) and goes_on
-        return goes_on
+    def _is_worth_more(self, token_id: torch.Tensor) -> bool:
+        """See `session.GoesOn`: as long as another token is worth its time, too."""
+        # It is told of each token.
+        is_worth_more = self._automatic.goes_on_after(token_id, self._choice)
+        return is_worth_more and (self._threshold <= 0 or self._is_sure(token_id))
 
     def _most_steps(self, length: int) -> int:
         """How long a path may be drafted after a text of that length, padding included; none where it is below 1."""
