@@ -64,8 +64,8 @@ class RoundTimes:
     without theirs; each is told from the other, as it was told before.
 
     What a shape takes that was seldom tried follows from the others by a straight line over its features. Few rounds
-    tell as much of the line as of what drafting takes, which is timed by itself: no draft takes less than its steps
-    and the least that was left of any round.
+    tell little of that line, but enough of what drafting takes of them, which is timed by itself: no draft takes less
+    than its steps and the least that was left of any round.
     """
 
     def __init__(self):
