@@ -146,7 +146,7 @@ def test_a_replay_has_the_rounds_that_a_call_has(drafter):
                 tokens = [after - before for (_, before), (_, after) in pairwise(ends.ends)][drafter == "eagle" :]
                 replayed = [came for _, came in replay_fixed(recordings[prompt.domain], drafts_of(length))]
                 # Drafts of the last rounds may be shorter in a call.
-                assert len(replayed) > 4
+                assert len(replayed) > 2
                 assert tokens[: len(replayed) - 1] == replayed[:-1]
 
 
