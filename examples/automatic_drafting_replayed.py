@@ -88,17 +88,37 @@ Seconds = list[list[float]]
 # Recording and timing ------------------------------------------------------------------------------------------------
 
 
+class FirstTokens(decoding._Verifier):
+    """Lets the first token of each round come out and no other, as if no candidate had been accepted: it is the
+    target's own in either case."""
+
+    # Of the latest round, whichever call it was of: they are made one after another.
+    accepted = 0
+
+    def verify(self, *of_round: Any) -> tuple[Outcome, bool]:
+        outcome, is_done = super().verify(*of_round)
+        FirstTokens.accepted = outcome.accepted
+        if not outcome.accepted:
+            return outcome, is_done
+        return Outcome(outcome.token_ids[:1], outcome.rows[:1], outcome.scores[:1]), False
+
+
+@contextmanager
+def first_tokens() -> Iterator[None]:
+    """Calls take a round for each token meanwhile."""
+    usual, decoding._Verifier = decoding._Verifier, FirstTokens
+    try:
+        yield
+    finally:
+        decoding._Verifier = usual
+
+
 class LongDrafts(AutomaticDrafting):
     """Lets an assistant draft long chains whatever they bring, and notes what became of them: of all but those that
-    are cut short at a call's end, and the one that its text ends in.
+    are cut short at a call's end, and the one that its text ends in. Among `first_tokens`."""
 
-    Args:
-        verifier: says how many tokens of the latest one were accepted.
-    """
-
-    def __init__(self, verifier: type["FirstTokens"]):
+    def __init__(self):
         super().__init__(shapes_of(None, True), ends_early=True)
-        self._verifier = verifier
         self.text: Text = []
 
     def call_under(self, *setting: Any) -> AutomaticCall:
@@ -115,32 +135,7 @@ class LongDrafts(AutomaticDrafting):
     def record(self, round: FinishedRound, ended: float) -> None:
         # Times are measured apart.
         if round.steps == RECORDED and round.is_known:
-            self.text.append(Round(round.end.tokens, self._verifier.accepted))
-
-
-class FirstTokens(decoding._Verifier):
-    """Lets the first token of each round come out and no other, as if no candidate had been accepted: it is the
-    target's own in either case."""
-
-    # In the latest round.
-    accepted = 0
-
-    def verify(self, *of_round: Any) -> tuple[Outcome, bool]:
-        outcome, is_done = super().verify(*of_round)
-        FirstTokens.accepted = outcome.accepted
-        if not outcome.accepted:
-            return outcome, is_done
-        return Outcome(outcome.token_ids[:1], outcome.rows[:1], outcome.scores[:1]), False
-
-
-@contextmanager
-def first_tokens() -> Iterator[type[FirstTokens]]:
-    """Calls take a round for each token meanwhile."""
-    usual, decoding._Verifier = decoding._Verifier, FirstTokens
-    try:
-        yield FirstTokens
-    finally:
-        decoding._Verifier = usual
+            self.text.append(Round(round.end.tokens, FirstTokens.accepted))
 
 
 class TimedCall(AutomaticCall):
@@ -228,9 +223,9 @@ def record_text(
 ) -> Text:
     """What is drafted at each place of the text of a call, and how much of it is accepted."""
     assistant.generation_config.num_assistant_tokens = AUTO
+    assistant.learnt_drafting = drafts = LongDrafts()
     torch.manual_seed(seed)
-    with first_tokens() as verifier:
-        assistant.learnt_drafting = drafts = LongDrafts(verifier)
+    with first_tokens():
         pair.target.generate(input_ids, generation_config=config, assistant_model=assistant)
     return drafts.text
 

@@ -158,7 +158,7 @@ class AutomaticCall:
 
     def goes_on_after(self, token_id: torch.Tensor, choice: TokenChoice) -> bool:
         """Whether another token is drafted after one, int64 `[1]`, that was chosen last. Waits for the device."""
-        return self._end.goes_on(DraftedToken(choice.probability(), self._recurrences.go_on(token_id.item())))
+        return self.goes_on(DraftedToken(choice.probability(), self._recurrences.go_on(token_id.item())))
 
     def has_drafted(self, steps: int | None = None) -> None:
         """The draft of the round is there, as far as the host knows.

@@ -78,12 +78,12 @@ class RoundTimes:
         # Rounds with a draft so far.
         self._drafted = 0
         self._paces: deque[float] = deque(maxlen=_PACES)
-        # The plane through all of them, that of what drafting takes of each, and the least that is left of one without
-        # it; whether they have to be drawn anew, the rounds that were added since, and what is expected until then.
+        # The plane through all of them, None where it has to be drawn anew; that of what drafting takes of each, and
+        # the least that is left of one without it; the rounds that were added since, and what is expected until then.
         self._plane: _Plane | None = None
         self._drafting: _Plane | None = None
         self._least_left = 0.0
-        self._is_settled, self._rounds_of_plane = False, 0
+        self._rounds_of_plane = 0
         self._expected: dict[Hashable, float] = {}
 
     def add(self, shape: tuple[int, ...], seconds: float, drafting_seconds: float = 0.0) -> None:
@@ -107,7 +107,7 @@ class RoundTimes:
         self._tell_typical([shape])
         self._rounds_of_plane += 1
         if len(kept) <= _FEW or self._rounds_of_plane >= _ROUNDS_PER_PLANE:
-            self._is_settled = False
+            self._plane = None
 
     def _pace(self) -> float:
         """How many times as long as usual rounds take now."""
@@ -124,7 +124,7 @@ class RoundTimes:
             round.seconds *= factor
         self._most[shape] *= factor
         self._tell_typical([shape])
-        self._is_settled = False
+        self._plane = None
 
     def longest_within(self, shape: tuple[int, ...]) -> float:
         """Seconds that the slowest shape took of those that draft with the same policy, and no more than this one; 0
@@ -141,7 +141,7 @@ class RoundTimes:
         """Forget how long all rounds with a draft took."""
         for shape in [shape for shape in self._kept if any(shape)]:
             del self._kept[shape], self._typical[shape], self._most[shape]
-        self._is_settled = False
+        self._plane = None
 
     def at_usual_pace(self, seconds: float) -> float:
         """What a round that takes so many seconds now would take if the machine worked as it usually does."""
@@ -168,7 +168,7 @@ class RoundTimes:
         """
         if not any(shape):
             return self._typical.get(shape) or min(self._typical.values())
-        if not self._is_settled:
+        if self._plane is None:
             self._settle()
         expected = self._expected.get(shape)
         if expected is None:
@@ -184,7 +184,7 @@ class RoundTimes:
         self._tell_drifts()
         self._tell_typical(self._kept)
         self._draw_planes()
-        self._is_settled, self._rounds_of_plane = True, 0
+        self._rounds_of_plane = 0
 
     def _forget(self) -> None:
         """Forget the times of shapes that were drafted long ago."""
