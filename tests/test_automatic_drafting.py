@@ -949,6 +949,18 @@ def test_what_another_step_takes_is_told_though_the_machine_drifts(drift):
     assert sum(errors) / len(errors) < machine.step / 4
 
 
+def test_a_step_that_takes_next_to_nothing_is_told_beside_others_that_do():
+    """As a fifth row does where a kernel works on several at once: though none of it is noise or drift, what is held
+    for that must not take the step to the line through all lengths."""
+    seconds = (25.5, 29.3, 32.4, 36.0, 37.1, 37.6, 43.4)
+    times, chosen = RoundTimes(), random.Random(0)
+    for steps in [*range(7), *chosen.choices((2, 3, 4, 5), k=600)]:
+        times.add((steps,), seconds[steps], steps)
+        step = times.expected((5,)) - times.expected((4,))
+    assert step < 1.0
+    assert times.typical((5,)) - times.typical((4,)) == pytest.approx(0.5, abs=0.1)
+
+
 def test_what_a_shape_took_while_the_machine_was_slow_is_forgotten():
     """Of one that is not drafted any more nothing else would tell that the machine is faster now. Of those that are,
     and of the target alone, all stays as it is."""

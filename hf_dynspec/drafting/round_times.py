@@ -17,8 +17,10 @@ _USUAL_PACE, _SPREADS = 0.08, 1.5
 # What is left of the pace of a round is told by so many before it and after it, and anew as long as it is among the
 # latest. What differs by more is the shape's own.
 _NEIGHBOURS, _LATEST, _MOST_DRIFT = 4, 64, 1.15
-# How many rounds the straight line through all shapes counts for beside a shape's own.
-_ROUNDS_OF_LINE = 20
+# How many rounds the straight line through all shapes counts for beside a shape's own: where drifts are told, next to
+# none. Rounds of a shape that lies beside the line would seem slow or fast there, and their neighbours with them, so
+# that what the shape takes would come nearer to the line each time.
+_ROUNDS_OF_LINE, _ROUNDS_OF_LINE_IN_DRIFTS = 20, 1
 # What the target alone counts for in the line: it drafts nothing, which saves more than draft steps, and tells only
 # what drafts of one length do not.
 _WEIGHT_OF_ALONE = 0.05
@@ -193,7 +195,10 @@ class RoundTimes:
                 kept.popleft()
 
     def _tell_drifts(self) -> None:
-        expected = {shape: self._by_plane(shape) if any(shape) else self._typical[shape] for shape in self._kept}
+        expected = {
+            shape: self._by_plane(shape, _ROUNDS_OF_LINE_IN_DRIFTS) if any(shape) else self._typical[shape]
+            for shape in self._kept
+        }
         latest = list(self._latest)
         # What forgotten shapes took tells nothing any more.
         ratios = [round.seconds / expected.get(round.shape, round.seconds / round.drift) for round in latest]
@@ -222,12 +227,12 @@ class RoundTimes:
         )
         self._expected.clear()
 
-    def _by_plane(self, shape: tuple[int, ...]) -> float:
+    def _by_plane(self, shape: tuple[int, ...], rounds_of_line: int = _ROUNDS_OF_LINE) -> float:
         line = max(self._plane.at(shape), self._drafting.at(shape) + self._least_left)
         kept = self._kept.get(shape)
         if kept is None:
             return line
-        return (len(kept) * self._typical[shape] + _ROUNDS_OF_LINE * line) / (len(kept) + _ROUNDS_OF_LINE)
+        return (len(kept) * self._typical[shape] + rounds_of_line * line) / (len(kept) + rounds_of_line)
 
 
 class _Plane:

@@ -1,13 +1,15 @@
 """Drafting and not drafting, compared where both meet the same machine."""
 
 from collections.abc import Callable
-from statistics import median_low
+from statistics import median, median_low
 
 from .draft_shapes import ALONE, DraftShape
 
 # Rounds of either kind, and turns after which it is over with fewer: rounds that read more than others, as the first
 # ones of a call do, do not count.
 _ROUNDS_OF_EACH, _MOST_TURNS = 4, 24
+# What differs by no more than so many times the spread of a few rounds may be chance.
+_SPREADS = 1.5
 
 
 class SideBySide:
@@ -49,8 +51,8 @@ class SideBySide:
         return self.turns >= _MOST_TURNS or min(len(self._drafted), len(self._alone)) >= _ROUNDS_OF_EACH
 
     def alone_is_longer_by(self, typical: Callable[[DraftShape], float]) -> float:
-        """How many times as long as it seemed the target alone takes, as rounds that draft go; 1 where too few of
-        either were seen. Two stalls of either do not count.
+        """How many times as long as it seemed the target alone takes, as rounds that draft go, but for what may be
+        chance; 1 where too few of either were seen. Two stalls of either do not count.
 
         Args:
             typical: tells how long rounds took that drafted so much, these included.
@@ -58,7 +60,11 @@ class SideBySide:
         if min(len(self._drafted), len(self._alone)) < _ROUNDS_OF_EACH:
             return 1.0
         alone, drafted = (
-            median_low(seconds / typical(shape) for shape, seconds in rounds)
-            for rounds in (self._alone, self._drafted)
+            [seconds / typical(shape) for shape, seconds in rounds] for rounds in (self._alone, self._drafted)
         )
-        return alone / drafted
+        middles = median_low(alone), median_low(drafted)
+        chance = _SPREADS * median(
+            abs(one / middle - 1.0) for rounds, middle in zip((alone, drafted), middles, strict=True) for one in rounds
+        )
+        longer = middles[0] / middles[1] - 1.0
+        return 1.0 + max(0.0, longer - chance) + min(0.0, longer + chance)
