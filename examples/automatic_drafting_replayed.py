@@ -11,9 +11,13 @@ told longer or shorter by chance, and single ones several times as long; what it
 policies all of this is done with each of them, and automatic drafting chooses between them too; or between them alone,
 with `--length`.
 
+Of twelve lengths that are about as good, one is the luckiest with the texts that happened to be drawn. With several
+`--draws` each prompt is continued so often, and what automatic drafting does in the texts of one draw, which it goes
+through knowing nothing at first, is compared with the length that was best in the others. `--texts` goes through those
+that were recorded before, and times rounds anew: so changes of what chooses are compared on the same texts.
+
 So each draft follows what has come out, as in a call, however short those before it were. Reading prompts takes no
-time here, nor does what a drafter reads after rounds without drafts, or a policy after another one's rounds; and only
-whole rounds are told, where calls tell too how much of each drafting took, and so know sooner what lengths take. Where
+time here, nor does what a drafter reads after rounds without drafts, or a policy after another one's rounds. Where
 tokens are drawn, a text goes on as it was recorded, whatever a draft of it held. After a change of policy it goes on
 at as many tokens of the text that the other policy led to. Greedily both led to the same. What is drawn from text to
 text differs by more than policies do, so that policies then go through one another's texts as well as their own, and
@@ -25,6 +29,7 @@ what differs is the time that they take. On the embedded pair:
 with `--eagle` in place of `--drafter` for a head, and with `--policy hybrid --policy screen` to choose between these.
 """
 
+import json
 import random
 import time
 import warnings
@@ -50,6 +55,8 @@ from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
 from hf_dynspec.drafting.early_ends import DraftedToken, EarlyEnd, RunningConfidence
 from hf_dynspec.drafting.expected_rounds import FinishedRound
+from hf_dynspec.drafting.recurrences import Recurrence
+from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.evaluation.head_product import head_product, why_not_head_product
 from hf_dynspec.evaluation.pair import Pair, PairSettings, generation_config, open_pair
@@ -80,9 +87,15 @@ class Round(NamedTuple):
 
 
 Text = list[Round]
-# A prompt's texts, one of each policy; and seconds of rounds, by policy and by how many tokens they draft.
+# A prompt's texts of one draw, one of each policy.
 Texts = tuple[Text, ...]
-Seconds = list[list[float]]
+
+
+class Seconds(NamedTuple):
+    """What rounds take, and how much of that drafting does, by policy and by how many tokens they draft."""
+
+    rounds: list[list[float]]
+    drafting: list[list[float]]
 
 
 # Recording and timing ------------------------------------------------------------------------------------------------
@@ -200,22 +213,42 @@ def bound_assistants(pair: Pair, policies: list[str]) -> list[DynSpecAssistant]:
 
 
 def record(
-    pair: Pair, assistants: list[DynSpecAssistant], config: GenerationConfig, progress: Progress
-) -> dict[str, list[Texts]]:
-    """The texts of each domain's prompts."""
-    texts: dict[str, list[Texts]] = {prompt.domain: [] for prompt in pair.prompts}
-    calls = list(zip(pair.prompts, pair.encoded, strict=True))
-    for place, (prompt, token_ids) in enumerate(progress.track(calls, description="recording")):
+    pair: Pair, assistants: list[DynSpecAssistant], config: GenerationConfig, draws: int, progress: Progress
+) -> dict[str, list[list[Texts]]]:
+    """The texts of each domain, by draw and prompt."""
+    texts = {prompt.domain: [[] for _ in range(draws)] for prompt in pair.prompts}
+    calls = [(draw, *prompt) for prompt in zip(pair.prompts, pair.encoded, strict=True) for draw in range(draws)]
+    for seed, (draw, prompt, token_ids) in enumerate(progress.track(calls, description="recording")):
         input_ids = torch.tensor([token_ids], device=pair.target.device)
-        texts[prompt.domain].append(
-            tuple(record_text(pair, assistant, input_ids, config, seed=place) for assistant in assistants)
+        texts[prompt.domain][draw].append(
+            tuple(record_text(pair, assistant, input_ids, config, seed) for assistant in assistants)
         )
     for domain, of_domain in texts.items():
-        if not any(map(all, of_domain)):
+        if not all(any(map(all, of_draw)) for of_draw in of_domain):
             raise typer.BadParameter(
                 f"all texts of {domain} end within a round or two; give it other prompts", param_hint="--prompts"
             )
     return texts
+
+
+def read_texts(path: Path, pair: Pair, policies: list[str], temperature: float) -> dict[str, list[list[Texts]]]:
+    """Those that `--out` has written before, of the same models, policies and temperature."""
+    written = json.loads(path.read_text(encoding="utf-8"))
+    if (written["models"], written["policies"]) != (pair.described_models(), policies):
+        raise typer.BadParameter(f"{path} holds texts of other models or policies", param_hint="--texts")
+    if f"{temperature:g}" not in written["results"]:
+        raise typer.BadParameter(f"{path} holds no texts at T = {temperature:g}", param_hint="--texts")
+
+    def text(rounds: list[Any]) -> Text:
+        return [
+            Round([DraftedToken(probability, Recurrence(said)) for probability, said in tokens], accepted)
+            for tokens, accepted in rounds
+        ]
+
+    return {
+        domain: [[tuple(map(text, of_prompt)) for of_prompt in of_draw] for of_draw in of_domain]
+        for domain, of_domain in written["results"][f"{temperature:g}"]["texts"].items()
+    }
 
 
 def record_text(
@@ -244,8 +277,26 @@ class RoundEnds(BaseStreamer):
         pass
 
 
+@contextmanager
+def drafts_timed() -> Iterator[list[float]]:
+    """Gives the seconds that each draft takes meanwhile."""
+    usual, seconds = DraftSession.draft_chain, []
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        chain = usual(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return chain
+
+    DraftSession.draft_chain = timed
+    try:
+        yield seconds
+    finally:
+        DraftSession.draft_chain = usual
+
+
 def time_rounds(pair: Pair, assistants: list[DynSpecAssistant], temperature: float, progress: Progress) -> Seconds:
-    """The usual seconds of rounds that draft 0, 1, 2, … tokens, with each policy.
+    """The usual seconds of rounds that draft 0, 1, 2, … tokens, with each policy, and of drafting in them.
 
     All of them take turns on a prompt of each domain. A length's share of the time of a turn is compared with what it
     was in others, so that a turn at which the computer was slow is like any other. Rounds that read a prompt, or are
@@ -263,21 +314,26 @@ def time_rounds(pair: Pair, assistants: list[DynSpecAssistant], temperature: flo
             turns.append(turn)
     if not turns:
         raise typer.BadParameter("all texts end within a round or two; give other prompts", param_hint="--prompts")
-    usual = median(map(sum, turns))
-    shares = ([one / sum(turn) for one in turn] for turn in turns)
-    alone, *others = (usual * median(of_one) for of_one in zip(*shares, strict=True))
-    return [[alone, *others[policy :: len(assistants)]] for policy in range(len(assistants))]
+    usual = median(sum(seconds for seconds, _ in turn) for turn in turns)
+
+    def by_policy(what: int) -> list[list[float]]:
+        shares = ([one[what] / sum(seconds for seconds, _ in turn) for one in turn] for turn in turns)
+        alone, *others = (usual * median(of_one) for of_one in zip(*shares, strict=True))
+        return [[alone, *others[policy :: len(assistants)]] for policy in range(len(assistants))]
+
+    return Seconds(by_policy(0), by_policy(1))
 
 
 def median_round(
     pair: Pair, assistant: DynSpecAssistant, length: int, token_ids: list[int], config: GenerationConfig
-) -> float | None:
-    """The median seconds of the rounds of a call that drafts so many tokens in each; None where there is none."""
+) -> tuple[float, float] | None:
+    """The median seconds of the rounds of a call that drafts so many tokens in each, and of drafting in them; None
+    where there is none."""
     ends = RoundEnds()
     assistant.generation_config.num_assistant_tokens = max(length, 1)
     # Without drafts, plain generation stands for a round of this package, whose rounds compute logits by its product.
     takes_product = not length and why_not_head_product(pair.target) is None
-    with head_product(pair.target) if takes_product else nullcontext():
+    with drafts_timed() as drafting, head_product(pair.target) if takes_product else nullcontext():
         pair.target.generate(
             torch.tensor([token_ids], device=pair.target.device),
             generation_config=config,
@@ -286,7 +342,10 @@ def median_round(
         )
     # The prompt comes first, then the round in which the target reads it, then the one in which a head does.
     whole = [end for end, tokens in ends.ends[2:] if tokens - len(token_ids) <= TIMED_TOKENS]
-    return median(end - began for began, end in pairwise(whole)) if len(whole) > 1 else None
+    if len(whole) < 2:
+        return None
+    # The first draft reads the prompt.
+    return median(end - began for began, end in pairwise(whole)), median(drafting[1:] or [0.0])
 
 
 def time_choosing(pair: Pair, assistant: DynSpecAssistant, temperature: float, progress: Progress) -> float:
@@ -325,8 +384,8 @@ def replay(texts: Texts, choose: Choose, tell: Tell) -> Iterator[tuple[DraftShap
 
 def speed(rounds: list[tuple[DraftShape, int]], seconds: Seconds, choosing: float = 0.0) -> float:
     """Tokens per second, where choosing takes so many seconds in each round."""
-    drafting = sum(seconds[drafted.policy][drafted.steps] for drafted, _ in rounds)
-    return sum(tokens for _, tokens in rounds) / (drafting + choosing * len(rounds))
+    taken = sum(seconds.rounds[drafted.policy][drafted.steps] for drafted, _ in rounds)
+    return sum(tokens for _, tokens in rounds) / (taken + choosing * len(rounds))
 
 
 def replay_fixed(texts: list[Texts], shape: DraftShape) -> list[tuple[DraftShape, int]]:
@@ -338,14 +397,20 @@ class NoisyClock:
     """Says the time in seconds of a computer on which rounds take as long as they do, but for chance."""
 
     def __init__(self, seconds: Seconds, noise: float, seed: int):
-        self.now = 0.0
+        self.now = self._left = 0.0
         self._seconds, self._noise, self._random = seconds, noise, random.Random(seed)
 
-    def round(self, drafted: DraftShape) -> None:
-        """A round is over."""
+    def draft(self, drafted: DraftShape) -> None:
+        """A draft is there."""
         stall = self._random.uniform(*STALLED) if self._noise and self._random.random() < STALLS else 1.0
-        usual = self._seconds[drafted.policy][drafted.steps]
-        self.now += usual * stall * self._random.lognormvariate(0, self._noise)
+        longer = stall * self._random.lognormvariate(0, self._noise)
+        drafting = longer * self._seconds.drafting[drafted.policy][drafted.steps]
+        self._left = longer * self._seconds.rounds[drafted.policy][drafted.steps] - drafting
+        self.now += drafting
+
+    def end_round(self) -> None:
+        """The target has spoken on it."""
+        self.now += self._left
 
 
 def replay_auto(
@@ -369,10 +434,14 @@ def replay_call(
         tokens = here[shape.policy][: shape.steps]
         ends = (step for step, token in enumerate(tokens, start=1) if not call.goes_on(token))
         steps = next(ends, shape.steps) if call.ends_early else shape.steps
-        return shape._replace(steps=steps, nodes=steps)
+        drafted = shape._replace(steps=steps, nodes=steps)
+        clock.draft(drafted)
+        if steps:
+            call.has_drafted()
+        return drafted
 
     def tell(drafted: DraftShape, came: int) -> None:
-        clock.round(drafted)
+        clock.end_round()
         call.end_round(came)
 
     return replay(texts, choose, tell)
@@ -420,18 +489,45 @@ def compare(
     return speeds | {AUTO: mean(speed(rounds, seconds, choosing) for rounds in chosen)}
 
 
-def show(console: Console, title: str, speeds: dict[str, dict[str, float]]) -> None:
+# Tokens per second of every setting, in each draw of a domain's texts.
+Draws = list[dict[str, float]]
+
+
+def speeds_of(texts: dict[str, list[list[Texts]]], temperature: float, *how: Any) -> dict[str, Draws]:
+    """What `compare` finds in each domain, and in all of them together."""
+    of_all = [[of for of_domain in draw for of in of_domain] for draw in zip(*texts.values(), strict=True)]
+    return {
+        domain: [compare(in_turn(draw) if temperature else [draw], *how) for draw in draws]
+        for domain, draws in (texts | {"all": of_all}).items()
+    }
+
+
+def best_fixed(draws: Draws) -> list[str]:
+    """For each draw the fixed setting that was best in the others; where there are none, in itself."""
+    names = [name for name in draws[0] if name not in (PLAIN, AUTO)]
+    others = (draws[:place] + draws[place + 1 :] or draws for place in range(len(draws)))
+    return [max(names, key=lambda name: sum(of[name] for of in among)) for among in others]
+
+
+def mean_speed(draws: Draws, names: list[str]) -> float:
+    """The mean over draws, of one setting in each."""
+    return mean(of[name] for of, name in zip(draws, names, strict=True))
+
+
+def show(console: Console, title: str, speeds: dict[str, Draws]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, with the one that is the best of all, and with no drafts."""
     ratios_to = ["best fixed", "best of all", PLAIN]
     headings = ["", PLAIN, "best fixed", "", AUTO, *(f"auto /\n{other}" for other in ratios_to)]
     table = Table(*headings, title=title)
-    fixed = [name for name in speeds["all"] if name not in (PLAIN, AUTO)]
-    best_of_all = max(fixed, key=speeds["all"].get)
-    for domain, of in speeds.items():
-        best = max(fixed, key=of.get)
-        ratios = [f"{of[AUTO] / of[one]:.3f}" for one in (best, best_of_all, PLAIN)]
-        table.add_row(domain, f"{of[PLAIN]:.1f}", best, f"{of[best]:.1f}", f"{of[AUTO]:.1f}", *ratios)
+    best_of_all = best_fixed(speeds["all"])
+    for domain, draws in speeds.items():
+        best = best_fixed(draws)
+        auto, *others = (
+            mean_speed(draws, names) for names in (len(draws) * [AUTO], best, best_of_all, len(draws) * [PLAIN])
+        )
+        shown = f"{others[-1]:.1f}", ", ".join(dict.fromkeys(best)), f"{others[0]:.1f}", f"{auto:.1f}"
+        table.add_row(domain, *shown, *(f"{auto / other:.3f}" for other in others))
     console.print(table)
 
 
@@ -448,6 +544,8 @@ def main(
     ] = None,
     temperature: Annotated[list[float], typer.Option(help="0 decodes greedily.")] = [0.0, 0.8],  # noqa: B006
     limit: Annotated[int | None, typer.Option(help="Prompts of each domain; all unless given.")] = None,
+    draws: Annotated[int, typer.Option(help="How often each prompt is continued, where tokens are drawn.", min=1)] = 1,
+    texts: Annotated[Path | None, typer.Option(help="An earlier --out, whose texts to go through again.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt, about.", min=1)] = 128,
     noise: Annotated[float, typer.Option(help="Spread of the times that automatic drafting is told.", min=0)] = 0.05,
     seeds: Annotated[int, typer.Option(help="Runs with different noise, whose mean is shown.", min=1)] = 4,
@@ -467,28 +565,28 @@ def main(
         ends_early = is_free_to_look(pair.target.device)
         assistants = bound_assistants(pair, policy)
         for value in temperature:
-            config = generation_config(pair.target, max_new_tokens + RECORDED, value)
-            texts = record(pair, assistants, config, progress)
+            if texts is None:
+                config = generation_config(pair.target, max_new_tokens + RECORDED, value)
+                gone_through = record(pair, assistants, config, draws if value else 1, progress)
+            else:
+                gone_through = read_texts(texts, pair, policy, value)
             seconds = time_rounds(pair, assistants, value, progress)
             # Policies alone are chosen between now and then, which takes next to nothing.
             choosing = 0.0 if length else time_choosing(pair, assistants[0], value, progress)
-            domains = texts | {"all": [of_prompt for of_domain in texts.values() for of_prompt in of_domain]}
-            speeds = {
-                name: compare(
-                    in_turn(of) if value else [of], seconds, policy, ends_early, noise, seeds, length, choosing
-                )
-                for name, of in domains.items()
-            }
+            speeds = speeds_of(gone_through, value, seconds, policy, ends_early, noise, seeds, length, choosing)
             results[f"{value:g}"] = {
-                "texts": texts,
-                "seconds_of_rounds": seconds,
+                "texts": gone_through,
+                "seconds_of_rounds": seconds.rounds,
+                "seconds_of_drafting": seconds.drafting,
                 "seconds_of_choosing": choosing,
                 "tokens_per_second": speeds,
             }
             if out is not None:
                 write_json(out, {"models": pair.described_models(), "policies": policy, "results": results})
-            show(console, f"tokens per second, T = {value:g}, {len(domains['all'])} prompts", speeds)
-            for name, of_policy in zip(policy, seconds, strict=True):
+            number = sum(len(of_domain[0]) for of_domain in gone_through.values())
+            drawn = f"{number} prompts, each {len(speeds['all'])} times"
+            show(console, f"tokens per second, T = {value:g}, {drawn}", speeds)
+            for name, of_policy in zip(policy, seconds.rounds, strict=True):
                 times = ", ".join(f"{1e3 * s:.1f}" for s in of_policy)
                 console.print(f"ms of a round that drafts 0, 1, 2, … tokens with {name}: {times}")
             console.print(f"ms that choosing takes in a round: {1e3 * choosing:.3f}")
