@@ -233,8 +233,12 @@ def record(
 
 def read_texts(path: Path, pair: Pair, policies: list[str], temperature: float) -> dict[str, list[list[Texts]]]:
     """Those that `--out` has written before, of the same models, policies and temperature."""
-    written = json.loads(path.read_text(encoding="utf-8"))
-    if (written["models"], written["policies"]) != (pair.described_models(), policies):
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        made_with = written["models"], written["policies"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{path} is no --out of this example", param_hint="--texts") from error
+    if made_with != (pair.described_models(), policies):
         raise typer.BadParameter(f"{path} holds texts of other models or policies", param_hint="--texts")
     if f"{temperature:g}" not in written["results"]:
         raise typer.BadParameter(f"{path} holds no texts at T = {temperature:g}", param_hint="--texts")
@@ -545,7 +549,10 @@ def main(
     temperature: Annotated[list[float], typer.Option(help="0 decodes greedily.")] = [0.0, 0.8],  # noqa: B006
     limit: Annotated[int | None, typer.Option(help="Prompts of each domain; all unless given.")] = None,
     draws: Annotated[int, typer.Option(help="How often each prompt is continued, where tokens are drawn.", min=1)] = 1,
-    texts: Annotated[Path | None, typer.Option(help="An earlier --out, whose texts to go through again.")] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="An earlier --out, whose texts to go through again: all draws of them.", exists=True),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt, about.", min=1)] = 128,
     noise: Annotated[float, typer.Option(help="Spread of the times that automatic drafting is told.", min=0)] = 0.05,
     seeds: Annotated[int, typer.Option(help="Runs with different noise, whose mean is shown.", min=1)] = 4,
@@ -564,12 +571,12 @@ def main(
     with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
         ends_early = is_free_to_look(pair.target.device)
         assistants = bound_assistants(pair, policy)
+        earlier = {} if texts is None else {value: read_texts(texts, pair, policy, value) for value in temperature}
         for value in temperature:
-            if texts is None:
+            gone_through = earlier.get(value)
+            if gone_through is None:
                 config = generation_config(pair.target, max_new_tokens + RECORDED, value)
                 gone_through = record(pair, assistants, config, draws if value else 1, progress)
-            else:
-                gone_through = read_texts(texts, pair, policy, value)
             seconds = time_rounds(pair, assistants, value, progress)
             # Policies alone are chosen between now and then, which takes next to nothing.
             choosing = 0.0 if length else time_choosing(pair, assistants[0], value, progress)

@@ -126,11 +126,14 @@ def test_texts_are_drawn_several_times_and_gone_through_again(tmp_path):
         assert draws[0] != draws[1]
     for draws in other["tokens_per_second"].values():
         assert len(draws) == 2
+    (no_recording := tmp_path / "none.json").write_text("[]", encoding="utf-8")
     for wrong, said in (
-        (("--temperature", 0), "no texts at T = 0"),
-        (("--policy", "full"), "other models or policies"),
+        (("--texts", first, "--temperature", 0), "no texts at T = 0"),
+        (("--texts", first, "--policy", "full"), "other models or policies"),
+        (("--texts", no_recording), "is no --out of this example"),
+        (("--texts", tmp_path / "missing.json"), "does not exist"),
     ):
-        refused = run(*pair, "--texts", first, *wrong)
+        refused = run(*pair, *wrong)
         assert refused.exit_code == 2
         assert said in " ".join(refused.output.replace("│", " ").split())
 

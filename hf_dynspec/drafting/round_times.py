@@ -13,7 +13,7 @@ _KEPT, _PACES, _ENOUGH_PACES = 61, 9, 5
 _FORGOTTEN_AFTER, _NOT_FORGOTTEN = 256, 3
 # A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
 # latest: what is chance would add up, and shapes drift apart by it.
-_USUAL_PACE, _SPREADS = 0.08, 1.5
+_USUAL_PACE, SPREADS = 0.08, 1.5
 # What is left of the pace of a round is told by so many before it and after it, and anew as long as it is among the
 # latest. What differs by more is the shape's own.
 _NEIGHBOURS, _LATEST, _MOST_DRIFT = 4, 64, 1.15
@@ -33,6 +33,12 @@ _ROUNDS_PER_PLANE, _FEW = 8, 3
 # From so many shapes on, times of a shape that was seen seldom are not believed beyond so many times what is expected
 # of it: they may have been stalls.
 _SHAPES_OF_LINE, _MOST_SURPRISE = 2, 1.3
+
+
+def beyond_chance(ratio: float, chance: float) -> float:
+    """A ratio of times without so much of its difference from 1 as may be chance: 1 where all of it may."""
+    longer = ratio - 1.0
+    return 1.0 + max(0.0, longer - chance) + min(0.0, longer + chance)
 
 
 class _TimedRound:
@@ -116,9 +122,7 @@ class RoundTimes:
         if len(self._paces) < _ENOUGH_PACES:
             return 1.0
         middle = median(self._paces)
-        usual = max(_USUAL_PACE, _SPREADS * median(abs(one - middle) for one in self._paces))
-        longer = middle - 1.0
-        return 1.0 + max(0.0, longer - usual) + min(0.0, longer + usual)
+        return beyond_chance(middle, max(_USUAL_PACE, SPREADS * median(abs(one - middle) for one in self._paces)))
 
     def scale(self, shape: tuple[int, ...], factor: float) -> None:
         """Take rounds of a shape to be so many times as long as they seemed."""

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from statistics import median, median_low
 
 from .draft_shapes import ALONE, DraftShape
+from .round_times import SPREADS, beyond_chance
 
 # Rounds of either kind, and turns after which it is over with fewer: rounds that read more than others, as the first
 # ones of a call do, do not count.
 _ROUNDS_OF_EACH, _MOST_TURNS = 4, 24
-# What differs by no more than so many times the spread of a few rounds may be chance.
-_SPREADS = 1.5
 
 
 class SideBySide:
@@ -63,8 +62,7 @@ class SideBySide:
             [seconds / typical(shape) for shape, seconds in rounds] for rounds in (self._alone, self._drafted)
         )
         middles = median_low(alone), median_low(drafted)
-        chance = _SPREADS * median(
+        chance = SPREADS * median(
             abs(one / middle - 1.0) for rounds, middle in zip((alone, drafted), middles, strict=True) for one in rounds
         )
-        longer = middles[0] / middles[1] - 1.0
-        return 1.0 + max(0.0, longer - chance) + min(0.0, longer + chance)
+        return beyond_chance(middles[0] / middles[1], chance)
