@@ -664,14 +664,15 @@ def test_a_passage_that_it_cannot_draft_costs_little_of_a_text_that_it_can():
 
 
 def test_bad_luck_with_the_first_drafts_costs_little_of_the_text_after_them(chains):
-    """The first rest is short, and what it takes to try again is one draft."""
+    """The first rests are short, and what it takes to try again is one draft."""
     ratios = []
     for seed in range(24):
         known = [*text(0.0, 8, seed), *text(0.8, 250, 100 + seed)]
         machine = Machine(14.5, 3.6, 1.6, seed=seed)
         steps = automatically(machine, [known], chains())
         ratios.append(best_fixed(machine, [known]) / sum(map(machine.seconds, steps)))
-    assert sum(ratios) / len(ratios) > 0.87
+    assert sum(ratios) / len(ratios) > 0.89
+    assert min(ratios) > 0.65
 
 
 def test_what_is_never_right_is_tried_with_one_draft_at_a_time(chains):

@@ -3,11 +3,15 @@
 # Tokens until drafting is tried again. Each time that it loses still they are so many times as many. Where next to
 # nothing is accepted one missed draft ends a trial, so that it costs little and the next one may come soon: what
 # decided for the rest may have been bad luck with a few drafts.
-_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 16, 256, 1.25
+_SHORTEST_REST, _LONGEST_REST, _LONGER_EACH_TIME = 12, 256, 1.25
 # They are also as many as it takes for the trials to cost no more than this share of the time, unless drafting has
-# gained more than they cost: a larger one for the first trial. Where the latest trial cost more than those before, so
-# much of that is paid for by the next rest, and what is left by later ones: a stall tells little of trials to come.
-_SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIAL = 0.01, 0.02
+# gained more than they cost: a larger one for the first trial, and for a few where one costs less than such a part of
+# what a token takes without drafts. A few drafts at the beginning of a text tell little, and much is lost where they
+# were bad luck.
+_SHARE_OF_TRIALS, _SHARE_OF_FIRST_TRIALS = 0.01, 0.025
+_FIRST_CHEAP_TRIALS, _CHEAP = 3, 0.75
+# Where the latest trial cost more than those before, so much of that is paid for by the next rest, and what is left by
+# later ones: a stall tells little of trials to come.
 _LATEST_TRIAL = 0.125
 # The most that a trial is taken to cost: so many tokens without drafts, or so many times what those before it did.
 _MOST_OF_TRIAL, _MOST_SURPRISE = 256, 4
@@ -23,6 +27,8 @@ class Rests:
         # Tokens to generate alone before drafting is tried again, None while it is not resting; and how many were.
         self._tokens: int | None = None
         self._rested = 0
+        # Trials that lost, one after the other.
+        self._trials = 0
         # How long a rest is that nothing has to be paid for by, and that the latest trial is paid for by.
         self._usual = self._pays = 0
         # The seconds that are lost by the trial that goes on, and those that one is taken to lose.
@@ -74,9 +80,9 @@ class Rests:
             alone: seconds that this one takes.
         """
         if self._gained > self._gained_at_end:
-            self._usual = 0
+            self._usual = self._trials = 0
         self._lost_by_trial = max(self._lost_by_trial, lost)
-        self._rest(alone, _SHARE_OF_FIRST_TRIAL)
+        self._rest(alone)
 
     def try_again(self) -> None:
         """A trial begins."""
@@ -94,11 +100,14 @@ class Rests:
         """
         lost = min(self._lost, max(_MOST_OF_TRIAL * alone, _MOST_SURPRISE * self._lost_by_trial))
         self._lost_by_trial += _LATEST_TRIAL * (lost - self._lost_by_trial)
-        self._rest(alone, _SHARE_OF_TRIALS)
+        self._trials += 1
+        self._rest(alone)
 
-    def _rest(self, alone: float, share: float) -> None:
-        """Rest for as long as usual, and at least as long as pays for a trial at that share of the time; at most as
-        long where drafting has gained more than one loses."""
+    def _rest(self, alone: float) -> None:
+        """Rest for as long as usual, and at least as long as pays for a trial; at most as long where drafting has
+        gained more than one loses."""
+        first = _FIRST_CHEAP_TRIALS if self._lost_by_trial < _CHEAP * alone else 1
+        share = _SHARE_OF_FIRST_TRIALS if self._trials < first else _SHARE_OF_TRIALS
         pays = self._pays = max(_SHORTEST_REST, int(self._lost_by_trial / (alone * share)))
         longer = max(_SHORTEST_REST, int(_LONGER_EACH_TIME * self._usual))
         self._usual = min(longer, max(_LONGEST_REST, pays))
