@@ -5,11 +5,12 @@ question, decide the result. `automatic_drafting.py` times whole calls instead.
 Each prompt is continued once, token by token, and at each place of the text the longest draft is made anew. It is
 noted how probable the drafter found each token of it, what the text said of it, and how many were accepted. Then
 rounds of every length are timed, in turns. With these times the texts are gone through again: with each fixed length,
-and as automatic drafting itself chooses, which sees one text after another and knows nothing at first. What choosing
-takes, with one policy, is timed in calls of its own and counted in each round. `--noise` makes each time that it is
-told longer or shorter by chance, and single ones several times as long; what it chose is counted without. With several
-policies all of this is done with each of them, and automatic drafting chooses between them too; or between them alone,
-with `--length`.
+and as automatic drafting itself chooses, which sees one text after another and knows nothing at first. It does so
+several times, with the texts in another order each time; the mean is compared, and the worst is shown too. What
+choosing takes, with one policy, is timed in calls of its own and counted in each round. `--noise` makes each time that
+it is told longer or shorter by chance, and single ones several times as long; what it chose is counted without. With
+several policies all of this is done with each of them, and automatic drafting chooses between them too; or between
+them alone, with `--length`.
 
 Of twelve lengths that are about as good, one is the luckiest with the texts that happened to be drawn. With several
 `--draws` each prompt is continued so often, and what automatic drafting does in the texts of one draw, which it goes
@@ -73,7 +74,7 @@ TIMED_TOKENS, TIMED_CALLS = 64, 2
 # The share of rounds that are stalls, and how many times as long those are, with `--noise`.
 STALLS, STALLED = 0.01, (2, 10)
 
-PLAIN, AUTO = "no drafts", "auto"
+PLAIN, AUTO, WORST = "no drafts", "auto", "auto, worst"
 
 app = typer.Typer(add_completion=False)
 
@@ -451,6 +452,16 @@ def replay_call(
     return replay(texts, choose, tell)
 
 
+def replay_passes(
+    passes: list[list[Texts]], clock: NoisyClock, seed: int, ends_early: bool, fixed: DraftShape | None
+) -> list[tuple[DraftShape, int]]:
+    """The rounds of automatic drafting in several lists of prompts, each from nothing and in a random order."""
+    shuffled, rounds = random.Random(seed), []
+    for texts in passes:
+        rounds += replay_auto(shuffled.sample(texts, len(texts)), clock, ends_early and fixed is None, fixed)
+    return rounds
+
+
 def in_turn(texts: list[Texts]) -> list[list[Texts]]:
     """The texts of prompts, so often that each policy gets those of every policy once."""
     return [[(*of_prompt[first:], *of_prompt[:first]) for of_prompt in texts] for first in range(len(texts[0]))]
@@ -466,11 +477,13 @@ def compare(
     length: int | None = None,
     choosing: float = 0.0,
 ) -> dict[str, float]:
-    """Tokens per second without drafts, of each fixed setting, and of automatic drafting, the mean over several random
-    seeds. Where there is a `length`, all drafts have it, and automatic drafting chooses between policies alone.
+    """Tokens per second without drafts, of each fixed setting, and of automatic drafting: the mean over several random
+    seeds, and the worst. Where there is a `length`, all drafts have it, and automatic drafting chooses between
+    policies alone.
 
     Args:
-        passes: prompts with their texts. Automatic drafting goes through each of these lists knowing nothing at first.
+        passes: prompts with their texts. Automatic drafting goes through each of these lists knowing nothing at first,
+            with each seed in another order: how soon it knows enough depends on the first drafts.
         choosing: the seconds that choosing takes in a round.
     """
     lengths = range(1, LONGEST + 1) if length is None else [length]
@@ -485,12 +498,11 @@ def compare(
     with warnings.catch_warnings():
         # Where drafting loses is in the table.
         warnings.filterwarnings("ignore", "drafting does not pay here")
-        clocks = [NoisyClock(seconds, noise, seed) for seed in range(seeds)]
         chosen = [
-            [one for texts in passes for one in replay_auto(texts, clock, ends_early and fixed is None, fixed)]
-            for clock in clocks
+            speed(replay_passes(passes, NoisyClock(seconds, noise, seed), seed, ends_early, fixed), seconds, choosing)
+            for seed in range(seeds)
         ]
-    return speeds | {AUTO: mean(speed(rounds, seconds, choosing) for rounds in chosen)}
+    return speeds | {AUTO: mean(chosen), WORST: min(chosen)}
 
 
 # Tokens per second of every setting, in each draw of a domain's texts.
@@ -508,7 +520,7 @@ def speeds_of(texts: dict[str, list[list[Texts]]], temperature: float, *how: Any
 
 def best_fixed(draws: Draws) -> list[str]:
     """For each draw the fixed setting that was best in the others; where there are none, in itself."""
-    names = [name for name in draws[0] if name not in (PLAIN, AUTO)]
+    names = [name for name in draws[0] if name not in (PLAIN, AUTO, WORST)]
     others = (draws[:place] + draws[place + 1 :] or draws for place in range(len(draws)))
     return [max(names, key=lambda name: sum(of[name] for of in among)) for among in others]
 
@@ -521,17 +533,17 @@ def mean_speed(draws: Draws, names: list[str]) -> float:
 def show(console: Console, title: str, speeds: dict[str, Draws]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, with the one that is the best of all, and with no drafts."""
-    ratios_to = ["best fixed", "best of all", PLAIN]
-    headings = ["", PLAIN, "best fixed", "", AUTO, *(f"auto /\n{other}" for other in ratios_to)]
-    table = Table(*headings, title=title)
+    ratios = *(f"auto /\n{other}" for other in ("best fixed", "best of all", PLAIN)), "worst /\nbest fixed"
+    table = Table("", PLAIN, "best fixed", "", AUTO, *ratios, title=title)
     best_of_all = best_fixed(speeds["all"])
     for domain, draws in speeds.items():
         best = best_fixed(draws)
-        auto, *others = (
-            mean_speed(draws, names) for names in (len(draws) * [AUTO], best, best_of_all, len(draws) * [PLAIN])
+        draw_by_draw = *(len(draws) * [one] for one in (PLAIN, AUTO, WORST)), best, best_of_all
+        plain, auto, worst, fixed, of_all = (mean_speed(draws, names) for names in draw_by_draw)
+        table.add_row(
+            *(domain, f"{plain:.1f}", ", ".join(dict.fromkeys(best)), f"{fixed:.1f}", f"{auto:.1f}"),
+            *(f"{ratio:.3f}" for ratio in (auto / fixed, auto / of_all, auto / plain, worst / fixed)),
         )
-        shown = f"{others[-1]:.1f}", ", ".join(dict.fromkeys(best)), f"{others[0]:.1f}", f"{auto:.1f}"
-        table.add_row(domain, *shown, *(f"{auto / other:.3f}" for other in others))
     console.print(table)
 
 
@@ -555,7 +567,7 @@ def main(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens of each prompt, about.", min=1)] = 128,
     noise: Annotated[float, typer.Option(help="Spread of the times that automatic drafting is told.", min=0)] = 0.05,
-    seeds: Annotated[int, typer.Option(help="Runs with different noise, whose mean is shown.", min=1)] = 4,
+    seeds: Annotated[int, typer.Option(help="Runs with different noise and orders of prompts.", min=1)] = 16,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write rounds, times and speeds to.")] = None,
 ) -> None:
@@ -571,25 +583,29 @@ def main(
     with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
         ends_early = is_free_to_look(pair.target.device)
         assistants = bound_assistants(pair, policy)
+        written = {"models": pair.described_models(), "policies": policy, "results": results}
         earlier = {} if texts is None else {value: read_texts(texts, pair, policy, value) for value in temperature}
         for value in temperature:
             gone_through = earlier.get(value)
             if gone_through is None:
                 config = generation_config(pair.target, max_new_tokens + RECORDED, value)
                 gone_through = record(pair, assistants, config, draws if value else 1, progress)
+            results[f"{value:g}"] = result = {"texts": gone_through}
+            if out is not None:
+                # What took the longest is there for --texts, whatever becomes of the rest.
+                write_json(out, written)
             seconds = time_rounds(pair, assistants, value, progress)
             # Policies alone are chosen between now and then, which takes next to nothing.
             choosing = 0.0 if length else time_choosing(pair, assistants[0], value, progress)
             speeds = speeds_of(gone_through, value, seconds, policy, ends_early, noise, seeds, length, choosing)
-            results[f"{value:g}"] = {
-                "texts": gone_through,
+            result |= {
                 "seconds_of_rounds": seconds.rounds,
                 "seconds_of_drafting": seconds.drafting,
                 "seconds_of_choosing": choosing,
                 "tokens_per_second": speeds,
             }
             if out is not None:
-                write_json(out, {"models": pair.described_models(), "policies": policy, "results": results})
+                write_json(out, written)
             number = sum(len(of_domain[0]) for of_domain in gone_through.values())
             drawn = f"{number} prompts, each {len(speeds['all'])} times"
             show(console, f"tokens per second, T = {value:g}, {drawn}", speeds)

@@ -100,7 +100,10 @@ def test_every_setting_is_timed_and_replayed_in_every_domain(drafter, policies, 
     assert set(result["tokens_per_second"]) == {"all", *result["texts"]}
     lengths = range(1, LONGEST + 1)
     for (speeds,) in result["tokens_per_second"].values():
-        assert set(speeds) == {"auto", "no drafts", *(f"{name} {length}" for name in names for length in lengths)}
+        assert set(speeds) == {
+            *("auto", "auto, worst", "no drafts"),
+            *(f"{name} {length}" for name in names for length in lengths),
+        }
         assert min(speeds.values()) > 0
     prompts = [texts for (of_domain,) in result["texts"].values() for texts in of_domain]
     assert {len(texts) for texts in prompts} == {policies}
@@ -111,6 +114,19 @@ def test_every_setting_is_timed_and_replayed_in_every_domain(drafter, policies, 
         assert 0 <= accepted <= RECORDED
         assert all(0 < probability <= 1 and recurrence in list(Recurrence) for probability, recurrence in tokens)
     assert any(accepted for _, accepted in rounds)
+
+
+def test_recorded_texts_outlive_what_comes_after_them(tmp_path, monkeypatch):
+    first, again = tmp_path / "first.json", tmp_path / "again.json"
+    arguments = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", *PROMPTS, "--limit", 1)
+    arguments += ("--max-new-tokens", 24, "--temperature", 0, "--seeds", 1)
+    with monkeypatch.context() as stopped:
+        stopped.setattr("automatic_drafting_replayed.time_rounds", lambda *_: sys.exit(3))
+        assert run(*arguments, "--out", first).exit_code == 3
+    assert run(*arguments, "--texts", first, "--out", again).exit_code == 0
+    one, other = (json.loads(path.read_text(encoding="utf-8"))["results"]["0"] for path in (first, again))
+    assert set(one) == {"texts"}
+    assert one["texts"] == other["texts"]
 
 
 def test_texts_are_drawn_several_times_and_gone_through_again(tmp_path):
@@ -264,6 +280,17 @@ def test_what_it_chose_is_counted_without_noise():
     seconds = Seconds([[1.0] * (LONGEST + 1)], [[0.0] * (LONGEST + 1)])
     speeds = compare([texts], seconds, ["hybrid"], ends_early=True, noise=0.1, seeds=2)
     assert set(speeds.values()) == {1.0}
+
+
+@pytest.mark.parametrize("accepted", [0, 6])
+def test_texts_are_gone_through_in_several_orders(accepted):
+    """Where the first ones are unlike the others it takes longer to find out what those others are like."""
+    texts = of_one_policy([[recorded(RECORDED, 0.8, 6)] * 100] * 2 + [[recorded(RECORDED, 0.8, accepted)] * 100] * 2)
+    speeds = compare([texts], SECONDS, ["hybrid"], ends_early=True, noise=0.0, seeds=6)
+    if accepted:
+        assert speeds["auto"] == pytest.approx(speeds["auto, worst"])
+    else:
+        assert speeds["auto"] > speeds["auto, worst"]
 
 
 def test_the_luck_of_a_policy_with_its_texts_is_not_held_for_its_own():
