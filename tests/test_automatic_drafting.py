@@ -351,6 +351,27 @@ def test_a_stall_in_the_first_drafts_does_not_keep_it_from_drafting(stall, unluc
     assert min(shares) > 0.55
 
 
+@pytest.mark.parametrize("stalled", [2, 5])
+@pytest.mark.parametrize("cost", COSTS)
+def test_stalls_in_the_first_longer_drafts_do_not_keep_drafts_short(cost, stalled, chains):
+    """As where a computer does something once for each length. No other length tells that it does not any more."""
+    ratios = []
+    for seed in range(4):
+        machine, texts = Machine(*COSTS[cost], stalls=0.0, seed=seed), [uneven_text(0.7, 250, seed) for _ in range(12)]
+        best, run, longer = best_fixed(machine, texts), machine.run, 0
+
+        def run_and_stall(steps: int, *others, machine=machine, run=run) -> None:
+            nonlocal longer
+            run(steps, *others)
+            longer += steps > 2
+            if steps > 2 and longer <= stalled:
+                machine.now += 4 * machine.seconds(steps)
+
+        machine.run = run_and_stall
+        ratios.append(best / sum(map(machine.seconds, automatically(machine, texts, chains()))))
+    assert min(ratios) > 0.95
+
+
 @pytest.mark.parametrize("tree", [TREE, TreeConfig()], ids=str)
 @pytest.mark.parametrize("acceptance", [0.0, 0.5])
 @pytest.mark.parametrize("cost", [(12.0, 3.0, 7.0), (5.0, 1.0, 10.0)], ids=str)
@@ -969,14 +990,30 @@ def test_what_a_shape_took_while_the_machine_was_slow_is_forgotten():
     times.add(ALONE, 8.0)
     for _ in range(20):
         for shape in (slow, *lasting):
-            times.add(shape, 1.5 * (10.0 + shape.steps))
+            times.add(shape, 1.2 * (10.0 + shape.steps), 1.2 * shape.steps)
     for _ in range(400):
         for shape in lasting:
-            times.add(shape, 10.0 + shape.steps)
+            times.add(shape, 10.0 + shape.steps, shape.steps)
     for shape in lasting:
         assert times.expected(shape) == pytest.approx(10.0 + shape.steps, rel=0.03)
-    assert times.expected(slow) == pytest.approx(13.0, rel=0.15)
+    assert times.expected(slow) == pytest.approx(13.0, rel=0.06)
     assert times.count(slow) >= 3 and times.expected(ALONE) == pytest.approx(8.0, rel=0.03)
+
+
+def test_what_takes_long_is_seldom_told_anew():
+    """A length that does take long is drafted again for that, and another policy's is not forgotten for it."""
+    times, again, dear, other = RoundTimes(), 0, (6, 0), (6, 6)
+    for _ in range(3):
+        for shape, seconds in (((0, 0), 10.0), ((2, 0), 12.0), (dear, 40.0), (other, 40.0)):
+            times.add(shape, seconds, shape[0])
+    for _ in range(8000):
+        times.add((2, 0), 12.0, 2.0)
+        if not times.count(dear):
+            assert times.expected(dear) < 20.0
+            times.add(dear, 40.0, 6.0)
+            again += 1
+        assert times.expected(other) > 25.0
+    assert 4 <= again <= 7
 
 
 def test_what_was_learnt_is_bounded_and_follows_the_weights():

@@ -11,6 +11,9 @@ _KEPT, _PACES, _ENOUGH_PACES = 61, 9, 5
 # Rounds with a draft after which a time is forgotten, but for the latest few: a shape that is not drafted any more
 # would seem as long for ever as it was while the machine was slow.
 _FORGOTTEN_AFTER, _NOT_FORGOTTEN = 256, 3
+# All of them are where the shape seemed so many times as long as drafting it and the least that was left of a round
+# with a draft, as its rounds may have been stalls: after the second number of rounds, each time twice as many.
+_SURPRISINGLY_LONG, _TOLD_ANEW_AFTER = 1.3, 64
 # A pace that differs from the usual one by no more than this may be chance, nor by so many times the spread of the
 # latest: what is chance would add up, and shapes drift apart by it.
 _USUAL_PACE, SPREADS = 0.08, 1.5
@@ -83,8 +86,9 @@ class RoundTimes:
         self._typical: dict[Hashable, float] = {}
         self._most: dict[Hashable, float] = {}
         self._shares: dict[Hashable, float] = {}
-        # Rounds with a draft so far.
+        # Rounds with a draft so far; and after how many of them shapes are told anew that seemed too long before.
         self._drafted = 0
+        self._told_anew_after: dict[Hashable, int] = {}
         self._paces: deque[float] = deque(maxlen=_PACES)
         # The plane through all of them, None where it has to be drawn anew; that of what drafting takes of each, and
         # the least that is left of one without it; the rounds that were added since, and what is expected until then.
@@ -146,7 +150,7 @@ class RoundTimes:
     def forget_drafts(self) -> None:
         """Forget how long all rounds with a draft took."""
         for shape in [shape for shape in self._kept if any(shape)]:
-            del self._kept[shape], self._typical[shape], self._most[shape]
+            self._forget_shape(shape)
         self._plane = None
 
     def at_usual_pace(self, seconds: float) -> float:
@@ -197,6 +201,27 @@ class RoundTimes:
         for shape, kept in self._kept.items():
             while any(shape) and len(kept) > _NOT_FORGOTTEN and self._drafted - kept[0].drafted > _FORGOTTEN_AFTER:
                 kept.popleft()
+        if self._drafting is not None:
+            self._forget_surprises()
+
+    def _forget_surprises(self) -> None:
+        """Forget shapes that seemed too long, and are not drafted for that: nothing else would tell whether they are.
+        But as long as there are others that draft with the same policy, which is told by them."""
+        drafted = [shape for shape in self._kept if any(shape)]
+        left = min((self._typical[shape] - self._drafting.at(shape) for shape in drafted), default=0.0)
+        latest: dict[tuple[bool, ...], int] = {}
+        for shape in drafted:
+            policy = tuple(map(bool, shape))
+            latest[policy] = max(latest.get(policy, 0), self._kept[shape][-1].drafted)
+        for shape in drafted:
+            after = self._told_anew_after.get(shape, _TOLD_ANEW_AFTER)
+            is_idle = latest[tuple(map(bool, shape))] - self._kept[shape][-1].drafted > after
+            if is_idle and self._typical[shape] > _SURPRISINGLY_LONG * (self._drafting.at(shape) + left):
+                self._told_anew_after[shape] = 2 * after
+                self._forget_shape(shape)
+
+    def _forget_shape(self, shape: Hashable) -> None:
+        del self._kept[shape], self._typical[shape], self._most[shape]
 
     def _tell_drifts(self) -> None:
         expected = {
