@@ -158,5 +158,5 @@ def test_after_a_change_rests_are_short_again():
         after_trial(rests, 0.0)
     rests.end(is_new=True)
     assert rests.have_ended and not rests.is_resting
-    rests.begin(0.0, ALONE)
+    rests.begin(MISSED, ALONE)
     assert resting_tokens(rests) == 12

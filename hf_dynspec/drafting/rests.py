@@ -133,5 +133,5 @@ class Rests:
         if self._tokens is not None:
             self._gained_at_end = self._gained
         if is_new:
-            self._usual = 0
+            self._usual = self._trials = 0
         self._tokens, self._rested = None, 0
