@@ -206,7 +206,7 @@ class RoundTimes:
 
     def _forget_surprises(self) -> None:
         """Forget shapes that seemed too long, and are not drafted for that: nothing else would tell whether they are.
-        Where no other shape of their policy was drafted since, they stay, as the policy would be forgotten with them."""
+        Where no other shape of a policy was drafted since, its shapes stay: it would be forgotten with them."""
         drafted = [shape for shape in self._kept if any(shape)]
         left = min((self._typical[shape] - self._drafting.at(shape) for shape in drafted), default=0.0)
         latest: dict[tuple[bool, ...], int] = {}
