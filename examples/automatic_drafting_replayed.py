@@ -530,7 +530,7 @@ def mean_speed(draws: Draws, names: list[str]) -> float:
     return mean(of[name] for of, name in zip(draws, names, strict=True))
 
 
-def show(console: Console, title: str, speeds: dict[str, Draws]) -> None:
+def show_speeds(console: Console, title: str, speeds: dict[str, Draws]) -> None:
     """Print a table of tokens per second, with how automatic drafting compares with the best fixed setting of each
     domain, with the one that is the best of all, and with no drafts."""
     ratios = *(f"auto /\n{other}" for other in ("best fixed", "best of all", PLAIN)), "worst /\nbest fixed"
@@ -545,6 +545,14 @@ def show(console: Console, title: str, speeds: dict[str, Draws]) -> None:
             *(f"{ratio:.3f}" for ratio in (auto / fixed, auto / of_all, auto / plain, worst / fixed)),
         )
     console.print(table)
+
+
+def show_times(console: Console, rounds: dict[str, list[float]], choosing: float) -> None:
+    """Print what was timed: seconds of rounds that draft 0, 1, 2, … tokens by policy, and of choosing in a round."""
+    for policy, seconds in rounds.items():
+        times = ", ".join(f"{1e3 * one:.1f}" for one in seconds)
+        console.print(f"ms of a round that drafts 0, 1, 2, … tokens with {policy}: {times}")
+    console.print(f"ms that choosing takes in a round: {1e3 * choosing:.3f}")
 
 
 @app.command()
@@ -607,12 +615,9 @@ def main(
             if out is not None:
                 write_json(out, written)
             number = sum(len(of_domain[0]) for of_domain in gone_through.values())
-            drawn = f"{number} prompts, each {len(speeds['all'])} times"
-            show(console, f"tokens per second, T = {value:g}, {drawn}", speeds)
-            for name, of_policy in zip(policy, seconds.rounds, strict=True):
-                times = ", ".join(f"{1e3 * s:.1f}" for s in of_policy)
-                console.print(f"ms of a round that drafts 0, 1, 2, … tokens with {name}: {times}")
-            console.print(f"ms that choosing takes in a round: {1e3 * choosing:.3f}")
+            title = f"tokens per second, T = {value:g}, {number} prompts, each {len(speeds['all'])} times"
+            show_speeds(console, title, speeds)
+            show_times(console, dict(zip(policy, seconds.rounds, strict=True)), choosing)
 
 
 if __name__ == "__main__":

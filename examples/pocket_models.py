@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from hf_dynspec import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
-HIDDEN_SIZE = 80
-TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 12, 480
-DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE = 1, 384
-HEADS, HEAD_DIM = 4, 32
+# Wide and shallow, as far as 24 MB of files allow: the projection over the vocabulary is a large part of a draft step
+# then, as it is at real sizes, and the calls of many thin layers are not what a round spends its time on.
+HIDDEN_SIZE = 96
+TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 4, 320
+DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE = 1, 288
+HEADS, HEAD_DIM = 3, 32
 MAX_POSITIONS = 1024
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
