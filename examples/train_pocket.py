@@ -15,7 +15,7 @@ they compute, and nothing that they take on the disk. Shortening that projection
     python examples/train_pocket.py --out pocket
 
 Step counts, not a clock, decide when training ends, so the same seed, thread count, processor and versions give the
-same models. Those in `examples/pocket` were made with Python 3.11.7, torch 2.13.0, transformers 5.23.0, sympy 1.14.0,
+same models. Those in `examples/pocket` were made with Python 3.11.7, torch 2.13.0, transformers 5.24.0, sympy 1.14.0,
 numpy 2.4.6 and networkx 3.6.1. It needs a C++ compiler. A run that was ended goes on with the first model that is not
 there yet.
 """
