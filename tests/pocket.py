@@ -13,6 +13,9 @@ _TARGET, _DRAFTER = (
 VOCABULARY_SIZE: int = _TARGET["vocab_size"]
 # What EAGLE heads have to fit.
 TARGET_SHAPE = {name: _TARGET[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+LAYERS: int = _TARGET["num_hidden_layers"]
+# The hidden states that EAGLE-3 heads read which name none, as EAGLE's own code has it.
+EAGLE3_LAYER_IDS = [2, LAYERS // 2, LAYERS - 3]
 DRAFTER_WIDTH: int = _DRAFTER["hidden_size"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from eagle_heads import Head, random_head
 from models import random_router
-from pocket import POCKET, TARGET_SHAPE, VOCABULARY_SIZE, target_embedding
+from pocket import EAGLE3_LAYER_IDS, LAYERS, POCKET, TARGET_SHAPE, VOCABULARY_SIZE, target_embedding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -254,7 +254,7 @@ HEADS = {
         "speculators", VOCABULARY_SIZE, 8192, norm_before_residual=False, norm_before_fc=True, **TARGET_SHAPE
     ),
     "of other hidden states, with its own rows": lambda: random_head(
-        "speculators", VOCABULARY_SIZE, 8192, eagle_aux_hidden_state_layer_ids=[1, 4, 10], **TARGET_SHAPE
+        "speculators", VOCABULARY_SIZE, 8192, eagle_aux_hidden_state_layer_ids=[0, 1, 3], **TARGET_SHAPE
     ),
 }
 
@@ -278,7 +278,8 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
     )
     assert config["draft_vocab_size"] == 700
     assert config["norm_before_residual"] is bool(head.config.get("norm_before_residual", False))
-    assert config["eagle_aux_hidden_state_layer_ids"] == head.config.get("eagle_aux_hidden_state_layer_ids", [2, 6, 9])
+    layer_ids = head.config.get("eagle_aux_hidden_state_layer_ids", EAGLE3_LAYER_IDS)
+    assert config["eagle_aux_hidden_state_layer_ids"] == layer_ids
     speculators = config["speculators_config"]
     assert speculators["algorithm"] == "eagle3" and speculators["default_proposal_method"] == "greedy"
     assert speculators["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 5}]
@@ -356,7 +357,7 @@ def test_a_head_that_knows_too_few_of_the_ranking_is_refused(tmp_path, artifact)
         ),
         (
             random_head("eagle3", VOCABULARY_SIZE, eagle_aux_hidden_state_layer_ids=[2, 16, 29], **TARGET_SHAPE),
-            "num_hidden_layers: is 12 in the target",
+            f"num_hidden_layers: is {LAYERS} in the target",
         ),
     ],
     ids=["EAGLE-2", "hidden size", "vocabulary", "layers"],

@@ -327,13 +327,14 @@ def test_training_metrics_have_tables_and_places_in_the_metadata():
         "cluster_recall": 0.934,
         "expected_shortlist_size": 10231.5,
         "by_budget": [{"clusters": 8, "mass": 0.95}, {"clusters": 16, "mass": 0.985}],
+        "compared": [],
     }
     provenance = {"command": "hf-dynspec train router ```\n# x", "metrics": metrics, "seed": 0}
     card = render_card(DynSpecConfig(PolicyConfig("router"), provenance=provenance))
     assert "| cluster recall | 0.934 |\n| expected shortlist size | 10,232 |" in card
     assert "By budget:\n\n| clusters | mass |\n| --- | --- |\n| 8 | 0.95 |\n| 16 | 0.985 |" in card
     assert "```bash\nhf-dynspec train router # x\n```" in card and card.count("```") % 2 == 0
-    assert "| seed | 0 |" in card and "metrics." not in card
+    assert "| seed | 0 |" in card and "metrics." not in card and "compared" not in card
     metadata = ModelCard(card).data.to_dict()
     assert {"router", "dynaspec"} <= set(metadata["tags"])
     (held_out,) = metadata["model-index"][0]["results"]

@@ -166,7 +166,8 @@ def _metrics(config: DynSpecConfig) -> str:
     if not isinstance(metrics, dict):
         return ""
     tables = {name: rows for name, rows in metrics.items() if _is_table(rows)}
-    single = {name: value for name, value in metrics.items() if name not in tables}
+    # A router that was compared with no other has an empty list of them.
+    single = {name: value for name, value in metrics.items() if name not in tables and value != []}
     texts = [_table(("Metric", "Value"), [(_words(name), value) for name, value in _flattened(single).items()])]
     for name, rows in islice(tables.items(), _MOST_TABLES):
         texts.append(f"{_cell(_words(name)).capitalize()}:")
