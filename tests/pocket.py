@@ -1,10 +1,13 @@
 """The embedded pair's folders and sizes, as its own files tell them."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from hf_dynspec.kernels import has_dense_kernel
 
 POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 _TARGET, _DRAFTER = (
@@ -17,6 +20,13 @@ LAYERS: int = _TARGET["num_hidden_layers"]
 # The hidden states that EAGLE-3 heads read which name none, as EAGLE's own code has it.
 EAGLE3_LAYER_IDS = [2, LAYERS // 2, LAYERS - 3]
 DRAFTER_WIDTH: int = _DRAFTER["hidden_size"]
+
+
+@cache
+def has_head_product() -> bool:
+    """Whether this package computes the target's logits by a product of its own, which plain generation is measured
+    with then too: where there is a C++ compiler."""
+    return has_dense_kernel(target_embedding().float())
 
 
 def target_embedding() -> torch.Tensor:

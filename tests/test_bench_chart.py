@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pocket import POCKET, has_head_product
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -14,11 +15,11 @@ from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench import chart
 from hf_dynspec.evaluation.bench.benchmark import _Run
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
 from hf_dynspec.evaluation.tables import shown_speed
 
-POCKET = Path(__file__).parents[1] / "examples" / "pocket"
 POLICIES = ("full", "frequency:size=64")
-SYSTEMS = ("plain", "transformers", "transformers' defaults", "prompt lookup", *POLICIES)
+RIVALS = ("transformers", "transformers' defaults", "prompt lookup")
 PANELS = {0.0: "greedy", 0.8: "temperature 0.8, top-k 50"}
 
 
@@ -61,9 +62,11 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
     assert [axes.get_title(loc="left") for axes in panels] == list(PANELS.values())
     for axes, temperature in zip(panels, PANELS, strict=True):
         bars, spreads = axes.patches, axes.containers[1].lines[2][0].get_segments()
-        names = ["plain generate", "transformers' assisted", "transformers' defaults", "prompt lookup", *POLICIES]
-        assert [label.get_text().replace("\n", "") for label in axes.get_yticklabels()] == names
-        for bar, spread, text, system in zip(bars, spreads, axes.texts, SYSTEMS, strict=True):
+        product = [HEAD_PRODUCT] if has_head_product() else []
+        names = ["plain generate", *product, "transformers' assisted", *RIVALS[1:], *POLICIES]
+        assert [" ".join(label.get_text().split()) for label in axes.get_yticklabels()] == names
+        systems = ["plain", *product, *RIVALS, *POLICIES]
+        for bar, spread, text, system in zip(bars, spreads, axes.texts, systems, strict=True):
             row = row_of(data, system, temperature)
             speed = row["tokens_per_second"]
             assert bar.get_width() == speed["median"]
@@ -71,7 +74,7 @@ def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, mo
             ratio = row["ratios"]["plain"]["median"] if system != "plain" else 1.0
             assert text.get_text() == f"{shown_speed(speed['median'])}  ({ratio:.2f}×)"
         colors = [bar.get_facecolor() for bar in bars]
-        assert len(set(colors[:4])) == len(set(colors[4:])) == 1 and colors[0] != colors[4]
+        assert len(set(colors[:-2])) == len(set(colors[-2:])) == 1 and colors[0] != colors[-1]
     assert "three, 3 prompts; " in figure._supxlabel.get_text()
 
 
@@ -111,7 +114,7 @@ def test_labels_of_several_lines_have_room(ran, monkeypatch):
     figure.draw_without_rendering()
     for axes in panels:
         boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
-        assert sum("\n" in label.get_text() for label in axes.get_yticklabels()) == 2
+        assert sum("\n" in label.get_text() for label in axes.get_yticklabels()) == 2 + has_head_product()
         assert not any(first.overlaps(second) for first, second in pairwise(boxes))
 
 
@@ -123,7 +126,7 @@ def test_the_same_chart_is_drawn_again_from_the_file(ran, tmp_path):
     assert (tmp_path / "again.svg").read_bytes() == first and b"plain generate" in first
 
 
-@pytest.mark.parametrize(("after", "draws"), [(3, False), (14, True)])
+@pytest.mark.parametrize(("after", "draws"), [(3, False), (16, True)])
 def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after, draws):
     (tmp_path / "three.jsonl").write_bytes((POCKET / "prompts.jsonl").read_bytes())
     generate, calls = _Run._generate, []

@@ -16,6 +16,7 @@ import pytest
 import torch
 from launched_processes import PARTED, launch, launch_command
 from matplotlib.figure import Figure
+from pocket import POCKET, has_head_product
 from pyarrow import parquet
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -24,6 +25,7 @@ from hf_dynspec import loading
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import pair
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
 from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt
 from hf_dynspec.evaluation.suites import charts
@@ -38,16 +40,18 @@ from hf_dynspec.files import append_json_line, read_whole_lines
 from hf_dynspec.protocol import VocabularyInfo
 
 ROOT = Path(__file__).parents[1]
-POCKET = ROOT / "examples" / "pocket"
 PAIR = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--threads", 1)
 FAST = ("--max-new-tokens", 6, "--profile-prompts", 1, "--no-rivals", "--no-transformers-assisted")
 FREQUENCY, ALIGNED = "frequency:size=512", "frequency:size=512, aligned (default)"
-SYSTEMS = ["plain", FREQUENCY, ALIGNED]
 TEXTS = (
     "def read_lines(filename):\n    with open(filename) as",
     "class Node:\n    def __init__(self, name",
     "import ",
 )
+
+
+def systems() -> list[str]:
+    return ["plain", *([HEAD_PRODUCT] if has_head_product() else []), FREQUENCY, ALIGNED]
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -121,11 +125,11 @@ def without_times(value: Any) -> Any:
 def test_a_run_leaves_a_line_for_everything(evaluated):
     session, *_ = read_whole_lines(evaluated / RUNS)
     assert session["kind"] == "session" and session["provenance"]["command"][:2] == ["hf-dynspec", "evaluate"]
-    assert [one["label"] for one in session["systems"]] == SYSTEMS
+    assert [one["label"] for one in session["systems"]] == systems()
     lines = lines_of(evaluated)
     keys = [key_of(line) for line in lines]
     prompts = [f"{domain}/{n}" for domain in ("code", "more") for n in range(2)]
-    timed = [(TIMED, p, s, t, 0) for t in (0.0, 0.7) for p in prompts for s in SYSTEMS]
+    timed = [(TIMED, p, s, t, 0) for t in (0.0, 0.7) for p in prompts for s in systems()]
     # What learns is not studied, as it would learn of that.
     studied = [(k, p, FREQUENCY, t, 0) for k in ("coverage", "profile") for t in (0.0, 0.7) for p in prompts[::2]]
     assert keys == [*timed, *studied]
@@ -146,7 +150,7 @@ def test_greedy_tokens_are_those_of_plain_generate(evaluated):
     assert first["turns"][0]["tokens"] == output[0, inputs["input_ids"].shape[1] :].tolist()
     evaluation = Evaluation(evaluated)
     assert evaluation.is_complete and evaluation.domains == ["code", "more"]
-    for system in SYSTEMS:
+    for system in systems():
         assert identity(evaluation, system) == (4, {})
 
 
