@@ -37,7 +37,8 @@ PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
 HEAD_PRODUCT = "plain, our LM head"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
 EAGLE_POLICIES = ("full", "hybrid")
-NUM_ASSISTANT_TOKENS = 5
+# As many as pay for the embedded pair with a shortlist; all systems draft as many, so that their rounds compare.
+NUM_ASSISTANT_TOKENS = 8
 # Greedy text of a model as small as the embedded one goes round in circles, which would make drafts too easy.
 POCKET_NO_REPEAT_NGRAM_SIZE = 8
 POCKET_NOTE = f"""(So tiny a model goes round in circles: all systems generate with
