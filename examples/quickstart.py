@@ -214,7 +214,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate.")] = 64,
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Timed calls of each system; the fastest counts.")
-    ] = 5,
+    ] = 4,
 ) -> None:
     """Complete a text with a target and its drafters, and compare ways of speculative decoding on it."""
     if target is None and (drafter or eagle):
