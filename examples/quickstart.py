@@ -37,8 +37,8 @@ PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
 HEAD_PRODUCT = "plain, our LM head"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
 EAGLE_POLICIES = ("full", "hybrid")
-# As many as pay for the embedded pair with a shortlist; all systems draft as many, so that their rounds compare.
-NUM_ASSISTANT_TOKENS = 8
+# All systems draft as many, so that their rounds compare; for the embedded pair as many as pay with a shortlist.
+NUM_ASSISTANT_TOKENS, POCKET_NUM_ASSISTANT_TOKENS = 5, 8
 # Greedy text of a model as small as the embedded one goes round in circles, which would make drafts too easy.
 POCKET_NO_REPEAT_NGRAM_SIZE = 8
 POCKET_NOTE = f"""(So tiny a model goes round in circles: all systems generate with
@@ -107,19 +107,19 @@ def silence_libraries() -> None:
 
 
 def make_systems(
-    target: PreTrainedModel, drafter: PreTrainedModel | None, eagle: EagleDrafter | None
+    target: PreTrainedModel, drafter: PreTrainedModel | None, eagle: EagleDrafter | None, num_assistant_tokens: int
 ) -> dict[str, System]:
     """All ways to generate that are compared, by what the table calls them."""
 
     def assistant(drafts: Any, policy: str) -> System:
-        return System(DynSpecAssistant(drafts, policy, target=target, num_assistant_tokens=NUM_ASSISTANT_TOKENS))
+        return System(DynSpecAssistant(drafts, policy, target=target, num_assistant_tokens=num_assistant_tokens))
 
     systems = {PLAIN: System(None)}
     if why_not_head_product(target) is None:
         systems[HEAD_PRODUCT] = System(None, lambda: head_product(target))
     if drafter is not None:
         # What transformers' own assisted generation reads, so that all draft the same number of tokens.
-        drafter.generation_config.num_assistant_tokens = NUM_ASSISTANT_TOKENS
+        drafter.generation_config.num_assistant_tokens = num_assistant_tokens
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
         drafter.generation_config.assistant_confidence_threshold = 0.0
         systems[TRANSFORMERS] = System(drafter)
@@ -130,7 +130,7 @@ def make_systems(
 
 
 def load(
-    target: str, drafter: str | None, eagle: str | None
+    target: str, drafter: str | None, eagle: str | None, num_assistant_tokens: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, System]]:
     """The target, its tokenizer and all ways to generate with it, in fp32 on the CPU, where greedy tokens must be the
     same to the last one."""
@@ -138,7 +138,7 @@ def load(
     tokenizer = load_tokenizer(target)
     small = load_model(drafter, device="cpu", dtype="float32", role="drafter") if drafter else None
     head = EagleDrafter.from_pretrained(eagle, target=model) if eagle else None
-    return model, tokenizer, make_systems(model, small, head)
+    return model, tokenizer, make_systems(model, small, head, num_assistant_tokens)
 
 
 def generate(target: PreTrainedModel, inputs: dict, system: System, max_new_tokens: int) -> tuple[list[int], float]:
@@ -228,7 +228,8 @@ def main(
     console = Console()
     try:
         with console.status("Loading the models"):
-            model, tokenizer, systems = load(target, drafter, eagle)
+            drafted = POCKET_NUM_ASSISTANT_TOKENS if is_embedded else NUM_ASSISTANT_TOKENS
+            model, tokenizer, systems = load(target, drafter, eagle, drafted)
     except DynSpecError as error:
         raise typer.BadParameter(str(error)) from error
     if is_embedded:
