@@ -212,6 +212,15 @@ def main(
     eagle: Annotated[str | None, typer.Option("--eagle", help="Folder or Hub id of an EAGLE head for it.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", help="The text to complete.")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens to generate.")] = 64,
+    num_assistant_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-assistant-tokens",
+            min=1,
+            help=f"Tokens of a draft; unless given {POCKET_NUM_ASSISTANT_TOKENS} with the embedded pair, and "
+            f"{NUM_ASSISTANT_TOKENS} with others.",
+        ),
+    ] = None,
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Timed calls of each system; the fastest counts.")
     ] = 4,
@@ -224,12 +233,13 @@ def main(
     is_embedded = target is None
     if is_embedded:
         target, drafter, eagle = (str(POCKET / name) for name in ("target", "drafter", "eagle"))
+    if num_assistant_tokens is None:
+        num_assistant_tokens = POCKET_NUM_ASSISTANT_TOKENS if is_embedded else NUM_ASSISTANT_TOKENS
     silence_libraries()
     console = Console()
     try:
         with console.status("Loading the models"):
-            drafted = POCKET_NUM_ASSISTANT_TOKENS if is_embedded else NUM_ASSISTANT_TOKENS
-            model, tokenizer, systems = load(target, drafter, eagle, drafted)
+            model, tokenizer, systems = load(target, drafter, eagle, num_assistant_tokens)
     except DynSpecError as error:
         raise typer.BadParameter(str(error)) from error
     if is_embedded:
