@@ -9,13 +9,17 @@ READY := $(VENV)/ready
 # `make quickstart TARGET=… DRAFTER=… EAGLE=…` runs any pair: folders or Hub ids, a drafter or an EAGLE head or both.
 PAIR := $(if $(TARGET), --target "$(TARGET)")$(if $(DRAFTER), --drafter "$(DRAFTER)")$(if $(EAGLE), --eagle "$(EAGLE)")
 
-.PHONY: quickstart test compiler lint format clean
+.PHONY: quickstart test test-all compiler lint format clean
 
 quickstart: $(READY) compiler
 	$(if $(PAIR),,HF_HUB_OFFLINE=1 )$(VENV)/bin/python examples/quickstart.py$(PAIR)
 
 test: $(READY) compiler
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest
+
+# With every case of every family, which takes several times as long.
+test-all: $(READY) compiler
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m ""
 
 # Everything works without one, and what is worth having it for says so itself where it runs.
 compiler:

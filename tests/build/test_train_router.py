@@ -759,7 +759,7 @@ def test_what_is_said_while_a_bar_stands_on_a_terminal_has_lines_of_its_own(fold
     control, terminal = pty.openpty()
     command = [sys.executable, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "router")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "TERM": "xterm"}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     process = subprocess.Popen(command, cwd=root, env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""

@@ -42,7 +42,7 @@ from hf_dynspec.commands import app
 from hf_dynspec.errors import counted
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 24
 
 

@@ -34,7 +34,7 @@ from hf_dynspec.shortlists import CooccurrenceGraph
 from hf_dynspec.shortlists.retrieval.graph import WantedSuccessors
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORDS = ["speculative", "decoding", "drafts", "tokens", "Größe", "東京", "🙂", "return", "x", "1024", "(", ")"]
 
 

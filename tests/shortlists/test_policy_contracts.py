@@ -669,7 +669,7 @@ def test_parts_end_where_a_later_one_cannot_start(target, drafter):
 
 AT_EXIT = """
 import sys, threading
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/shortlists"]
 from models import perturbed, prompt, tiny
 from test_policy_contracts import Watching, WatchingState
 from hf_dynspec import DynSpecAssistant

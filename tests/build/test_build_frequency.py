@@ -32,7 +32,7 @@ from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORDS = [
     "speculative",
     "decoding",

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from alignment_experiments import EXPERIMENTS
 from alignment_figures import write_figure
 from alignment_gains import gains, shown
@@ -24,7 +24,7 @@ from tuned_target import read_texts
 
 from hf_dynspec.errors import DynSpecError
 
-CARD = Path(__file__).parents[1] / "model_cards" / "online-alignment.md"
+CARD = Path(__file__).parents[2] / "model_cards" / "online-alignment.md"
 NEW = "new texts"
 SMALL = ("--requests", "2", "--new-tokens", "8", "--tuning-steps", "1")
 

@@ -27,7 +27,7 @@ from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 REPO = "acme/dynspec"
 SIZE = 64
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

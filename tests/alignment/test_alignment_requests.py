@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -302,7 +303,7 @@ assert assistant.alignment._job is not None and not assistant.alignment._job.don
 print("done")
 may_go_on.set()
 """
-    run = [sys.executable, "-W", "ignore", "-c", code, os.path.dirname(__file__)]
+    run = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parents[1])]
     done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
@@ -312,6 +313,7 @@ def test_a_thread_that_learns_brings_no_threads_of_its_own():
     """They and those of the thread that generates would be more than cores, and OpenMP then lets all of them sleep."""
     code = """
 import os
+from pathlib import Path
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
@@ -335,7 +337,7 @@ target.generate(prompt(), do_sample=False, max_new_tokens=24, assistant_model=as
 assistant.alignment._job.result(600)
 print(*counts)
 """
-    run = [sys.executable, "-W", "ignore", "-c", code, os.path.dirname(__file__)]
+    run = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -44,7 +44,7 @@ from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.shortlists import as_policy
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
 
-POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 NEW_TOKENS = 40
 
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from automatic_drafting import app, speed, standard_error
 
 from hf_dynspec.commands import app as commands
@@ -20,7 +20,7 @@ from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 
-POCKET = Path(__file__).parents[1] / "examples/pocket"
+POCKET = Path(__file__).parents[2] / "examples/pocket"
 
 
 PAIR = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl")

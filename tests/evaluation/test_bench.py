@@ -47,7 +47,7 @@ from hf_dynspec.kernels import cpu
 from hf_dynspec.shortlists import FrequencyShortlist
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
 RIVALS = ["transformers' defaults", "prompt lookup"]
 SYSTEMS = ["plain", "transformers", *RIVALS, *POLICIES]

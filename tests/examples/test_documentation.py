@@ -37,12 +37,12 @@ from hf_dynspec.evaluation.bench.systems import (
 from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist, ShortlistPolicy
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 PAGES = [README, *DOCS, *CARDS]
-# tests/test_write_a_policy.py runs the first; the other is for computers with a GPU.
+# tests/examples/test_write_a_policy.py runs the first; the other is for computers with a GPU.
 NOT_RUN_HERE = {"write-a-policy.md", "on-a-gpu.md"}
 # The only thing that is changed: where these names on the Hub are read from. Models keep the names that they were
 # asked for by, as they do when they come from the Hub.
@@ -281,7 +281,9 @@ def workplace(tmp_path, monkeypatch) -> Path:
         Path("path/to", name).symlink_to(POCKET / name)
     size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
     random_head("eagle3", size, **TARGET_SHAPE).write(Path("path/to/eagle-head"))
-    texts = [json.dumps({"text": file.read_text(encoding="utf-8")}) for file in sorted(ROOT.glob("tests/test_*s.py"))]
+    texts = [
+        json.dumps({"text": file.read_text(encoding="utf-8")}) for file in sorted(ROOT.glob("tests/**/test_*s.py"))
+    ]
     for folder in ("corpus", "train"):
         Path(folder).mkdir()
     for number, text in enumerate(texts):
@@ -363,7 +365,7 @@ def test_the_files_and_tests_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`((?:tests|examples|docs|model_cards|hf_dynspec)/[\w./-]*)`", text):
         assert (ROOT / name).exists(), name
-    tests = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("tests/test_*.py"))
+    tests = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("tests/**/test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
 

@@ -49,7 +49,7 @@ from hf_dynspec.shortlists.retrieval.neighbours import TokenNeighbours
 from hf_dynspec.shortlists.retrieval.worker import Worker
 from hf_dynspec.stats import SECTIONS
 
-POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 TREE = "16/3/4"
 NEW_TOKENS = 40
 # Policies that choose anew for each draft step, so that nothing comes in and stays.

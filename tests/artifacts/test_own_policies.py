@@ -30,7 +30,7 @@ from hf_dynspec.shortlists import (
 )
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POCKET = ROOT / "examples" / "pocket"
 TOKENIZER = TokenizerFingerprint(VOCABULARY, "0" * 64, (EOS,))
 FAVOURITES = torch.tensor([5, 9, 2, 44])

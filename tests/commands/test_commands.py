@@ -39,7 +39,7 @@ from hf_dynspec.evaluation.tables import FittedTable, parameter_count
 from hf_dynspec.files import replacing
 from hf_dynspec.shortlists import POLICIES, as_policy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hf_dynspec.__file__).parent
 
 

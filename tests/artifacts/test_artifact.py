@@ -78,7 +78,7 @@ def forge_weights(folder: Path, data: bytes) -> None:
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return subprocess.run(command, check=False, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    return subprocess.run(command, check=False, cwd=Path(__file__).parents[2], capture_output=True, text=True)
 
 
 def container(header, data: bytes) -> bytes:
@@ -1095,7 +1095,7 @@ def test_a_killed_save_leaves_the_old_artifact_or_the_new_one(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", lambda file: None)
     code = """
         import os, pathlib, signal, sys
-        sys.path.insert(0, "tests")
+        sys.path[:0] = ["tests", "tests/artifacts"]
         from test_artifact import KILLED_SAVES, write_lists
 
         os.fsync = lambda file: None

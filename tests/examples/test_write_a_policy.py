@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dynspec.shortlists import POLICIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POCKET = ROOT / "examples" / "pocket"
 PAGE = ROOT / "docs" / "write-a-policy.md"
 

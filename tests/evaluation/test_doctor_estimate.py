@@ -28,7 +28,7 @@ from hf_dynspec.evaluation.operations.rounds import operations, recording
 from hf_dynspec.loading import empty_model
 from hf_dynspec.shortlists import HybridShortlist
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 TINY = {
     "vocab_size": 512,
     "hidden_size": 32,

@@ -14,7 +14,7 @@ from pocket import POCKET, TARGET_SHAPE, VOCABULARY_SIZE, has_head_product
 from rich.console import Console
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = ("--max-new-tokens", "16", "--repeats", "1")
 ROW = re.compile(
     r"^  (?P<name>\S.*?)  +(?P<speed>\d+)  +(?P<times>\d+\.\d\d)  +(?P<length>\d+\.\d\d) .* (?P<same>yes|NO)  $"

@@ -17,7 +17,7 @@ from hf_dynspec.shortlists import ScreenFactor
 from hf_dynspec.shortlists.screen import factor as factors
 from hf_dynspec.shortlists.screen.factor import usual_rank
 
-POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 SMALL = {"rank": 6, "candidates": 40}
 TREE = TreeConfig(12, 2, 4)
 

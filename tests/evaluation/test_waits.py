@@ -19,7 +19,7 @@ from hf_dynspec.alignment import training
 from hf_dynspec.alignment.aligner import Aligner
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
 import count_operations
 

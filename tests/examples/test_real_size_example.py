@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import real_size
 
 SHAPE = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

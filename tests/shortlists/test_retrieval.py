@@ -485,7 +485,7 @@ def threads() -> int:
 
 def run_script(script: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, which has to end well."""
-    paths = [Path(__file__).parent, Path(__file__).parents[1]]
+    paths = [Path(__file__).parents[1], Path(__file__).parents[2]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **(variables or {})}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

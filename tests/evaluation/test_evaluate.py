@@ -39,7 +39,7 @@ from hf_dynspec.evaluation.suites.runs import RUNS, SETTINGS, TIMED, RunFolder, 
 from hf_dynspec.files import append_json_line, read_whole_lines
 from hf_dynspec.protocol import VocabularyInfo
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAIR = ("--target", POCKET / "target", "--drafter", POCKET / "drafter", "--threads", 1)
 FAST = ("--max-new-tokens", 6, "--profile-prompts", 1, "--no-rivals", "--no-transformers-assisted")
 FREQUENCY, ALIGNED = "frequency:size=512", "frequency:size=512, aligned (default)"

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from automatic_drafting_replayed import (
     RECORDED,
     LongDrafts,
@@ -41,7 +41,7 @@ from hf_dynspec.drafting.early_ends import DraftedToken
 from hf_dynspec.drafting.recurrences import Recurrence
 from hf_dynspec.evaluation.pair import PairSettings, generation_config, open_pair
 
-POCKET = Path(__file__).parents[1] / "examples/pocket"
+POCKET = Path(__file__).parents[2] / "examples/pocket"
 PROMPTS = ("--prompts", POCKET / "prompts.jsonl")
 
 

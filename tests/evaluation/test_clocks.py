@@ -31,7 +31,7 @@ from hf_dynspec.evaluation.trace.page import page_of
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.stats import Clock
 
-POCKET = Path(__file__).parents[1] / "examples" / "pocket"
+POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 TOKENIZER = word_tokenizer()
 PROMPTS = [WorkloadPrompt(text, "words", text) for text in ("t5 t6 t7 t8 t9 t10", "t50 t60 t70")]
 POLICIES = {"full": FullShortlist(), "hybrid": HybridShortlist()}
