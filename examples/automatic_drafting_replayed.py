@@ -50,7 +50,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.devices import is_free_to_look
+from hf_dynspec.devices import is_host_memory
 from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.automatic_call import AutomaticCall, LearntDrafting
 from hf_dynspec.drafting.draft_shapes import ALONE, LONGEST, DraftShape, shapes_of
@@ -589,7 +589,7 @@ def main(
     console, results = Console(), {}
     settings = PairSettings(target, drafter, prompts, max_new_tokens=max_new_tokens, limit=limit, threads=threads)
     with open_pair(settings, eagle=[eagle] if eagle else []) as pair, Progress(transient=True) as progress:
-        ends_early = is_free_to_look(pair.target.device)
+        ends_early = is_host_memory(pair.target.device)
         assistants = bound_assistants(pair, policy)
         written = {"models": pair.described_models(), "policies": policy, "results": results}
         earlier = {} if texts is None else {value: read_texts(texts, pair, policy, value) for value in temperature}

@@ -10,12 +10,12 @@ import torch
 # Kinds of device whose numbers lie in the host's own memory. On every other kind, to look at a number is to wait until
 # all that was asked of the device is done. The one switch of all shortcuts that look at numbers: with nothing in it,
 # everything on a CPU goes as it goes elsewhere.
-FREE_TO_LOOK = frozenset({"cpu"})
+HOST_MEMORY = frozenset({"cpu"})
 
 
-def is_free_to_look(device: torch.device) -> bool:
+def is_host_memory(device: torch.device) -> bool:
     """Whether numbers on a device can be looked at without waiting for it."""
-    return device.type in FREE_TO_LOOK
+    return device.type in HOST_MEMORY
 
 
 # Kinds of device to which many operations can be given at once, as a graph that was captured.
@@ -62,7 +62,7 @@ def without_attention_plans(*devices: torch.device) -> AbstractContextManager[No
     cuDNN's, which torch prefers on some GPUs for 16 bits, makes a plan for every number of queries and of keys. Texts
     and drafts bring new ones in almost every round, and a plan takes longer than the rest of it.
     """
-    return nullcontext() if all(map(is_free_to_look, devices)) else _without_plans
+    return nullcontext() if all(map(is_host_memory, devices)) else _without_plans
 
 
 def usable_cores() -> int:
@@ -73,7 +73,7 @@ def usable_cores() -> int:
 def leaves_a_core(device: torch.device) -> bool:
     """Whether a core of the host is likely idle while operations on a device go on: on a CPU, where torch has fewer
     threads than there are cores. Of other devices it is not known."""
-    return is_free_to_look(device) and torch.get_num_threads() < usable_cores()
+    return is_host_memory(device) and torch.get_num_threads() < usable_cores()
 
 
 # What sets how many threads take part in the operations of the thread that calls it, and of no other.

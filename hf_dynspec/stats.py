@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .devices import is_free_to_look
+from .devices import is_host_memory
 from .protocol import BackgroundWork, Candidates, Shortlist
 
 # What a profiled call is divided into. "other" is the rest: the generation loop and the acceptance of tokens.
@@ -310,7 +310,7 @@ def _maximum(first: int | torch.Tensor, second: int | torch.Tensor) -> int | tor
 
 def _read_if_free(count: int | torch.Tensor) -> int | torch.Tensor:
     """The number itself where nothing has to be waited for, as adding numbers is faster than adding tensors."""
-    return count.item() if isinstance(count, torch.Tensor) and is_free_to_look(count.device) else count
+    return count.item() if isinstance(count, torch.Tensor) and is_host_memory(count.device) else count
 
 
 def _number(count: float | torch.Tensor) -> float:

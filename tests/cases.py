@@ -8,7 +8,7 @@ import pytest
 
 
 def representatives(marker: str, cases: Iterable[Any], keep: int = 1) -> list[Any]:
-    """The first `keep` cases unmarked, the others marked. A case is a value, a tuple of values, or a `pytest.param`."""
+    """The first `keep` cases unmarked, the others marked. A case is a value, a tuple of them, or a `pytest.param`."""
     return [case if place < keep else _marked(marker, case) for place, case in enumerate(cases)]
 
 

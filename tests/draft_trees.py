@@ -90,9 +90,9 @@ def drawn_tree(
 
 def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outcome:
     """What the target accepts, by a walk that looks at values as it goes or by one that does not, as
-    `is_free_to_look` says."""
+    `is_host_memory` says."""
     device = candidates.token_ids.device
-    if devices.is_free_to_look(device):
+    if devices.is_host_memory(device):
         return outcome_of(list(walk(candidates, process, do_sample, device)))
     walked = walk_unseen(candidates, process, do_sample, device, keeps_scores=False)
     stops = [*(walked.goes_on == 0).tolist(), True]

@@ -206,7 +206,7 @@ class Aligner(RequestLearner):
         training = self._training
         requests = read_requests(directory_or_repo) if include_buffer else None
         weights = read_learnt(directory_or_repo, training.learner, revision, cache_dir, token)
-        training.take_up(weights, requests)
+        training.load_saved(weights, requests)
 
     @alone
     def push_to_hub(self, repo_id: str, **options: Any) -> "CommitInfo":

@@ -77,7 +77,7 @@ class Training:
         before, after = self.active_adapter, self.adapters[name]
         if before.updates:
             before.weights = self.learner.adapter_state()
-        self._take_up_weights(after.weights)
+        self._load_weights(after.weights)
         after.weights = None
         self.active = name
         self.settle()
@@ -120,19 +120,19 @@ class Training:
         adapters, active = dict(state["adapters"]), state["active"]
         # Each is tried, so that none turns out to be wrong when it is switched to.
         for name in sorted(adapters, key=lambda name: name == active):
-            self._take_up_weights(adapters[name]["weights"])
+            self._load_weights(adapters[name]["weights"])
         held: dict[str, Adapter] = {}
         for name, one in adapters.items():
             held[name] = self._new_adapter()
             held[name].updates = int(one["updates"])
             held[name].gate.scores = [(float(before), float(after)) for before, after in one["scores"]]
             held[name].weights = None if name == active else dict(one["weights"]) or None
-            self.take_up_requests(one.get("requests", ()), held[name].buffer)
+            self.load_requests(one.get("requests", ()), held[name].buffer)
         if active not in held:
             raise KeyError(active)
         self.adapters, self.active = held, active
 
-    def take_up(
+    def load_saved(
         self, weights: Mapping[str, torch.Tensor], requests: Sequence[Mapping[str, torch.Tensor]] | None = None
     ) -> None:
         """Go on from weights that were learnt before, in the active adapter.
@@ -150,7 +150,7 @@ class Training:
         if requests is not None:
             buffer = self._new_adapter().buffer
             try:
-                self.take_up_requests(requests, buffer)
+                self.load_requests(requests, buffer)
             except ConfigurationError:
                 self.learner.load_adapter_state(before)
                 raise
@@ -159,7 +159,7 @@ class Training:
         adapter.updates = max(1, adapter.updates)
         self.settle()
 
-    def take_up_requests(self, state: Sequence[Mapping[str, torch.Tensor]], buffer: ReplayBuffer) -> None:
+    def load_requests(self, state: Sequence[Mapping[str, torch.Tensor]], buffer: ReplayBuffer) -> None:
         """Add what `requests_state` gave to a buffer.
 
         Raises:
@@ -176,7 +176,7 @@ class Training:
             if one is not None:
                 buffer.add(one)
 
-    def _take_up_weights(self, weights: Mapping[str, torch.Tensor] | None) -> None:
+    def _load_weights(self, weights: Mapping[str, torch.Tensor] | None) -> None:
         if weights:
             self.learner.load_adapter_state(dict(weights))
         else:

@@ -169,9 +169,9 @@ class StepRecorder:
             steps["features"] = features.to(device="cpu", dtype=torch.float16)
         if is_held_out or self.settings.of_hidden:
             steps["hidden"] = hidden.to(device="cpu", dtype=torch.float16)
-        return steps | self.drafter_says(hidden)
+        return steps | self.drafter_outputs(hidden)
 
-    def drafter_says(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    def drafter_outputs(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """`top_ids` of a shard, and `top_shares` where they are wanted, after the drafter's hidden states `[n, d]`."""
         most = min(self.settings.top_k, self._everything.width)
         ids, shares = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]

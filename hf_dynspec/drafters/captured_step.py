@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..cache_names import cache_inputs
-from .steady_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
+from .traceable_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
 from .weights_watch import WeightsWatch
 
 # Positions that the smallest memory has.

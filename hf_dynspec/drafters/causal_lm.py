@@ -15,7 +15,7 @@ from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_f
 from .base import Drafter, UnrolledStep
 from .captured_step import CapturedSteps, FixedLayers, capture_steps
 from .causal_lm_state import CausalLMState
-from .steady_decoder import can_be_recorded
+from .traceable_decoder import can_be_recorded
 from .traced_step import GrownLayers, TracedStep, trace_step
 from .weights_watch import WeightsWatch
 
@@ -47,7 +47,7 @@ class CausalLMDrafter(Drafter):
         self.windows = attention_windows(model.config.get_text_config())
         self._lock = threading.RLock()
         self._version = 0
-        self._take_up_projection()
+        self._load_projection()
         self._watch = WeightsWatch(self.decoder)
         self.has_own_layers = _has_own_layers(model)
         self.step = self._recorded_step()
@@ -69,22 +69,22 @@ class CausalLMDrafter(Drafter):
         with self._lock:
             watch = self._projection_watch
             if watch is None or watch.module is not self.model.get_output_embeddings() or watch.has_changed():
-                self._take_up_projection()
+                self._load_projection()
             if self.decoder is not self._watch.module:
                 self._watch = WeightsWatch(self.decoder)
-                self._take_up_decoder()
+                self._load_decoder()
             elif self._watch.has_changed() or (self.step is not None and not self.step.still_holds()):
-                self._take_up_decoder()
+                self._load_decoder()
             return self._version
 
-    def _take_up_projection(self) -> None:
+    def _load_projection(self) -> None:
         # Not watched until there is a head of what is there, so that a failure is not forgotten.
         self._projection_watch = None
         self.head = self._checked_head()
         self._projection_watch = WeightsWatch(self.model.get_output_embeddings(), samples=True)
         self._version += 1
 
-    def _take_up_decoder(self) -> None:
+    def _load_decoder(self) -> None:
         # Weights are the trace's input; the decoder's parts, settings and hooks are what it must have been made with.
         self.step = self._recorded_step()
         self._version += 1

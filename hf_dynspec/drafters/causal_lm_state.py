@@ -10,7 +10,7 @@ from ..cache_names import cache_inputs
 from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
 from .captured_step import FixedLayers
-from .steady_decoder import cache_of, layers_of
+from .traceable_decoder import cache_of, layers_of
 from .traced_step import GrownLayers
 
 

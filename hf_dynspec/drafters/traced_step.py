@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache_names import cache_inputs
-from .steady_decoder import (
+from .traceable_decoder import (
     COMPARED_LENGTHS,
     SteadyDecoder,
     are_close,

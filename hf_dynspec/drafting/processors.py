@@ -33,9 +33,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..kernels import top_k_ids
-from ..protocol import FewWeights
+from ..protocol import SparseDistribution
 
 # These look at the values of logits only, and at each row by itself. They give the same distribution on a shortlist as
 # on the full vocabulary with −inf elsewhere, and may take all positions of a draft at once.
@@ -115,7 +115,7 @@ class ProcessorsByValue:
         # One more than are kept, to see whether it ties with the last of them.
         return None if self._top_k_first is None else self._top_k_first + 1
 
-    def few(self, scores: torch.Tensor, best: torch.Tensor) -> list[FewWeights | None]:
+    def sparse(self, scores: torch.Tensor, best: torch.Tensor) -> list[SparseDistribution | None]:
         """The softmax of what is left of rows of scores, where that can be told without processing them whole: the
         same tokens, with the same weights but for the rounding of sums over more or fewer zeros. Reads the host's
         memory.
@@ -135,7 +135,7 @@ class ProcessorsByValue:
         token_ids = best[:, :-1].sort(1).values
         weights = self(None, scores.gather(1, token_ids)).softmax(-1)
         return [
-            FewWeights(ids, of_ids)
+            SparseDistribution(ids, of_ids)
             if values[0] < torch.inf and all(map(operator.gt, values[may_tie:], values[may_tie + 1 :]))
             else None
             for values, ids, of_ids in zip(most_probable.tolist(), token_ids.tolist(), weights.tolist(), strict=True)
@@ -184,7 +184,7 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
 def draw_with_weight(weights: torch.Tensor) -> tuple[torch.Tensor, float | None]:
     """`draw`, and the weight of what was drawn, None where it would have to be waited for. Otherwise a block of many
     weights is drawn first, by the blocks' sums, and an index in it after that."""
-    if not is_free_to_look(weights.device):
+    if not is_host_memory(weights.device):
         return _draw(weights), None
     n, start, end = weights.shape[0], 0, weights.shape[0]
     if n >= _FEWEST_WIDE_COLUMNS:
@@ -206,7 +206,7 @@ _DRAWN_BLOCK = 256
 def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
     """The columns, int64 `[m]`, that are True in `[n]`, where they can be counted without waiting for a device and are
     so few that it pays to look at them alone, as after a top-k over a large vocabulary; otherwise None."""
-    if not is_free_to_look(is_wanted.device) or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
+    if not is_host_memory(is_wanted.device) or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
         return None
     wanted = is_wanted.nonzero().squeeze(1)
     return wanted if 0 < wanted.shape[0] <= is_wanted.shape[0] // 8 else None

@@ -10,7 +10,7 @@ import torch
 
 from ..drafters.base import Drafter
 from ..kernels import top_k_ids
-from ..protocol import Candidates, FewWeights, HeadRows, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import Candidates, HeadRows, Needs, Prompt, Shortlist, SparseDistribution, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
 from .guards import closes_on_error, while_weights_stand
@@ -22,7 +22,7 @@ from .unread_features import UnreadFeatures
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
 # before it. Also returns the logits that the token was drawn by, and what is left of them (`Candidates.drawn_from`).
 ChooseToken = Callable[
-    [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, FewWeights | None]
+    [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, SparseDistribution | None]
 ]
 # Whether a draft goes on after the token, int64 [1], that was chosen last.
 GoesOn = Callable[[torch.Tensor], bool]

@@ -4,9 +4,9 @@ that a draft may be shown."""
 import torch
 from transformers import LogitsProcessorList
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..kernels import argmax_rows, top_k_ids
-from ..protocol import FewWeights, Shortlist
+from ..protocol import Shortlist, SparseDistribution
 from .draft_processors import DraftContext, draft_processors
 from .processors import ProcessorsByValue, draw_place, draw_several, draw_with_weight, looks_at_values_only
 
@@ -56,7 +56,7 @@ class TokenChoice:
 
     def __call__(
         self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, FewWeights | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, SparseDistribution | None]:
         """See `session.ChooseToken`."""
         if self._by_id:
             logits = self._process_by_id(logits, shortlist, drafted)
@@ -71,9 +71,9 @@ class TokenChoice:
             return shortlist.ids_at(self._draw(weights)), likely[0], None
         token_ids = shortlist.ids_at(columns[0])
         used = torch.full_like(logits, -torch.inf).index_copy_(0, columns[0], likely[0])
-        if not is_free_to_look(logits.device):
+        if not is_host_memory(logits.device):
             return token_ids.index_select(0, self._draw(weights)), used, None
-        few = FewWeights(token_ids.tolist(), weights.tolist())
+        few = SparseDistribution(token_ids.tolist(), weights.tolist())
         place = draw_place(few.weights)
         self._drawn = few.weights[place]
         return token_ids[place : place + 1], used, few

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..drafting.processors import draw, draw_place, few_columns
-from ..protocol import Candidates, FewWeights
+from ..protocol import Candidates, SparseDistribution
 
 # What is drawn where weights are no numbers or all 0, as no device is waited for to raise an error.
 NO_TOKEN = -1
@@ -54,7 +54,7 @@ class Weights:
         """Draw from what is left of these weights. Where two distributions are equal to rounding, nothing is left over
         and these themselves take its place."""
         is_left = left.total > 0
-        if is_free_to_look(is_left.device):
+        if is_host_memory(is_left.device):
             return (left if is_left else self).draw()
         return Weights(torch.where(is_left, left.weights, self.weights), self.token_ids).draw()
 
@@ -66,22 +66,22 @@ class Weights:
         return torch.where(self.weights.index_select(0, place) > 0, token_id, NO_TOKEN)
 
 
-def weights_of(processed: torch.Tensor | FewWeights) -> Weights:
+def weights_of(processed: torch.Tensor | SparseDistribution) -> Weights:
     """What to draw from by what `ProcessRow` returned."""
-    if isinstance(processed, FewWeights):
+    if isinstance(processed, SparseDistribution):
         weights = torch.tensor(processed.weights, dtype=torch.float32, device="cpu")
         return Weights(weights, torch.tensor(processed.token_ids, device="cpu"))
     return Weights(processed[0].softmax(-1), None)
 
 
-def draw_alone(processed: torch.Tensor | FewWeights) -> torch.Tensor:
+def draw_alone(processed: torch.Tensor | SparseDistribution) -> torch.Tensor:
     """Draw a token, int64 `[1]`, or `NO_TOKEN`, where nothing was drafted, by what `ProcessRow` returned."""
-    if isinstance(processed, FewWeights):
-        return torch.tensor([_draw_few(processed.token_ids, processed.weights)], device="cpu")
+    if isinstance(processed, SparseDistribution):
+        return torch.tensor([_draw_sparse(processed.token_ids, processed.weights)], device="cpu")
     return weights_of(processed).draw()
 
 
-def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWeights) -> torch.Tensor:
+def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | SparseDistribution) -> torch.Tensor:
     """Speculative sampling at one depth of a chain: a token, int64 `[1]`, distributed as the target says.
 
     Args:
@@ -90,7 +90,7 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWei
         processed: what `ProcessRow` returned for what the target says there.
     """
     few = candidates.drawn_from[depth] if candidates.drawn_from else None
-    if few is not None and isinstance(processed, FewWeights):
+    if few is not None and isinstance(processed, SparseDistribution):
         return torch.tensor([_draw_at_once(candidates.token_ids[depth].item(), few, processed)], device="cpu")
     p = weights_of(processed)
     shortlist, logits = candidates.shortlists[depth], candidates.logits[depth]
@@ -105,13 +105,13 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | FewWei
     of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(device)
     drafted = drafted.to(device)
     is_accepted = torch.rand(1, dtype=torch.float32, device=device) * of_drafter * p.total < p.at(drafted)
-    if is_free_to_look(device) and is_accepted:
+    if is_host_memory(device) and is_accepted:
         return drafted
     left = p.minus(token_ids.to(device), q.to(device) * p.total)
     return torch.where(is_accepted, drafted, p.draw_what_is_left(left))
 
 
-def _draw_at_once(drafted: int, q: FewWeights, p: FewWeights) -> int:
+def _draw_at_once(drafted: int, q: SparseDistribution, p: SparseDistribution) -> int:
     """`draw_at` on the host: for few weights quicker than twenty small operations."""
     scale = sum(p.weights) / sum(q.weights)
     # A shortlist may hold a token twice, in a slot that does not count. Weights of a drafter that computes no numbers
@@ -121,10 +121,10 @@ def _draw_at_once(drafted: int, q: FewWeights, p: FewWeights) -> int:
     if torch.rand(1, device="cpu").item() * q_of.get(drafted, torch.inf) < p_of.get(drafted, 0.0):
         return drafted
     left = [max(0.0, weight - q_of.get(token_id, 0.0)) for token_id, weight in p_of.items()]
-    return _draw_few(p.token_ids, left if any(left) else p.weights)
+    return _draw_sparse(p.token_ids, left if any(left) else p.weights)
 
 
-def _draw_few(token_ids: list[int], weights: list[float]) -> int:
+def _draw_sparse(token_ids: list[int], weights: list[float]) -> int:
     """A token, or `NO_TOKEN`."""
     place = draw_place(weights)
     return token_ids[place] if weights[place] > 0 else NO_TOKEN
@@ -143,7 +143,7 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
     """
     draws, device = candidates.draws, p.weights.device
     count = is_child.sum()
-    most = int(count) if is_free_to_look(device) else draws.most_siblings
+    most = int(count) if is_host_memory(device) else draws.most_siblings
     if most == 0:
         return p.draw()
     w, n = draws.probabilities[depth].shape
@@ -170,7 +170,7 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
     uniform = torch.rand(most, dtype=torch.float32, device=device)
     is_accepted = (uniform * q_of_children < torch.cat(p_of_children)) & (q_of_children > 0)
     accepted = candidates.token_ids.to(device)[children[is_accepted.to(torch.int8).argmax(keepdim=True)]]
-    if is_free_to_look(device) and is_accepted.any():
+    if is_host_memory(device) and is_accepted.any():
         return accepted
     left = p.minus(token_ids, (p_here - p_left[:-1]) * p.total)
     return torch.where(is_accepted.any(), accepted, p.draw_what_is_left(left))

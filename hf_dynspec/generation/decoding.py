@@ -24,21 +24,21 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache_names import CACHE, returned_cache
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..drafting.processors import divide, may_keep_state
 from ..errors import TargetError, UnsupportedError
 from ..kernels import argmax_rows, top_k_ids
-from ..protocol import Candidates, FewWeights
+from ..protocol import Candidates, SparseDistribution
 from .acceptance import NO_TOKEN
 from .output_record import OutputRecord
 from .round import Drafting
 from .target import keep_path
 from .verification import (
+    BatchedWalk,
     BestTokens,
     Outcome,
     ProcessRow,
     Step,
-    UnseenWalk,
     outcome_of,
     walk,
     walk_greedily,
@@ -281,7 +281,7 @@ class _Verifier:
             walked = walk_unseen(candidates, process, self._do_sample, logits.device, self._keeps_scores)
         elif best is not None and not self._by_value:
             walked = walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
-        elif is_free_to_look(logits.device):
+        elif is_host_memory(logits.device):
             # Rows that the walk does not come to are not looked at.
             walked = walk_unseen(candidates, process, False, logits.device, self._keeps_scores)
         else:
@@ -292,30 +292,30 @@ class _Verifier:
     def _process_row(self, logits: torch.Tensor, input_ids: torch.Tensor, best: BestTokens | None) -> ProcessRow:
         """What processes a row of this round's logits. Arguments as for `verify`."""
         count = self._by_value.most_looked_at if self._do_sample and not self._keeps_scores else None
-        if count is not None and (count > logits.shape[1] or not is_free_to_look(logits.device)):
+        if count is not None and (count > logits.shape[1] or not is_host_memory(logits.device)):
             count = None
-        few: list[FewWeights | None] = []
+        few: list[SparseDistribution | None] = []
         if count is not None and best is not None and not self._by_id:
-            few = self._by_value.few(logits, best.ids(count))
+            few = self._by_value.sparse(logits, best.ids(count))
 
-        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | FewWeights:
+        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | SparseDistribution:
             left = few[row] if few else None
             if left is None:
                 # A copy where it outlives the round, or as processors may write into what they are given; those by
                 # value do not.
-                is_passing = not (self._by_id or self._keeps_scores) and is_free_to_look(logits.device)
+                is_passing = not (self._by_id or self._keeps_scores) and is_host_memory(logits.device)
                 processed = logits[row.item()].unsqueeze(0) if is_passing else logits.index_select(0, row)
                 if self._by_id:
                     processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
                 if count is not None and not few:
-                    left = self._by_value.few(processed, top_k_ids(processed, count))[0]
+                    left = self._by_value.sparse(processed, top_k_ids(processed, count))[0]
                 if left is None:
                     return self._by_value(input_ids, processed)
             return left
 
         return process
 
-    def _until_done(self, walked: UnseenWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
+    def _until_done(self, walked: BatchedWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
         """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,
         for all that the host has to know."""
         n, length = walked.token_ids.shape[0], input_ids.shape[1]

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.session import DraftSession
 from ..drafting.settings import require_drafting_settings, settled
@@ -129,7 +129,7 @@ class GenerateCall(Call):
         tree = self._assistant.tree
         # How probable a token is can be asked for nothing only where nobody has to be waited for.
         ends_early = (
-            config.num_assistant_tokens == AUTO and tree is None and is_free_to_look(self._session.vocabulary.device)
+            config.num_assistant_tokens == AUTO and tree is None and is_host_memory(self._session.vocabulary.device)
         )
         return self._assistant.learnt_drafting.call_under(setting, tree, version, policies, ends_early)
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Recorder
-from ..devices import is_free_to_look, without_attention_plans
+from ..devices import is_host_memory, without_attention_plans
 from ..drafting.automatic_call import AutomaticCall
 from ..drafting.draft_shapes import DraftShape, shape_of
 from ..drafting.guards import outside_inference_mode
@@ -253,7 +253,7 @@ class Drafting:
             self._feedback.take_prompt_rows(outputs, earlier_rows)
         logits = outputs.logits[0]
         has_few_rows = candidates is None or candidates.is_chain
-        looks_at_all = has_few_rows and is_free_to_look(logits.device)
+        looks_at_all = has_few_rows and is_host_memory(logits.device)
         self.best_tokens = BestTokens(logits, self._feedback.best_count) if looks_at_all else None
         return outputs
 

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..drafting.session import DraftSession
-from ..forks import MadeAnewAfterFork
+from ..forks import ForkSafe
 
 
-class SessionPool(MadeAnewAfterFork):
+class SessionPool(ForkSafe):
     """Sessions that wait for the next call, with their buffers, the latest used last. Shareable between threads.
 
     Args:
@@ -24,9 +24,9 @@ class SessionPool(MadeAnewAfterFork):
         super().__init__()
         self._most = most
         self.memory: Any = None
-        self.begin_anew()
+        self.reset_after_fork()
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked process: give up all sessions, as what they work with may have stayed behind."""
         # A session may be given back by the garbage collector, at any time.
         self._lock = threading.RLock()

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..kernels import argmax_rows, top_k_ids
-from ..protocol import Candidates, FewWeights
+from ..protocol import Candidates, SparseDistribution
 from .acceptance import draw_alone, draw_among, draw_at, weights_of
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
 # fp32 [1, V], or when sampling what is left of its softmax, where that is little.
-ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | FewWeights]
+ProcessRow = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | SparseDistribution]
 
 
 class BestTokens:
@@ -80,12 +80,12 @@ class Step:
 
     token_id: torch.Tensor
     row: torch.Tensor
-    scores: torch.Tensor | FewWeights
+    scores: torch.Tensor | SparseDistribution
     goes_on: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
-class UnseenWalk:
+class BatchedWalk:
     """A walk that no criterion has looked at, perhaps to the end of the candidates. What comes after the first node at
     which it does not go on says nothing.
 
@@ -178,17 +178,17 @@ def walk_unseen(
     do_sample: bool,
     device: torch.device,
     keeps_scores: bool,
-) -> UnseenWalk:
+) -> BatchedWalk:
     """Walk as `walk` does, to the end, or where looking costs nothing for as long as the target agrees."""
-    steps = list(walk(candidates, process, do_sample, device, looks=is_free_to_look(device)))
+    steps = list(walk(candidates, process, do_sample, device, looks=is_host_memory(device)))
     outcome = outcome_of(steps, keeps_scores)
     goes_on = torch.cat([one.goes_on for one in steps[:-1]]) if steps[1:] else outcome.rows[:0]
-    return UnseenWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
+    return BatchedWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
 
 
 def walk_greedily(
     candidates: Candidates | None, token_ids: torch.Tensor, scores: torch.Tensor | tuple[()]
-) -> UnseenWalk:
+) -> BatchedWalk:
     """Walk as `walk` does when tokens are not drawn, to the end, without looking at anything: all rows at once.
 
     Args:
@@ -200,7 +200,7 @@ def walk_greedily(
     if candidates is None or candidates.is_chain:
         drafted = token_ids[:0] if candidates is None else candidates.token_ids.to(device)
         rows = torch.arange(count, device=device)
-        return UnseenWalk(token_ids, rows, token_ids[:-1] == drafted, scores)
+        return BatchedWalk(token_ids, rows, token_ids[:-1] == drafted, scores)
     rows_before = candidates.parents.to(device) + 1
     is_next = token_ids.index_select(0, rows_before) == candidates.token_ids.to(device)
     # Of equal siblings, which stand for the same path, the first is taken, by counting from the end.
@@ -212,7 +212,7 @@ def walk_greedily(
     for _ in candidates.shortlists:
         rows.append(next_rows.index_select(0, rows[-1]))
     rows = torch.cat(rows)
-    return UnseenWalk(token_ids.index_select(0, rows), rows, rows[1:], scores)
+    return BatchedWalk(token_ids.index_select(0, rows), rows, rows[1:], scores)
 
 
 class _Path:

@@ -4,7 +4,7 @@ Letters: `V` rows of the output projection, `C` slots of a shortlist, `k` drafte
 Positions count the tokens of the text from 0, padding not among them.
 """
 
-from .candidates import Candidates, Draws, FewWeights
+from .candidates import Candidates, Draws, SparseDistribution
 from .feedback import BackgroundWork, Needs, Prompt, Verdict
 from .shortlists import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
 from .vocabulary import HeadRows, VocabularyInfo
@@ -15,12 +15,12 @@ __all__ = [
     "BlockShortlist",
     "Candidates",
     "Draws",
-    "FewWeights",
     "HeadRows",
     "JoinedShortlist",
     "Needs",
     "Prompt",
     "Shortlist",
+    "SparseDistribution",
     "Verdict",
     "VocabularyInfo",
 ]

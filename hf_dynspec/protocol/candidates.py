@@ -30,7 +30,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class FewWeights:
+class SparseDistribution:
     """What a token is drawn from where little of a vocabulary is left, as numbers of the host.
 
     Args:
@@ -72,7 +72,7 @@ class Candidates:
     depths: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     draws: Draws | None = None
-    drawn_from: tuple[FewWeights | None, ...] = ()
+    drawn_from: tuple[SparseDistribution | None, ...] = ()
 
     @property
     def is_chain(self) -> bool:

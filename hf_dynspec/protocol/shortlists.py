@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class BlockShortlist(Shortlist):
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
         block_rows = self.layout.token_ids.shape[1]
-        if columns.numel() == 1 and is_free_to_look(columns.device):
+        if columns.numel() == 1 and is_host_memory(columns.device):
             # A chain's only token: reading numbers takes less time than computing with tensors of one.
             place, row = divmod(columns.item(), block_rows)
             return self.layout.token_ids[self.blocks[place].item(), row].view(columns.shape)
@@ -208,7 +208,7 @@ class JoinedShortlist(Shortlist):
         return self.chosen.count + self.rest.count
 
     def ids_at(self, columns: torch.Tensor) -> torch.Tensor:
-        if columns.numel() == 1 and is_free_to_look(columns.device):
+        if columns.numel() == 1 and is_host_memory(columns.device):
             past = columns.item() - self.chosen.width
             return self.rest.ids_at(columns - self.chosen.width) if past >= 0 else self.chosen.ids_at(columns)
         past_chosen = columns - self.chosen.width

@@ -7,6 +7,7 @@ within which bounds, and what a model card says of it its class declares (`Stora
 from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
 from .automatic import AutomaticShortlist
 from .base import ShortlistPolicy, ShortlistState
+from .composite import CompositePolicy
 from .coral import CoralShortlist
 from .frequency import FrequencyShortlist
 from .full import FullShortlist
@@ -16,7 +17,6 @@ from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_p
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
 from .screen import ScreenFactor, ScreenShortlist
-from .several import SeveralPolicies
 from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import UnionShortlist
 
@@ -39,6 +39,7 @@ __all__ = [
     "TOKENIZER_SIZE",
     "WEIGHT_DTYPES",
     "AutomaticShortlist",
+    "CompositePolicy",
     "CooccurrenceGraph",
     "CoralShortlist",
     "FrequencyShortlist",
@@ -52,7 +53,6 @@ __all__ = [
     "ScreenFactor",
     "ScreenShortlist",
     "SettingRule",
-    "SeveralPolicies",
     "Share",
     "ShortlistPolicy",
     "ShortlistState",

@@ -6,13 +6,13 @@ from typing import Any
 from ..errors import ConfigurationError, shown_value
 from ..protocol import VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, start_state
+from .composite import CompositePolicy
 from .forwarding import ForwardingState
 from .hybrid import HybridShortlist
 from .screen import ScreenShortlist
-from .several import SeveralPolicies
 
 
-class AutomaticShortlist(SeveralPolicies):
+class AutomaticShortlist(CompositePolicy):
     """One of several policies in each round: the one that brings the most tokens per second, by the time that rounds
     have taken and by how much of their drafts the target has accepted (DynaSpec, equation 2).
 

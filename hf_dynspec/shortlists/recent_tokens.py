@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..devices import is_free_to_look
+from ..devices import is_host_memory
 from ..protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistState
 
@@ -187,7 +187,7 @@ class RecentTokensState(ShortlistState):
         # Of equal tokens the last one leads. What stands for nothing is held, by the slot past those that are shown.
         leads = self._last_seen.take(entries) == positions
         is_new = leads & (self._slots.take(held_slots) != entries)
-        looks = is_free_to_look(entries.device)
+        looks = is_host_memory(entries.device)
         if looks:
             # Most are held already, and the rows of those need not be moved.
             entries = entries[is_new]

@@ -16,10 +16,10 @@ from ..protocol import (
     VocabularyInfo,
 )
 from .base import ShortlistPolicy, ShortlistState, start_state
-from .several import SeveralPolicies
+from .composite import CompositePolicy
 
 
-class UnionShortlist(SeveralPolicies):
+class UnionShortlist(CompositePolicy):
     """Every token that any of the policies selects.
 
     Args:

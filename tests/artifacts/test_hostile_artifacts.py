@@ -60,18 +60,18 @@ from hf_dynspec.fields import LARGEST_COUNT
 from hf_dynspec.loading import load_tokenizer
 from hf_dynspec.protocol import Prompt, Verdict, VocabularyInfo
 from hf_dynspec.shortlists import (
+    CompositePolicy,
     CoralShortlist,
     FrequencyShortlist,
     FullShortlist,
     HybridShortlist,
     InContextShortlist,
     RouterShortlist,
-    SeveralPolicies,
     ShortlistPolicy,
     UnionShortlist,
 )
+from hf_dynspec.shortlists.composite import DEEPEST, MOST_POLICIES
 from hf_dynspec.shortlists.in_context import LARGEST_TOP_K
-from hf_dynspec.shortlists.several import DEEPEST, MOST_POLICIES
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
@@ -278,7 +278,7 @@ def test_every_setting_of_every_policy_has_a_rule(make):
     """By the constructor and by the loader: a policy without rules cannot be loaded with settings at all."""
     policy = make()
     settings, tensors = policy.settings(), policy.tensors()
-    if isinstance(policy, SeveralPolicies) and "policies" in settings:
+    if isinstance(policy, CompositePolicy) and "policies" in settings:
         return  # of other policies' settings
     assert set(settings) == set(type(policy).setting_rules)
     hostile = [2**31, 2**70, -1, 10**5000, 1.5, float("nan"), "acme/model", "/etc/passwd", [1], {"a": 1}, STEERING]

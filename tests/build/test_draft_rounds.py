@@ -77,7 +77,7 @@ def test_accepted_steps_are_those_along_the_text(target, drafter, temperature):
             assert int(rounds.token_ids[row]) == int(rounds.text[place])
             step, after = along[depth], place - 1 - depth
             torch.testing.assert_close(rounds.features[row].float(), step.features[after].float(), **CLOSE)
-            likely = recorder.drafter_says(torch.stack([rounds.hidden[row], step.hidden[after]]))["top_ids"]
+            likely = recorder.drafter_outputs(torch.stack([rounds.hidden[row], step.hidden[after]]))["top_ids"]
             assert torch.equal(likely[0], likely[1])
             depths.append(depth)
         rejected += int((~rounds.is_accepted).sum())

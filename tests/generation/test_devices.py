@@ -64,7 +64,7 @@ def test_threads_that_come_and_go_leave_it_as_it_was():
 @pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
 def test_rounds_read_without_plans(tree, monkeypatch):
     """The target and the drafter, and also where an error ends the call."""
-    monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     target = tiny()
     drafter, seen = perturbed(target), {"target": [], "drafter": []}
     assistant = DynSpecAssistant(drafter, target=target, tree=tree)

@@ -626,7 +626,7 @@ def test_the_threshold_ends_a_draft_after_an_improbable_token(target, drafter, l
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_the_threshold_goes_by_what_was_drawn(top_k, looks, target, drafter, lengths_under, monkeypatch):
     if not looks:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     totals = []
     for threshold in (0.0, 0.004 if top_k == 0 else 0.13, 1.0):
         lengths = lengths_under(threshold)

@@ -197,7 +197,7 @@ def test_policies_are_immutable_and_so_are_their_copies(policy):
     assert copy.deepcopy([policy])[0] is policy
 
 
-def test_what_belongs_to_models_is_not_pickled_and_copies_of_a_conversation_begin_anew(target, drafter):
+def test_what_belongs_to_models_is_not_pickled_and_copies_of_a_conversation_reset_after_fork(target, drafter):
     assistant = DynSpecAssistant(drafter, "hybrid", target=target)
     conversation = assistant.conversation()
     text = greedy(target, prompt(), conversation)

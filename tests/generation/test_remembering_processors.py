@@ -33,7 +33,7 @@ def drafter(target) -> PreTrainedModel:
 def looks(request, monkeypatch) -> bool:
     """Whether a value can be looked at without waiting for a device."""
     if not request.param:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     return request.param
 
 

@@ -50,7 +50,7 @@ from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.generation import acceptance, decoding
 from hf_dynspec.kernels import top_k_ids
-from hf_dynspec.protocol import Candidates, FewWeights, Shortlist
+from hf_dynspec.protocol import Candidates, Shortlist, SparseDistribution
 
 # Of 10,000 correct programs one would fail such a test.
 FALSE_ALARM = 1e-4
@@ -288,7 +288,7 @@ def test_every_token_of_long_texts_from_drafts_that_end_early(ends, processors, 
 def test_every_token_of_long_texts_under_processors_that_remember(kind, looks, tree, target, drafter, monkeypatch):
     """Also on devices that would be waited for, where the walk does not look at what it comes to."""
     if not looks:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     torch.manual_seed(17)
     assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3, tree=tree)
     numbers = []
@@ -460,12 +460,12 @@ TABLES = {
 WALKS = [(name, True) for name in TABLES] + [("far apart", False), ("fewer tokens than children", False)]
 
 
-@pytest.mark.parametrize(("name", "is_free_to_look"), WALKS)
-def test_texts_from_drawn_trees(name, is_free_to_look, monkeypatch):
+@pytest.mark.parametrize(("name", "is_host_memory"), WALKS)
+def test_texts_from_drawn_trees(name, is_host_memory, monkeypatch):
     """Several successive tokens together, over as many rounds as they take; by a walk that looks at values as it goes,
     as on a CPU, and by one that does not."""
-    if not is_free_to_look:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    if not is_host_memory:
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     torch.manual_seed(13)
     vocabulary, p, q, length = TABLES[name]
     counts, deep = count_texts(p, q, vocabulary, length, TreeConfig(total_tokens=14, depth=1, top_k=4))
@@ -599,7 +599,7 @@ AFTER_TOP_K = {
 
 def few_of(processors, scores):
     """What `ProcessorsByValue.few` tells of rows."""
-    return processors.few(scores, top_k_ids(scores, processors.most_looked_at))
+    return processors.sparse(scores, top_k_ids(scores, processors.most_looked_at))
 
 
 @pytest.mark.parametrize("after", AFTER_TOP_K)
@@ -666,9 +666,9 @@ def test_a_chain_is_verified_alike_by_few_weights_and_by_all(q_of, shortlist_is_
     logits[torch.tensor([3, 40, 900, 1100])] = torch.tensor([3.0, 4.0, 4.0, 1.0])
     expected = of_left.softmax(-1).double() * rounds
     possible = (logits > -torch.inf).nonzero().squeeze(1)
-    few = FewWeights(possible.tolist(), logits[possible].exp().tolist())
+    few = SparseDistribution(possible.tolist(), logits[possible].exp().tolist())
     drawn_from = (few if shortlist_is_few else None,)
-    for processed in (row, FewWeights(left.tolist(), of_left.exp().tolist())):
+    for processed in (row, SparseDistribution(left.tolist(), of_left.exp().tolist())):
         counts, accepted = torch.zeros(len(left)), 0
         for _ in range(rounds):
             drafted = draw(logits.softmax(-1))
@@ -687,9 +687,9 @@ def test_drafts_of_a_drafter_that_computes_no_numbers_have_no_say(shortlist_is_f
     torch.manual_seed(21)
     rounds, drafted, p = 2000, torch.tensor([0, 2, 3]), torch.tensor([0.3, 0.1, 0.4, 0.2])
     logits = torch.full((4,), -torch.inf).index_fill(0, drafted, torch.nan)
-    few = FewWeights(drafted.tolist(), [torch.nan] * 3) if shortlist_is_few else None
+    few = SparseDistribution(drafted.tolist(), [torch.nan] * 3) if shortlist_is_few else None
     chain = Candidates(drafted[:1], (Shortlist(torch.arange(4), 0),), (logits,), drawn_from=(few,))
-    processed = FewWeights([0, 1, 2, 3], p.tolist()) if processed_is_few else p.log().unsqueeze(0)
+    processed = SparseDistribution([0, 1, 2, 3], p.tolist()) if processed_is_few else p.log().unsqueeze(0)
     drawn = [verify(chain, lambda row, path: processed, True).token_ids[0] for _ in range(rounds)]
     assert chi_square(torch.bincount(torch.stack(drawn), minlength=4), p.double(), at_least=4) > FALSE_ALARM
 
@@ -714,7 +714,7 @@ def test_where_plain_generate_has_nothing_to_draw_from_neither_is_anything_drawn
 ):
     """As by fp16 logits that overflow. The next call goes on as if nothing had happened."""
     if not looks:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     target, drafter = tiny("llama", tie_word_embeddings=False), tiny("llama")
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
     sound = target.lm_head.weight.detach().clone()

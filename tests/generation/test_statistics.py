@@ -209,7 +209,7 @@ def test_the_token_after_a_fully_accepted_draft_had_no_shortlist():
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_sizes_are_counted_where_looking_at_them_would_make_wait(order, monkeypatch):
     """Of shortlists some slots of which do not count, and of others, whichever comes first."""
-    monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+    monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     slots = torch.arange(4)
     of_size = [
         Shortlist(slots, 0, occupied=torch.tensor([True, True, True, False])),

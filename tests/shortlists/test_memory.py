@@ -94,7 +94,7 @@ def select(state: RecentTokensState) -> Shortlist:
 @pytest.mark.parametrize("looks", [True, False], ids=["looks at numbers", "waits for none"])
 def test_core_and_window_are_disjoint_and_hold_what_they_should(core_size, window, eos, draftable, looks, monkeypatch):
     if not looks:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     info = VocabularyInfo(VOCABULARY, eos, torch.device("cpu"), draftable)
     # A ranking without most tokens: the window begins with others then.
     ranking = torch.randperm(PADDED, generator=torch.Generator().manual_seed(0))[:120].tolist()

@@ -228,7 +228,7 @@ def test_the_window_is_the_published_one(window, eos, eviction):
 def test_tokens_that_repeat_and_hardly_change(eviction, looks, monkeypatch):
     """A tiny alphabet: nearly every token is held already, is a repeat, an EOS or padding."""
     if not looks:
-        monkeypatch.setattr(devices, "FREE_TO_LOOK", frozenset())
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     info = vocabulary((2,))
     for window in (1, 2, 3, 5):
         state = InContextShortlist(window, 0, 2, eviction).start(info)

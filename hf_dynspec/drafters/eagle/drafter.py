@@ -84,11 +84,11 @@ class EagleDrafter(Drafter):
         self._lock = threading.RLock()
         self._version = 0
         self._settled: tuple[torch.device, torch.dtype] | None = None
-        self._take_up(target)
+        self._follow_target(target)
         if self.module.lm_head is not None and not self._has_own_head:
             self.module.lm_head.requires_grad_(False)
 
-    def _take_up(self, target: PreTrainedModel) -> None:
+    def _follow_target(self, target: PreTrainedModel) -> None:
         """Reference what the target lends, and fuse the module's own weights."""
         # Until there is all of it, so that a failure is not forgotten.
         self._is_current = False
@@ -124,7 +124,7 @@ class EagleDrafter(Drafter):
             target = self._target()
             # A target that is gone lends what it lent last.
             if target is not None and self._has_changed(target, of_module):
-                self._take_up(target)
+                self._follow_target(target)
                 self._version += 1
 
     def _has_changed(self, target: PreTrainedModel, of_module: bool) -> bool:
@@ -205,7 +205,7 @@ class EagleDrafter(Drafter):
         other = copy.copy(self)
         other.module = copy.deepcopy(self.module)
         other._lock = threading.RLock()
-        other._take_up(target)
+        other._follow_target(target)
         return other
 
     def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:

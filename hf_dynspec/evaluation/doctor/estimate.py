@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...drafters.steady_decoder import can_be_recorded
+from ...drafters.traceable_decoder import can_be_recorded
 from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
 from ...errors import ConfigurationError, shown_value
 from ...fields import Number, SettingError, WholeNumber

@@ -81,7 +81,7 @@ class HeardRetrievals(RetrievalListener):
         # By the worker's thread, while nobody else looks.
         self.retrievals.append(retrieval)
 
-    def take_up(self, count: int) -> None:
+    def on_taken(self, count: int) -> None:
         self.taken += [len(self._recording.rounds) - 1] * count
 
 

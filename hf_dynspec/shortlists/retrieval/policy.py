@@ -371,7 +371,7 @@ class RetrievalState(ShortlistState):
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         if not self._is_taken_up:
             self._is_taken_up = True
-            self._take_up()
+            self._merge_results()
         if self._screen is None:
             return self._shortlist
         chosen, rest = self._screen.select(depth, token_ids, features), self._shortlist
@@ -379,12 +379,12 @@ class RetrievalState(ShortlistState):
             self._joined = JoinedShortlist(chosen, rest, self._screened)
         return self._joined
 
-    def _take_up(self) -> None:
+    def _merge_results(self) -> None:
         """Take up what was retrieved. What is not there yet is taken up in a later round."""
         taken = self._worker.take()
         if self._policy.listener is not None:
             # What has no result at all was no retrieval, see `follow_weights`.
-            self._policy.listener.take_up(sum(one is not None for one in taken))
+            self._policy.listener.on_taken(sum(one is not None for one in taken))
         changes = [one for one in taken if one]
         if not changes:
             return

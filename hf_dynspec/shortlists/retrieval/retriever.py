@@ -90,7 +90,7 @@ class RetrievalListener(ABC):
         """An event was taken in. Called by the thread that retrieves, in the order of the events."""
 
     @abstractmethod
-    def take_up(self, count: int) -> None:
+    def on_taken(self, count: int) -> None:
         """A round takes up the next `count` retrievals. Called by the thread that generates."""
 
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ...devices import compute_alone
-from ...forks import MadeAnewAfterFork
+from ...forks import ForkSafe
 from ...kernels.cpu_waiting import WaitForChange, wait_for_change
 from ...protocol import BackgroundWork
 
@@ -61,7 +61,7 @@ class _LookedFor:
 _Jobs = SimpleQueue[_Job] | _LookedFor
 
 
-class Worker(MadeAnewAfterFork):
+class Worker(ForkSafe):
     """Does jobs one after the other, in the order in which they were given. A job's result waits until it is taken.
 
     The thread starts with the first job and ends with `close`, with the worker, or at the interpreter's exit. Used by
@@ -87,7 +87,7 @@ class Worker(MadeAnewAfterFork):
         self._jobs = self._late_rounds = 0
         self._seconds = self._exposed_seconds = 0.0
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked process: closed, as what the thread was at has no result there."""
         if self._ending is not None:
             self._ending.detach()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...devices import is_free_to_look
+from ...devices import is_host_memory
 from ...errors import ConfigurationError
 from ...protocol import BlockLayout, VocabularyInfo
 from .network import Router
@@ -32,7 +32,7 @@ class ClusterLayout:
     def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
         """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
         number of blocks would be waited for, see `fixed_blocks_of`."""
-        if not is_free_to_look(chosen.device):
+        if not is_host_memory(chosen.device):
             return self.fixed_blocks_of(chosen, budget)
         return chosen.index_select(0, self.cluster_of).nonzero().squeeze(1)
 

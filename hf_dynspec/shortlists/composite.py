@@ -20,7 +20,7 @@ MOST_POLICIES = 32
 DEEPEST = 4
 
 
-class SeveralPolicies(ShortlistPolicy):
+class CompositePolicy(ShortlistPolicy):
     """A policy that others are parts of. It is stored with all of them.
 
     Args:
@@ -50,7 +50,7 @@ class SeveralPolicies(ShortlistPolicy):
 
     @classmethod
     @abstractmethod
-    def of(cls, policies: list[ShortlistPolicy]) -> "SeveralPolicies":
+    def of(cls, policies: list[ShortlistPolicy]) -> "CompositePolicy":
         """Make it of these."""
 
     @property
@@ -120,7 +120,7 @@ class SeveralPolicies(ShortlistPolicy):
         return classes
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "SeveralPolicies":
+    def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "CompositePolicy":
         cls.require_settings(settings)
         policies = []
         for index, part in enumerate(settings["policies"]):
@@ -130,7 +130,7 @@ class SeveralPolicies(ShortlistPolicy):
         return cls.of(policies)
 
 
-def _count_policies(made: type[SeveralPolicies], settings: Mapping[str, Any], depth: int = 1, path: str = "") -> int:
+def _count_policies(made: type[CompositePolicy], settings: Mapping[str, Any], depth: int = 1, path: str = "") -> int:
     """The number of policies inside one of several of these settings, those within them too.
 
     Raises:
@@ -149,7 +149,7 @@ def _count_policies(made: type[SeveralPolicies], settings: Mapping[str, Any], de
             problem = f"must be a JSON object, got {shown_value(part['settings'])}"
             raise FieldError(f"{path}policies[{index}].settings", problem, "Give the settings of that policy")
         inner = POLICIES.get(part["name"]) if isinstance(part["name"], str) else None
-        if inner is not None and issubclass(inner, SeveralPolicies):
+        if inner is not None and issubclass(inner, CompositePolicy):
             if not inner.can_be_part:
                 raise ConfigurationError(f"the policy {inner.name!r} cannot be a part of {made.called}")
             count += _count_policies(inner, part["settings"], depth + 1, f"{path}policies[{index}].settings.")
