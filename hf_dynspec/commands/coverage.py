@@ -61,8 +61,7 @@ def coverage(
     is interrupted shows and saves what it has.
     """
     from ..evaluation.coverage.measure import measure_coverage
-    from ..evaluation.coverage.plot import write_plot
-    from ..evaluation.coverage.report import to_dict
+    from ..evaluation.coverage.report import to_dict, write_plot
     from ..evaluation.coverage.settings import CoverageSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload

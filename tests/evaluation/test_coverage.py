@@ -1,4 +1,4 @@
-"""Coverage of shortlists: known answers, agreement with real runs, what policies are shown, and the command."""
+"""Coverage of shortlists: known answers, agreement with real runs, policies' observations, and the command."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import representatives
 from eagle_heads import (
     DRAFTABLE,
     LAYOUTS,
@@ -41,31 +42,32 @@ from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation.coverage import plot, teacher_forcing
-from hf_dynspec.evaluation.coverage.draft_steps import (
+from hf_dynspec.evaluation.coverage import report, teacher_forcing
+from hf_dynspec.evaluation.coverage.estimates import FIGURES, Estimate, oracle_curve, summarize
+from hf_dynspec.evaluation.coverage.measure import measure_coverage
+from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict, write_plot
+from hf_dynspec.evaluation.coverage.result import CoverageResult, DepthCoverage, TextCoverage
+from hf_dynspec.evaluation.coverage.rounds import (
+    RoundFigures,
+    RoundsAlongText,
     draft_steps,
     expected_acceptance_length,
     expected_tokens,
     rejected_draft,
 )
-from hf_dynspec.evaluation.coverage.estimates import FIGURES, Estimate, oracle_curve, summarize
-from hf_dynspec.evaluation.coverage.measure import measure_coverage
-from hf_dynspec.evaluation.coverage.plot import write_plot
-from hf_dynspec.evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict
-from hf_dynspec.evaluation.coverage.result import CoverageResult, DepthCoverage, TextCoverage
-from hf_dynspec.evaluation.coverage.rounds import RoundFigures, RoundsAlongText
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.coverage.teacher_forcing import ForcedText, Rows
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.protocol import Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+from hf_dynspec.shortlists import ShortlistPolicy
+from hf_dynspec.shortlists.forwarding import ForwardingState
 from hf_dynspec.shortlists.frequency import FrequencyState, position_aware_size
 from hf_dynspec.shortlists.in_context import InContextState
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 CPU = torch.device("cpu")
-PNG = b"\x89PNG"
+FULL = {"full": FullShortlist()}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,8 @@ def drafter(target) -> PreTrainedModel:
     return perturbed(target, noise=0.05)
 
 
-HEADS = ("eagle2", "eagle3", "trimmed")
+HEADS = ("trimmed", "eagle2", "eagle3")
+KINDS = ("independent", *HEADS)
 
 
 def head_of(name: str, target: PreTrainedModel) -> Head:
@@ -90,7 +93,7 @@ def head_of(name: str, target: PreTrainedModel) -> Head:
 def drafters(target, drafter) -> dict[str, tuple[PreTrainedModel, PreTrainedModel | Drafter]]:
     """By name a target and a drafter: an independent one, and heads, one of which drafts a third of the vocabulary."""
     of_heads = soft(seed=1)
-    # Its layers change so little that heads agree with it in half of its choices, also after their own outputs.
+    # Its layers change so little that heads agree with it in half of its choices, even after their own outputs.
     with torch.no_grad():
         for name, parameter in of_heads.named_parameters():
             if "o_proj" in name or "down_proj" in name:
@@ -109,6 +112,7 @@ def measure(
     drafter: PreTrainedModel | Drafter,
     policies: dict[str, ShortlistPolicy],
     prompts: int | list[WorkloadPrompt] = 2,
+    hooks: dict[str, Any] | None = None,
     **settings: Any,
 ) -> CoverageResult:
     given = {"max_new_tokens": 24, "num_assistant_tokens": 3, "temperature": 0.5, "device": "cpu"}
@@ -118,12 +122,8 @@ def measure(
         drafter=drafter,
         tokenizer=word_tokenizer(),
         prompts=words(prompts) if isinstance(prompts, int) else prompts,
+        **(hooks or {}),
     )
-
-
-def everywhere(policy: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
-    """One policy for both domains."""
-    return {"a": policy, "b": policy}
 
 
 def figures(result: CoverageResult, policy: str) -> dict[str, float]:
@@ -132,22 +132,31 @@ def figures(result: CoverageResult, policy: str) -> dict[str, float]:
     return {**means, "expected_acceptance_length": row.expected_acceptance_length}
 
 
+def by_policy(rows: list[TextCoverage], label: str) -> list[TextCoverage]:
+    """One policy's rows, without its label."""
+    return [replace(row, policy="") for row in rows if row.policy == label]
+
+
+def shown(table: Any) -> str:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
 # One draft step ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(target: list[float], drafter: list[float], count: int = 1) -> Rows:
     p = torch.tensor([target] * count)
     order = p.sort(descending=True)
-    features = torch.zeros(count, 1)
-    of_target = (p, order.values.cumsum(-1), order.indices, order.values.log(), features)
-    return Rows(0, *of_target, torch.tensor([drafter] * count).log(), *[features] * 3)
+    return Rows(p, order.values.cumsum(-1), order.indices, torch.tensor([drafter] * count).log())
 
 
 def shortlist_of(*ids: int) -> Shortlist:
-    """With a slot that does not count, which holds an id that another one holds and could stand for a token."""
-    slots = torch.tensor([*ids, ids[0], 1])
+    """With empty slots that hold ids, which must not count."""
     occupied = torch.tensor([True] * len(ids) + [False, False])
-    return Shortlist(slots, version=0, occupied=occupied)
+    return Shortlist(torch.tensor([*ids, ids[0], 1]), version=0, occupied=occupied)
 
 
 P = [0.5, 0.3, 0.15, 0.05]
@@ -165,43 +174,33 @@ def test_a_draft_step_by_hand():
     # q is a half on each of the two: min(0.5, 0.5) + min(0.15, 0.5).
     assert steps.acceptance.tolist() == pytest.approx([0.65] * 3)
     assert steps.is_draft.tolist() == pytest.approx([1.0, 0.0, 1.0])  # min(1, 0.5 / 0.5), 0 and min(1, 0.5 / 0.15)
-
-
-def test_the_drafters_distribution_is_renormalised_over_the_shortlist():
+    # Renormalised over the shortlist, q is 0.25 on token 0 and 0.75 on token 2.
     steps = draft_steps(rows_of(P, [0.1, 0.1, 0.3, 0.5]), shortlist_of(0, 2), torch.tensor([0]), 2, is_greedy=False)
-    # q is 0.25 on token 0 and 0.75 on token 2.
     assert steps.acceptance.item() == pytest.approx(0.25 + 0.15)
     assert steps.is_draft.item() == pytest.approx(0.25 / 0.5)
 
 
-@pytest.mark.parametrize(("token_id", "agrees"), [(2, 1.0), (0, 0.0), (3, 0.0)])
-def test_greedy_drafts_are_accepted_where_they_are_the_texts_token(token_id, agrees):
+def test_greedy_drafts_are_accepted_if_they_are_the_texts_token():
     # Of tokens 0 and 2 the drafter prefers 2; it likes 3 best, which is not on the shortlist.
-    rows = rows_of(P, [0.1, 0.1, 0.3, 0.5])
-    steps = draft_steps(rows, shortlist_of(0, 2), torch.tensor([token_id]), 2, is_greedy=True)
-    assert steps.acceptance.item() == steps.is_draft.item() == agrees
-    assert steps.oov.item() == float(token_id == 3)
-    assert rejected_draft(rows, 0, shortlist_of(0, 2), True, torch.Generator()).tolist() == [2]
+    rows, shortlist = rows_of(P, [0.1, 0.1, 0.3, 0.5], 3), shortlist_of(0, 2)
+    steps = draft_steps(rows, shortlist, torch.tensor([2, 0, 3]), 2, is_greedy=True)
+    assert steps.acceptance.tolist() == steps.is_draft.tolist() == [1.0, 0.0, 0.0]
+    assert steps.oov.tolist() == [0.0, 0.0, 1.0]
+    assert rejected_draft(rows.part(0, 1), shortlist, True, torch.Generator()).tolist() == [2]
 
 
-def test_rejected_drafts_are_what_the_target_thinks_less_likely():
+def test_rejected_drafts_are_less_likely_for_the_target():
     generator = torch.Generator().manual_seed(0)
     # On 1, 2, 3 the drafter's distribution is 0.2, 0.2, 0.6; only of 3 is that more than the target's.
     rows = rows_of([0.1, 0.3, 0.3, 0.3], [0.5, 0.1, 0.1, 0.3])
-    drawn = {rejected_draft(rows, 0, shortlist_of(1, 2, 3), False, generator).item() for _ in range(20)}
-    assert drawn == {3}
-    # Equal distributions reject nothing; what rounding rejects all the same is some draft.
-    assert rejected_draft(rows_of(UNIFORM, UNIFORM), 0, shortlist_of(0, 1, 2, 3), False, generator).item() in range(4)
-
-
-# Rounds --------------------------------------------------------------------------------------------------------------
+    assert {rejected_draft(rows, shortlist_of(1, 2, 3), False, generator).item() for _ in range(20)} == {3}
+    # Equal distributions reject nothing but by rounding, and then any draft will do.
+    assert rejected_draft(rows_of(UNIFORM, UNIFORM), shortlist_of(0, 1, 2, 3), False, generator).item() in range(4)
 
 
 def test_expected_lengths_by_hand():
-    assert expected_acceptance_length(0.5, 3) == 1.0 + 0.5 + 0.25 + 0.125
-    assert expected_acceptance_length(0.5, 3) == (1 - 0.5**4) / (1 - 0.5)
-    assert expected_acceptance_length(1.0, 5) == 6.0
-    assert expected_acceptance_length(0.0, 5) == 1.0
+    assert expected_acceptance_length(0.5, 3) == 1.0 + 0.5 + 0.25 + 0.125 == (1 - 0.5**4) / (1 - 0.5)
+    assert [expected_acceptance_length(alpha, 5) for alpha in (1.0, 0.0)] == [6.0, 1.0]
     halves = torch.full((3,), 0.5)
     assert expected_tokens(halves, halves).item() == expected_acceptance_length(0.5, 3)
     acceptance, is_draft = torch.tensor([0.9, 0.5, 0.4]), torch.tensor([0.8, 1.0, 0.1])
@@ -214,13 +213,12 @@ def test_averaged_over_the_targets_texts_a_round_has_as_many_tokens_as_speculati
     contexts = [context for length in range(3) for context in product(range(3), repeat=length)]
     p, q = ({one: torch.rand(3, generator=generator).double().mul(3).softmax(-1) for one in contexts} for _ in "pq")
     overlap = {one: torch.minimum(p[one], q[one]) for one in contexts}
-
     averaged = 0.0
     for text in product(range(3), repeat=3):
-        befores = [text[:i] for i in range(3)]
-        probability = math.prod(p[before][token].item() for before, token in zip(befores, text, strict=True))
-        acceptance = torch.stack([overlap[before].sum() for before in befores])
-        is_draft = torch.stack([overlap[one][token] / p[one][token] for one, token in zip(befores, text, strict=True)])
+        before = [text[:i] for i in range(3)]
+        probability = math.prod(p[one][token].item() for one, token in zip(before, text, strict=True))
+        acceptance = torch.stack([overlap[one].sum() for one in before])
+        is_draft = torch.stack([overlap[one][token] / p[one][token] for one, token in zip(before, text, strict=True)])
         averaged += probability * expected_tokens(acceptance, is_draft).item()
     # The probability of drafting these tokens and having them all accepted.
     accepted = (
@@ -231,20 +229,15 @@ def test_averaged_over_the_targets_texts_a_round_has_as_many_tokens_as_speculati
     assert averaged == pytest.approx(1.0 + sum(accepted), abs=1e-9)
 
 
+# Agreement with real runs --------------------------------------------------------------------------------------------
+
+
 class WatchedShortlist(ShortlistPolicy):
-    """Writes down everything that it is shown."""
+    """Notes everything that it observes."""
 
     name = "watched"
-    needs = Needs(
-        verify_top_k=4,
-        prompt_top_k=3,
-        prompt_positions=5,
-        draft_inputs=True,
-        top_logits=True,
-        out_of_vocabulary=True,
-        hidden_states=True,
-        prompt_hidden_states=True,
-    )
+    needs = Needs(4, 3, 5, draft_inputs=True, top_logits=True, out_of_vocabulary=True, hidden_states=True)
+    needs |= Needs(prompt_hidden_states=True, prompt_positions=5)
 
     def __init__(self):
         self.seen: list[tuple] = []
@@ -252,93 +245,47 @@ class WatchedShortlist(ShortlistPolicy):
 
     def start(self, vocabulary: VocabularyInfo) -> "WatchedState":
         self.started += 1
-        return WatchedState(self, FrequencyShortlist(size=250).start(vocabulary))
+        state = WatchedState(FrequencyShortlist(size=250).start(vocabulary))
+        state.policy = self
+        return state
 
 
-class WatchedState(ShortlistState):
-    def __init__(self, policy: WatchedShortlist, inner: ShortlistState):
-        self._policy, self._seen = policy, policy.seen
-        self._inner = inner
-        self._draft_inputs: tuple[torch.Tensor, ...] = ()
+class WatchedState(ForwardingState):
+    policy: WatchedShortlist
+
+    def note(self, *what: Any, numbers: tuple = ()) -> None:
+        """What must be equal, and numbers that may differ by rounding."""
+        flat = [torch.zeros(0), *(one.flatten() for one in numbers if one is not None)]
+        what = [one.tolist() if isinstance(one, torch.Tensor) else one for one in what]
+        self.policy.seen.append((*what, torch.cat(flat)))
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._draft_inputs = (embeddings, features)
+        self.inputs = embeddings, features
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        self._seen.append(("select", depth, token_ids.tolist(), torch.cat([features, *self._draft_inputs], dim=-1)))
-        return self._inner.select(depth, token_ids, features)
+        self.note("select", depth, token_ids, numbers=(features, *self.inputs))
+        return super().select(depth, token_ids, features)
 
     def observe_prompt(self, prompt: Prompt) -> None:
-        numbers = torch.cat([_flat(prompt.top_logits), _flat(prompt.hidden_states)])
-        self._seen.append(("prompt", prompt.start, prompt.token_ids.tolist(), _listed(prompt.top_ids), numbers))
+        self.note(
+            "prompt", prompt.start, prompt.token_ids, prompt.top_ids, numbers=(prompt.top_logits, prompt.hidden_states)
+        )
 
     def observe(self, verdict: Verdict) -> None:
-        rejected = verdict.verified.shape[0]
         # Drafts after the rejected one follow a text that is not there when texts are given.
-        drafted, missed = verdict.drafted[:rejected].tolist(), verdict.out_of_vocabulary.tolist()
-        numbers = torch.cat([_flat(verdict.top_logits), _flat(verdict.hidden_states)])
-        verified = verdict.verified.tolist()
-        self._seen.append(("verdict", verdict.start, verified, drafted, missed, _listed(verdict.top_ids), numbers))
+        drafted = verdict.drafted[: verdict.verified.shape[0]]
+        seen = verdict.start, verdict.verified, drafted, verdict.out_of_vocabulary, verdict.top_ids
+        self.note("verdict", *seen, numbers=(verdict.top_logits, verdict.hidden_states))
 
     def begin_round(self) -> None:
-        self._seen.append(("round",))
+        self.note("round")
 
     def close(self) -> None:
-        self._policy.closed += 1
+        self.policy.closed += 1
 
 
-def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros(0) if tensor is None else tensor.flatten()
-
-
-def _listed(tensor: torch.Tensor | None) -> list | None:
-    return None if tensor is None else tensor.tolist()
-
-
-@pytest.mark.parametrize("name", ["independent", *HEADS])
-def test_policies_are_shown_what_a_session_shows_them(name, drafters):
-    """Greedily, where nothing is left to chance, a run and the measurement are the same round for round."""
-    target, drafter = drafters[name]
-    real, forced = WatchedShortlist(), WatchedShortlist()
-    input_ids = prompt(12, seed=0)
-    with torch.no_grad():
-        assistant = DynSpecAssistant(drafter, real, target=target, num_assistant_tokens=3)
-        config = generation_config(target, 24, temperature=0.0)
-        target.generate(input_ids, generation_config=config, assistant_model=assistant)
-        assistant.unbind()
-    result = measure(target, drafter, {"watched": forced}, 1, temperature=0.0)
-
-    assert figures(result, "watched")["acceptance_length"] == pytest.approx(assistant.stats.acceptance_length)
-    assert 1.2 < assistant.stats.acceptance_length < 3.8
-    assert result.measured[0].rounds == assistant.stats.rounds
-    assert result.measured[0].oov == pytest.approx(assistant.stats.oov_rate)
-    if name == "trimmed":
-        assert result.measured[0].oov > 0
-    # A run has nobody to tell the verdict on its last round.
-    runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
-    assert len(runs[1]) - len(runs[0]) in (0, 1)
-    for ours, theirs in zip(*runs, strict=False):
-        if ours[0] == "round":
-            assert theirs == ours
-        else:
-            assert ours[:-1] == theirs[:-1]
-            torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-4, atol=1e-4)
-    (of_prompt,) = (one for one in runs[1] if one[0] == "prompt" and one[3])
-    assert of_prompt[1] == 12 and len(of_prompt[3]) == 5 and len(of_prompt[3][0]) == 3
-    assert of_prompt[-1].shape[0] == 5 * (3 + target.config.hidden_size)
-    assert {one[0] for one in runs[1]} == {"prompt", "round", "verdict"}
-    assert forced.started == forced.closed > 0
-    # At the first draft step of every round the two know the same, and at those that accepted drafts lead to.
-    steps = [_steps_that_count(policy.seen) for policy in (real, forced)]
-    assert [one[1:3] for one in steps[0]] == [one[1:3] for one in steps[1]]
-    assert {depth for _, depth, *_ in steps[0]} >= {0, 1}
-    for ours, theirs in zip(*steps, strict=True):
-        # Reading a text at once or token by token rounds differently, and a head's outputs are fed back.
-        torch.testing.assert_close(ours[3], theirs[3], rtol=1e-4, atol=2e-5)
-
-
-def _steps_that_count(seen: list[tuple]) -> list[tuple]:
-    """The draft steps of which the text is the same in a run and where it is given: those after accepted drafts."""
+def steps_that_count(seen: list[tuple]) -> list[tuple]:
+    """The draft steps after accepted drafts, of which the text is the same in a run and where it is given."""
     kept, steps = [], []
     for one in seen:
         if one[0] == "select":
@@ -346,17 +293,48 @@ def _steps_that_count(seen: list[tuple]) -> list[tuple]:
         elif one[0] == "verdict":
             kept += steps[: len(one[2])]
             steps = []
-    # Of the last round a run shows no verdict.
+    # A run shows no verdict on its last round.
     return kept + steps[:1]
 
 
+@pytest.mark.parametrize("name", representatives("families", KINDS, keep=2))
+def test_policies_observe_the_same_as_in_a_session(name, drafters):
+    """Greedily, where nothing is left to chance, a run and the measurement are the same round for round."""
+    target, drafter = drafters[name]
+    real, forced = WatchedShortlist(), WatchedShortlist()
+    with torch.no_grad():
+        assistant = DynSpecAssistant(drafter, real, target=target, num_assistant_tokens=3)
+        config = generation_config(target, 24, temperature=0.0)
+        target.generate(prompt(12, seed=0), generation_config=config, assistant_model=assistant)
+        assistant.unbind()
+    result = measure(target, drafter, {"watched": forced}, 1, temperature=0.0)
+    assert figures(result, "watched")["acceptance_length"] == pytest.approx(assistant.stats.acceptance_length)
+    assert 1.2 < assistant.stats.acceptance_length < 3.8
+    assert result.measured[0].rounds == assistant.stats.rounds
+    assert result.measured[0].oov == pytest.approx(assistant.stats.oov_rate)
+    assert name != "trimmed" or result.measured[0].oov > 0
+    runs = [[one for one in policy.seen if one[0] != "select"] for policy in (real, forced)]
+    assert len(runs[1]) - len(runs[0]) in (0, 1)
+    steps = [steps_that_count(policy.seen) for policy in (real, forced)]
+    assert len(steps[0]) == len(steps[1]) and {one[1] for one in steps[0]} >= {0, 1}
+    for ours, theirs in zip(runs[0] + steps[0], runs[1][: len(runs[0])] + steps[1], strict=True):
+        assert ours[:-1] == theirs[:-1]
+        # Reading a text at once or token by token rounds differently, and a head's outputs are fed back.
+        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-4, atol=1e-4)
+    (of_prompt,) = (one for one in runs[1] if one[0] == "prompt" and one[3])
+    assert of_prompt[1] == 12 and len(of_prompt[3]) == 5 and len(of_prompt[3][0]) == 3
+    assert of_prompt[-1].shape[0] == 5 * (3 + target.config.hidden_size)
+    assert {one[0] for one in runs[1]} == {"prompt", "round", "verdict"}
+    assert forced.started == forced.closed > 0
+
+
+@pytest.mark.statistical
 @pytest.mark.parametrize(("name", "size"), [("independent", 150), ("eagle2", 150), ("eagle3", 150), ("trimmed", 60)])
 def test_acceptance_agrees_with_real_runs_at_a_temperature(name, size, drafters):
-    """Two estimates of one number from 24 texts each. They are compared within four standard errors of their
-    difference, which chance exceeds once in some 10,000 seeds."""
+    """Two estimates of one number from 24 texts each. Chance exceeds four standard errors of their difference once in
+    some 10,000 seeds."""
     target, drafter = drafters[name]
-    policies = {"full": FullShortlist(), "frequency": FrequencyShortlist(size=size)}
-    count = 24
+    policies, count = {**FULL, "frequency": FrequencyShortlist(size=size)}, 24
     result = measure(target, drafter, policies, count, seed=7)
     config = generation_config(target, 24, temperature=0.5)
     for label, policy in policies.items():
@@ -366,38 +344,35 @@ def test_acceptance_agrees_with_real_runs_at_a_temperature(name, size, drafters)
             torch.manual_seed(100 + seed)
             target.generate(prompt(12, seed=seed), generation_config=config, assistant_model=assistant)
             lengths.append(assistant.stats.acceptance_length)
-            rates.append(1.0 - assistant.stats.oov_rate)
+            rates.append(assistant.stats.oov_rate)
         assistant.unbind()
         measured = [row for row in result.measured if row.policy == label]
-        for real, ours in (
-            (lengths, [row.acceptance_length for row in measured]),
-            (rates, [1.0 - row.oov for row in measured]),
-        ):
+        for real, figure in ((lengths, "acceptance_length"), (rates, "oov")):
+            ours = [getattr(row, figure) for row in measured]
             error = math.sqrt((stdev(real) ** 2 + stdev(ours) ** 2) / count)
-            assert abs(fmean(real) - fmean(ours)) <= 4 * error
-            assert error < 0.15
+            assert abs(fmean(real) - fmean(ours)) <= 4 * error < 0.6
     assert figures(result, "full")["acceptance_length"] > figures(result, "frequency")["acceptance_length"] > 1.1
 
 
 # Whole measurements --------------------------------------------------------------------------------------------------
 
 
-def test_the_full_vocabulary_and_the_target_itself(target):
-    result = measure(target, target, {"full": FullShortlist()}, 2, num_assistant_tokens=4)
-    found = figures(result, "full")
-    assert found["size"] == pytest.approx(VOCABULARY)
-    assert found["mass"] == pytest.approx(1.0, abs=1e-5)
-    assert found["oracle_mass"] == pytest.approx(1.0, abs=1e-5)
-    assert found["recall"] == pytest.approx(1.0) and found["oov"] == 0.0
-    assert found["acceptance"] == pytest.approx(1.0, abs=1e-4)
+def test_extreme_pairs_and_shortlists(target, drafter):
+    found = figures(measure(target, target, FULL, 2, num_assistant_tokens=4), "full")
+    exact = {"size": VOCABULARY, "mass": 1.0, "oracle_mass": 1.0, "recall": 1.0, "oov": 0.0, "acceptance": 1.0}
+    assert {name: found[name] for name in exact} == pytest.approx(exact, abs=1e-4)
     assert found["expected_acceptance_length"] == pytest.approx(5.0, abs=1e-2)
     # 24 tokens are four rounds of five and one of four, whose last draft `generate` leaves out too.
     assert found["acceptance_length"] == pytest.approx(24 / 5, abs=1e-2)
+    found = figures(measure(target, drafter, {"eos": EosOnlyShortlist()}), "eos")
+    assert found["size"] == 1.0 and found["mass"] == pytest.approx(found["acceptance"])  # q is 1 on it
+    assert found["mass"] < 0.05 < found["oracle_mass"]
+    assert found["acceptance_length"] == pytest.approx(1.0 + found["acceptance"], abs=0.1)
 
 
 def test_the_acceptance_probability_of_the_full_vocabulary_by_hand(target, drafter):
     """Two new tokens: one is drafted, and the second is the target's own in the same round or in the next."""
-    result = measure(target, drafter, {"full": FullShortlist()}, 4, temperature=0.7, max_new_tokens=2)
+    result = measure(target, drafter, FULL, 4, temperature=0.7, max_new_tokens=2)
     for seed, row in enumerate(result.measured):
         with torch.no_grad():
             p, q = ((model(prompt(12, seed=seed)).logits[0, -1] / 0.7).softmax(-1) for model in (target, drafter))
@@ -405,70 +380,58 @@ def test_the_acceptance_probability_of_the_full_vocabulary_by_hand(target, draft
             config = generation_config(target, 2, temperature=0.7)
             token = target.generate(prompt(12, seed=seed), generation_config=config)[0, 12]
         overlap = torch.minimum(p, q).sum().item()
-        assert row.positions == 1
-        assert row.acceptance == pytest.approx(overlap, abs=1e-4)
-        # The second token has a round of its own where the first draft is not accepted.
+        assert row.positions == 1 and row.acceptance == pytest.approx(overlap, abs=1e-4)
+        # The second token has a round of its own if the first draft is rejected.
         assert row.rounds == pytest.approx(2.0 - min(1.0, (q[token] / p[token]).item()), abs=1e-4)
         assert row.acceptance_length == pytest.approx(1 + overlap / row.rounds, abs=1e-4)
 
 
-def test_a_shortlist_of_the_end_alone(target, drafter):
-    found = figures(measure(target, drafter, {"eos": EosOnlyShortlist()}), "eos")
-    assert found["size"] == 1.0
-    assert found["mass"] == pytest.approx(found["acceptance"])  # q is 1 on it
-    assert found["mass"] < 0.05 < found["oracle_mass"]
-    assert found["acceptance_length"] == pytest.approx(1.0 + found["acceptance"], abs=0.1)
-
-
 def test_nothing_covers_more_than_the_oracle(target, drafter):
     policies = {name: make() for name, make in {**POLICY_CASES, **TERRIBLE}.items() if name != "auto"}
-    result = measure(target, drafter, policies, 2, recall_k=5)
+    result = measure(target, drafter, policies, 1, recall_k=5)
     assert {row.policy for row in result.measured} == set(policies)
     for row in result.measured:
         assert row.mass <= row.oracle_mass + 1e-5
         # The largest acceptance probability for this support (lemma 1).
         assert 0.0 <= row.acceptance <= row.mass + 1e-5
-        # Weighted means of equal numbers are those numbers to rounding.
         assert 0.0 <= row.recall <= 1.0 + 1e-9 and 0.0 <= row.oov <= 1.0 + 1e-9
-        assert 1.0 - 1e-9 <= row.acceptance_length <= 4.0
-        assert 1.0 - 1e-9 <= row.size <= VOCABULARY + 1e-9
+        assert 1.0 - 1e-9 <= row.acceptance_length <= 4.0 and 1.0 - 1e-9 <= row.size <= VOCABULARY + 1e-9
     curve = dict(oracle_curve(result))
     assert list(curve) == [1, 2, 4, 8, 16, 32, 64, 128, 256, VOCABULARY]
     assert list(curve.values()) == sorted(curve.values()) and curve[VOCABULARY] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("pair", ["independent", *HEADS])
-def test_policies_do_not_change_each_others_figures(pair, drafters, monkeypatch):
-    target, drafter = drafters[pair]
-    window = InContextShortlist(window=60, verify_top_k=7)
-    together = measure(target, drafter, {"full": FullShortlist(), "window": window})
-    alone = measure(target, drafter, {"window": window})
-    assert [row for row in together.measured if row.policy == "window"] == alone.measured
+@pytest.mark.parametrize("name", representatives("families", KINDS, keep=2))
+def test_policies_do_not_change_each_others_figures(name, drafters, monkeypatch):
+    window = {"window": InContextShortlist(window=60, verify_top_k=7)}
+    alone = measure(*drafters[name], window).measured
+    together = measure(*drafters[name], FULL | window)
+    assert [row for row in together.measured if row.policy == "window"] == alone
     # Nor does the number of rows that are read at a time, but for rounding.
     monkeypatch.setattr(teacher_forcing, "CHUNK", 4)
-    for few, many in zip(measure(target, drafter, {"window": window}).measured, alone.measured, strict=True):
+    for few, many in zip(measure(*drafters[name], window).measured, alone, strict=True):
         assert (few.positions, few.rounds) == (many.positions, many.rounds)
-        for name in FIGURES:
-            assert getattr(few, name) == pytest.approx(getattr(many, name), abs=1e-4)
+        for figure in FIGURES:
+            assert getattr(few, figure) == pytest.approx(getattr(many, figure), abs=1e-4)
+
+
+def result_of(*policies: str) -> CoverageResult:
+    """A result to which rows of prompts in the domains a and b are added by hand."""
+    settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
+    of_domains = {"a": FullShortlist(), "b": FullShortlist()}
+    return CoverageResult(settings, dict.fromkeys(policies, of_domains), [], {}, 1, "now")
 
 
 def test_summaries_average_over_prompts():
-    def row(domain: str, mass: float, acceptance: float) -> TextCoverage:
+    result = result_of("one")
+    for domain, mass, acceptance in (("a", 0.2, 0.5), ("a", 0.4, 0.7), ("b", 0.9, 0.9)):
         by_depth = (DepthCoverage(0, 4, 4, 6.0, mass, acceptance), DepthCoverage(1, 3, 1.5, 3.0, mass / 2, 0.5))
-        if domain == "b":
-            by_depth = by_depth[:1]
-        numbers = (5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
-        return TextCoverage(f"{domain}{mass}", 0, domain, "one", 0, 12, 10, 4, *numbers, by_depth)
-
-    settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, {"one": everywhere(FullShortlist())}, [], {}, 1, "now")
-    result.measured = [row("a", 0.2, 0.5), row("a", 0.4, 0.7), row("b", 0.9, 0.9)]
+        numbers = (12, 10, 4, 5.0, mass, 0.9, 0.5, 0.1, acceptance, 2.0)
+        depths = by_depth[: 1 + (domain == "a")]
+        result.measured.append(TextCoverage(f"{domain}{mass}", 0, domain, "one", 0, *numbers, depths))
     overall, a, b = summarize(result)
-    assert [(one.domain, one.prompts, one.positions) for one in (overall, a, b)] == [
-        (None, 3, 30),
-        ("a", 2, 20),
-        ("b", 1, 10),
-    ]
+    counts = [(one.domain, one.prompts, one.positions) for one in (overall, a, b)]
+    assert counts == [(None, 3, 30), ("a", 2, 20), ("b", 1, 10)]
     assert overall.figures["mass"].mean == pytest.approx(0.5)
     assert overall.figures["mass"].standard_error == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2 / 3))
     assert b.figures["mass"].standard_error is None
@@ -479,21 +442,16 @@ def test_summaries_average_over_prompts():
     assert len(a.by_depth) == 2 and len(b.by_depth) == 1
     table = depth_table(result)
     assert table.rows[-1] == ["", "1", "3.0", "3", "0.1500", "0.500"]
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    assert capture.get().count("┏") == 1
+    assert shown(table).count("┏") == 1
 
 
 def test_acceptance_lengths_are_compared_prompt_by_prompt():
-    lengths = {"base": [2.0, 3.0, 4.0], "other": [1.9, 2.8, 4.0]}
-    settings = CoverageSettings(policies=("full",), num_assistant_tokens=2, device="cpu")
-    result = CoverageResult(settings, dict.fromkeys(lengths, everywhere(FullShortlist())), [], {}, 1, "now")
-    for index, domain in enumerate(("a", "a", "b")):
-        for policy, values in lengths.items():
-            numbers = (5.0, 0.5, 0.9, 0.5, 0.1, 0.6, values[index])
+    result = result_of("base", "other")
+    for prompt_id, domain, *lengths in ((0, "a", 2.0, 1.9), (1, "a", 3.0, 2.8), (2, "b", 4.0, 4.0)):
+        for policy, length in zip(result.policies, lengths, strict=True):
+            numbers = (12, 10, 4, 5.0, 0.5, 0.9, 0.5, 0.1, 0.6, length)
             by_depth = (DepthCoverage(0, 4, 4, 5.0, 0.5, 0.6),)
-            result.measured.append(TextCoverage(str(index), 0, domain, policy, 0, 12, 10, 4, *numbers, by_depth))
+            result.measured.append(TextCoverage(str(prompt_id), 0, domain, policy, 0, *numbers, by_depth))
     found = {(row.policy, row.domain): row.relative_acceptance_length for row in summarize(result)}
     assert {found["base", domain] for domain in (None, "a")} == {Estimate(1.0, 0.0)}
     assert found["other", None].mean == pytest.approx(8.7 / 9.0)
@@ -501,7 +459,7 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     assert found["other", None].standard_error == pytest.approx(math.sqrt(13) / 30 / math.sqrt(3) / 3.0)
     assert found["other", "a"].mean == pytest.approx(4.7 / 5.0)
     assert found["other", "b"] == Estimate(1.0, None)
-    # Where every prompt has nine tenths of the baseline, however much that is, nothing is uncertain.
+    # If every prompt has nine tenths of the baseline, nothing is uncertain.
     in_proportion = Estimate.of_ratio([1.8, 2.7, 3.6], [2.0, 3.0, 4.0])
     assert in_proportion.mean == pytest.approx(0.9) and in_proportion.standard_error == pytest.approx(0.0, abs=1e-12)
 
@@ -509,47 +467,38 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     column = table.headings.index("of\nbase")
     assert [cells[column] for cells in table.rows] == ["100%", "96.67%\n±2.31%"]
     masses, relative = domain_tables(result)
-    assert masses.title == "Mass on the shortlist, greedy"
+    assert masses.title == "Mass on the shortlist, greedy" and masses.rows[1] == ["other", "0.5000\n±0.0000", "0.5000"]
     assert relative.title == "Acceptance length relative to base, greedy"
     assert [cells[1:] for cells in relative.rows] == [["100%", "100%"], ["94.00%\n±0.80%", "100.00%"]]
 
 
 def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
-    policies = {"full": FullShortlist(), "some": FrequencyShortlist(size=64)}
+    policies = {**FULL, "some": FrequencyShortlist(size=64)}
     once, twice = (measure(target, drafter, policies, 2, continuations=count) for count in (1, 2))
-    assert [(row.prompt, row.continuation) for row in twice.measured[::2]] == [
-        (f"words/{prompt}", text) for text in (0, 1) for prompt in (0, 1)
-    ]
+    texts = [(f"words/{prompt_id}", text) for text in (0, 1) for prompt_id in (0, 1)]
+    assert [(row.prompt, row.continuation) for row in twice.measured[::2]] == list(twice.oracle_curves) == texts
     # The first texts are those of a run with one each, and the others are not.
     assert twice.measured[:4] == once.measured
     assert twice.measured[4].acceptance != twice.measured[0].acceptance
-    assert list(twice.oracle_curves) == [(row.prompt, row.continuation) for row in twice.measured[::2]]
     assert coverage_table(twice).title == "Coverage, temperature 0.5, 2 prompts, 4 texts"
 
     def by_prompt(policy: str, value: Callable[[TextCoverage], float]) -> list[float]:
-        of_prompt = {}
-        for one in twice.measured:
-            if one.policy == policy:
-                of_prompt.setdefault(one.prompt, []).append(value(one))
-        return [fmean(values) for values in of_prompt.values()]
+        rows = [one for one in twice.measured if one.policy == policy]
+        return [fmean(value(one) for one in rows if one.prompt == f"words/{number}") for number in (0, 1)]
 
     def check() -> None:
         (row,) = (row for row in summarize(twice) if (row.policy, row.domain) == ("some", None))
-        texts = [one for one in twice.measured if one.policy == "some"]
-        assert row.prompts == 2 and row.positions == pytest.approx(sum(one.positions for one in texts))
-        for name in FIGURES:
-            # As if there were two texts: those of one prompt are too alike.
-            expected = Estimate.of(by_prompt("some", attrgetter(name)))
-            assert row.figures[name].mean == pytest.approx(expected.mean)
-            assert row.figures[name].standard_error == pytest.approx(expected.standard_error)
-        lengths = (by_prompt(policy, attrgetter("acceptance_length")) for policy in ("some", "full"))
-        ratio = Estimate.of_ratio(*lengths)
-        assert row.relative_acceptance_length.mean == pytest.approx(ratio.mean)
-        assert row.relative_acceptance_length.standard_error == pytest.approx(ratio.standard_error)
+        assert row.prompts == 2
+        # As if there were two texts: those of one prompt are too similar.
+        expected = [(row.figures[name], by_prompt("some", attrgetter(name))) for name in FIGURES]
         for depth, summary in enumerate(row.by_depth[:2]):
-            expected = Estimate.of(by_prompt("some", lambda one, depth=depth: one.by_depth[depth].mass))
-            assert summary.prompts == 2 and summary.figures["mass"].mean == pytest.approx(expected.mean)
-            assert summary.figures["mass"].standard_error == pytest.approx(expected.standard_error)
+            masses = by_prompt("some", lambda one, depth=depth: one.by_depth[depth].mass)
+            expected.append((summary.figures["mass"], masses))
+        lengths = (by_prompt(policy, attrgetter("acceptance_length")) for policy in ("some", "full"))
+        pairs = [(found, Estimate.of(values)) for found, values in expected]
+        for found, estimate in [*pairs, (row.relative_acceptance_length, Estimate.of_ratio(*lengths))]:
+            assert found.mean == pytest.approx(estimate.mean)
+            assert found.standard_error == pytest.approx(estimate.standard_error)
         curves = {}
         for (identifier, _), curve in twice.oracle_curves.items():
             curves.setdefault(identifier, []).append(curve[3][1])
@@ -562,15 +511,14 @@ def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
     check()
 
 
-@pytest.mark.parametrize("name", ["independent", "eagle2"])
+@pytest.mark.parametrize("name", representatives("families", ["eagle2", "independent"]))
 def test_the_depths_of_a_position_aware_shortlist(name, drafters):
-    policies = {"aware": FrequencyShortlist(size=250, position_aware=True), "full": FullShortlist()}
+    policies = {"aware": FrequencyShortlist(size=250, position_aware=True), **FULL}
     result = measure(*drafters[name], policies, 3, num_assistant_tokens=4, temperature=0.0)
     for row in result.measured:
         sizes = [position_aware_size(250, depth) if row.policy == "aware" else VOCABULARY for depth in range(4)]
         assert [one.size for one in row.by_depth] == pytest.approx(sizes[: len(row.by_depth)])
         drafted = [one.draft_steps for one in row.by_depth]
-        # At least once a round drafts four tokens, and at each text's end fewer.
         assert drafted == sorted(drafted, reverse=True) and drafted[0] <= row.rounds
         assert len(drafted) < 4 or sum(drafted) == pytest.approx(row.draft_steps)
         counts = [one.positions for one in row.by_depth]
@@ -578,7 +526,7 @@ def test_the_depths_of_a_position_aware_shortlist(name, drafters):
         for figure in ("mass", "acceptance"):
             whole = sum(getattr(one, figure) * one.positions for one in row.by_depth) / row.positions
             assert whole == pytest.approx(getattr(row, figure), abs=1e-6)
-        # Greedily, what is accepted at one depth is what is verified at the next, but at the end of a text.
+        # Greedily, accepted drafts of one depth are verified at the next, but at the end of a text.
         for one, following in zip(row.by_depth, row.by_depth[1:], strict=False):
             assert 0 <= round(one.acceptance * one.positions) - following.positions <= 1
     assert max(len(row.by_depth) for row in result.measured) >= 3
@@ -587,88 +535,78 @@ def test_the_depths_of_a_position_aware_shortlist(name, drafters):
 def test_a_text_that_ends_at_once_is_left_out(target, drafter):
     ending = tiny("llama", seed=0)
     ending.generation_config.eos_token_id = list(range(VOCABULARY))
-    result = measure(ending, drafter, {"full": FullShortlist()}, 1)
-    assert result.complete and not result.measured
+    result = measure(ending, drafter, FULL, 1)
+    assert result.complete and not result.measured and not coverage_table(result).rows
     assert result.notes == ["words/0 was left out: the target ends it before there is anything to draft"]
-    assert not coverage_table(result).rows
 
 
-def test_an_interrupted_measurement_keeps_what_it_has(target, drafter):
+def test_an_interrupted_measurement_keeps_whole_prompts(target, drafter, monkeypatch):
     def interrupt(activity: str, done: int, total: int) -> None:
         if done == 1:
             raise KeyboardInterrupt
 
     saved, watched = [], WatchedShortlist()
-    result = measure_coverage(
-        CoverageSettings(policies={"watched": watched}, max_new_tokens=4, device="cpu", stream=True),
-        target=target,
-        drafter=drafter,
-        tokenizer=word_tokenizer(),
-        prompts=words(3),
-        report=interrupt,
-        save=lambda one: saved.append(len(one.measured)),
-    )
+    hooks = {"report": interrupt, "save": lambda one: saved.append(len(one.measured))}
+    result = measure(target, drafter, {"watched": watched}, 3, hooks, stream=True)
     assert not result.complete and result.notes == ["interrupted before all was measured"]
     assert saved == [1, 1] and watched.started == watched.closed > 0
     assert "generate" not in vars(target)
 
-
-def test_an_interrupt_between_policies_leaves_a_prompt_out_of_all(target, drafter, monkeypatch):
-    overall = RoundFigures.overall
-    calls = []
+    overall, calls = RoundFigures.overall, []
 
     def interrupted(figures: RoundFigures) -> dict[str, float]:
         calls.append(figures)
-        if len(calls) == 7:  # Of each text, two that are shown and two that are drawn.
+        if len(calls) == 5:  # Of each text there are one expectation and two that are drawn.
             raise KeyboardInterrupt
         return overall(figures)
 
     monkeypatch.setattr(RoundFigures, "overall", interrupted)
-    result = measure(target, drafter, {"full": FullShortlist(), "window": InContextShortlist(window=64)}, 3)
+    result = measure(target, drafter, {**FULL, "window": InContextShortlist(window=64)}, 3)
     assert not result.complete and [row.prompt for row in result.measured] == ["words/0", "words/0"]
     assert [row.prompt for row in result.drawn] == ["words/0", "words/0"]
-    assert list(result.oracle_curves) == [("words/0", 0)]
-    assert len(coverage_table(result).rows) == 2
+    assert list(result.oracle_curves) == [("words/0", 0)] and len(coverage_table(result).rows) == 2
 
 
-# What the models say -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
-def test_rows_are_those_of_one_forward(family, monkeypatch):
-    monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
-    target = tiny(family, seed=3)
-    drafter = perturbed(target, noise=0.2)
-    text = prompt(40, seed=3)[0]
-    length, keep = 23, 3
-    vocabulary = VocabularyInfo(VOCABULARY - 4, (EOS,), CPU)
-    with torch.no_grad():
-        forced = ForcedText(target, as_drafter(drafter), text, length, vocabulary, 0.5, 6, keep)
-        chunks = list(forced.rows(keep))
-        p = (target(text[None]).logits[0] / 0.5).softmax(-1)
-        logits = drafter(text[None]).logits[0, :, : VOCABULARY - 4] / 0.5
-    # What rounding in another order does to probabilities and logits.
-    close = {"atol": 2e-4, "rtol": 1e-3}
-    assert torch.equal(forced.prompt_top_ids, p[:length].topk(6).indices)
-    assert [(rows.first, rows.end) for rows in chunks] == [(23, 29), (26, 34), (31, 39), (36, 40)]
-    for rows in chunks:
-        about = slice(rows.first - 1, rows.end - 1)
-        torch.testing.assert_close(rows.target, p[about], **close)
-        torch.testing.assert_close(rows.drafter, logits[about], **close)
-        torch.testing.assert_close(rows.oracle, p[about].sort(descending=True).values.cumsum(-1), **close)
-        assert torch.equal(rows.top_ids, p[about].topk(6).indices)
-        assert rows.features.shape == (rows.end - rows.first, 32)
+# Predictions of the models -------------------------------------------------------------------------------------------
 
 
 def forced_text(
-    target: PreTrainedModel, drafter: EagleDrafter, text: torch.Tensor, length: int, temperature: float
+    target: PreTrainedModel, drafter: Drafter, text: torch.Tensor, length: int, temperature: float, **settings: Any
 ) -> ForcedText:
-    vocabulary = VocabularyInfo(VOCABULARY, (), CPU, drafter.head.token_ids)
-    return ForcedText(target, drafter, text, length, vocabulary, temperature, top_k=6, num_assistant_tokens=3)
+    size = settings.pop("size", VOCABULARY)
+    given = CoverageSettings(temperature=temperature, recall_k=6, num_assistant_tokens=3, device="cpu", **settings)
+    vocabulary = VocabularyInfo(size, (EOS,), CPU, drafter.head.token_ids)
+    return ForcedText(target, drafter, text, length, vocabulary, given, Needs())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", representatives("families", ["gemma2", "llama", "mistral", "gpt2"]))
+def test_rows_are_those_of_one_forward(family, monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
+    target = tiny(family, seed=3)
+    drafter, text = perturbed(target, noise=0.2), prompt(40, seed=3)[0]
+    forced = forced_text(target, as_drafter(drafter), text, 23, 0.5, size=VOCABULARY - 4)
+    p = (target(text[None]).logits[0] / 0.5).softmax(-1)
+    logits = drafter(text[None]).logits[0, :, : VOCABULARY - 4] / 0.5
+    # What rounding in another order does to probabilities and logits.
+    close = {"atol": 2e-4, "rtol": 1e-3}
+    assert torch.equal(forced.top_ids, p[:-1].topk(6).indices)
+    visited = []
+    for starts in forced.blocks():
+        assert len(starts) <= 5
+        oracle = p.sort(descending=True).values.cumsum(-1)
+        torch.testing.assert_close(forced.oracle(starts), oracle[starts.start - 1 : starts.stop - 1], **close)
+        for start in starts:
+            rows, about = forced.round(start, min(3, 40 - start)), slice(start - 1, min(start + 2, 39))
+            visited.append(start)
+            torch.testing.assert_close(rows.target, p[about], **close)
+            torch.testing.assert_close(rows.drafter, logits[about], **close)
+            assert torch.equal(rows.top_ids, p[about].topk(6).indices)
+    assert visited == list(range(23, 40))
 
 
 def slow_logits(head: Head, target: PreTrainedModel, drafter: EagleDrafter, text: torch.Tensor) -> Callable:
-    """The logits `[V]` of a round's draft step, computed anew from the whole text by the reference head."""
+    """The logits `[V]` of a round's draft step, computed from the whole text by the reference head."""
     slow = SlowHead(head, target.get_input_embeddings().weight.detach())
     features = target_features(target, text, drafter.reads)
 
@@ -682,34 +620,36 @@ def slow_logits(head: Head, target: PreTrainedModel, drafter: EagleDrafter, text
     return logits
 
 
+HEADS_OF_FAMILIES = [("trimmed", "llama"), ("eagle2", "gemma3"), *((layout, "llama") for layout in LAYOUTS)]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 2, 9])
-@pytest.mark.parametrize(
-    ("name", "family"), [("trimmed", "llama"), ("eagle2", "gemma3")] + [(layout, "llama") for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize(("name", "family"), representatives("families", HEADS_OF_FAMILIES, keep=2))
 def test_heads_are_led_along_the_text_from_everywhere(name, family, length, monkeypatch):
     monkeypatch.setattr(teacher_forcing, "CHUNK", 7)
     target = soft(family)
     head = head_of(name, target)
     drafter, text = drafter_of(head, target), prompt(22, seed=3)[0]
     expected = slow_logits(head, target, drafter, text)
-    forced, drafted = forced_text(target, drafter, text, length, 0.5), set()
+    forced, drafted = forced_text(target, drafter, text, length, 0.5), []
     assert forced.first_draft == length + 1
-    for rows in forced.rows(keep=3):
-        assert rows.end - rows.first <= 3 + 7 // 3
-        for start in range(max(rows.first, length + 1), min(rows.end, 21)):
-            count = min(3, 21 - start, rows.end - start)
-            of_round = rows.of_round(start, count)
-            assert of_round.first == start and of_round.drafter.shape == (count, VOCABULARY)
-            drafted.add(start)
-            for depth in range(count):
+    for starts in forced.blocks():
+        assert len(starts) <= 7 // 3
+        for start in range(max(starts.start, length + 1), min(starts.stop, 21)):
+            drafted.append(start)
+            rows = forced.round(start, min(3, 21 - start))
+            for depth, logits in enumerate(rows.drafter):
                 # Logits reach about 20 after the division by the temperature.
-                torch.testing.assert_close(of_round.drafter[depth], expected(start, depth) / 0.5, rtol=1e-4, atol=2e-3)
-    assert drafted == set(range(length + 1, 21))
+                torch.testing.assert_close(logits, expected(start, depth) / 0.5, rtol=1e-4, atol=2e-3)
+    assert drafted == list(range(length + 1, 21))
+
+
+# Rounds, against the formulas ----------------------------------------------------------------------------------------
 
 
 class RememberingShortlist(FrequencyShortlist):
-    """Is shown verdicts, so that it could learn from them, and says what it would say without."""
+    """Observes verdicts, so that it could learn from them, and ignores them."""
 
     def start(self, vocabulary: VocabularyInfo) -> "RememberingState":
         return RememberingState(self.leading_ids(vocabulary), vocabulary, self.position_aware)
@@ -721,19 +661,17 @@ class RememberingState(FrequencyState):
 
 
 class SlowRounds:
-    """Rounds of three drafts along a text that a target wrote, from the formulas of the paper: every step of every
-    round is computed anew."""
+    """Rounds of three drafts along a text that a target wrote: every step of every round by the paper's formulas."""
 
-    length, drafted = 12, 3
+    length, drafted, temperature = 12, 3, 0.8
 
-    def __init__(self, name: str, drafters: dict, new_tokens: int, temperature: float):
+    def __init__(self, name: str, drafters: dict, new_tokens: int):
         self.target, drafter = drafters[name]
         self.drafter = as_drafter(drafter)
-        self.temperature = temperature
         torch.manual_seed(5)
-        config = generation_config(self.target, new_tokens, temperature)
+        config = generation_config(self.target, new_tokens, self.temperature)
         self.text = self.target.generate(prompt(self.length, seed=4), generation_config=config)[0]
-        self.p = (self.target(self.text[None]).logits[0] / temperature).softmax(-1)
+        self.p = (self.target(self.text[None]).logits[0] / self.temperature).softmax(-1)
         if self.drafter.reads:
             self._logits = slow_logits(head_of(name, self.target), self.target, self.drafter, self.text)
         else:
@@ -741,17 +679,19 @@ class SlowRounds:
             self._logits = lambda start, depth: said[start + depth - 1]
         self.vocabulary = VocabularyInfo(VOCABULARY, (), CPU, self.drafter.head.token_ids)
 
-    def measured(self, policy: ShortlistPolicy, *seeds: int | None) -> list[RoundFigures]:
-        """The figures of a course of rounds for each seed; None computes expectations."""
+    def measured(self, policy: ShortlistPolicy, *seeds: int | None, pooled: int = 1) -> list[RoundFigures]:
+        """The figures of each seed, or of each group of seeds; None computes expectations."""
         text = forced_text(self.target, self.drafter, self.text, self.length, self.temperature)
-        settings = {"num_assistant_tokens": self.drafted, "recall_k": 5, "is_greedy": False}
-        courses = [
-            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, **settings, seed=seed) for seed in seeds
+        text.settings = replace(text.settings, recall_k=5)
+        figures = [RoundFigures(self.drafted, pooled) for _ in range(len(seeds) // pooled)]
+        along = [
+            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, figures[place // pooled], seed)
+            for place, seed in enumerate(seeds)
         ]
-        for rows in text.rows(keep=self.drafted):
-            for rounds in courses:
-                rounds.follow(rows)
-        return [rounds.figures for rounds in courses]
+        for starts in text.blocks():
+            for rounds in along:
+                rounds.follow(starts)
+        return figures
 
     def steps(self, start: int, policy: ShortlistPolicy) -> list[tuple[tuple[float, ...], float]]:
         """For each draft step of the round that starts there, its figures, and the probability that the draft is the
@@ -773,10 +713,7 @@ class SlowRounds:
         return steps
 
 
-Round = tuple[float, list[tuple[tuple[float, ...], float]], int]
-
-
-def slow_figures(rounds: list[Round]) -> dict[str, float]:
+def slow_figures(rounds: list[tuple[float, list, int]]) -> dict[str, float]:
     """The figures of rounds: the probability of each, its steps, and how many drafts were accepted."""
     drafted = [(weight, figures) for weight, steps, _ in rounds for figures, _ in steps]
     verified = [(weight, one) for weight, steps, accepted in rounds for one, _ in steps[: accepted + 1]]
@@ -785,14 +722,12 @@ def slow_figures(rounds: list[Round]) -> dict[str, float]:
         reached = [math.prod(is_draft for _, is_draft in steps[:depth]) for depth in range(len(steps))]
         expected = 1.0 + sum(one[-1] * probability for (one, _), probability in zip(steps, reached, strict=True))
         tokens.append((weight, (expected,)))
-    size, *_ = _weighted_means(drafted)
-    means = (size, *_weighted_means(verified)[1:], *_weighted_means(tokens))
+    means = (weighted_means(drafted)[0], *weighted_means(verified)[1:], *weighted_means(tokens))
     counts = [sum(weight for weight, *_ in some) for some in (drafted, verified, rounds)]
-    names = ("draft_steps", "positions", "rounds")
-    return {**dict(zip(names, counts, strict=True)), **dict(zip(FIGURES, means, strict=True))}
+    return dict(zip(("draft_steps", "positions", "rounds", *FIGURES), (*counts, *means), strict=True))
 
 
-def _weighted_means(weighted: list[tuple[float, tuple[float, ...]]]) -> list[float]:
+def weighted_means(weighted: list[tuple[float, tuple[float, ...]]]) -> list[float]:
     whole = sum(weight for weight, _ in weighted)
     columns = zip(*(values for _, values in weighted), strict=True)
     return [sum(weight * value for (weight, _), value in zip(weighted, one, strict=True)) / whole for one in columns]
@@ -803,9 +738,9 @@ SLOW = 2e-3
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["independent", *HEADS])
+@pytest.mark.parametrize("name", representatives("families", KINDS, keep=2))
 def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
-    slow, seed = SlowRounds(name, drafters, new_tokens=60, temperature=0.8), 5
+    slow, seed = SlowRounds(name, drafters, new_tokens=60), 5
     policy = RememberingShortlist(size=295, position_aware=True)
     luck = torch.rand(slow.text.shape, generator=torch.Generator().manual_seed(seed)).tolist()
     rounds, start = [], slow.length
@@ -822,14 +757,16 @@ def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
     assert measured["positions"] > measured["rounds"] > 10
     assert measured == pytest.approx(expected, abs=SLOW)
     assert measured != of_another.overall()
+    with pytest.raises(ValueError, match="have to be drawn"):
+        slow.measured(policy, None)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["independent", "eagle2", "eagle3"])
+@pytest.mark.parametrize("name", representatives("families", ["independent", "eagle3", "eagle2"], keep=2))
 def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, drafters, monkeypatch):
     """Against the list of all sequences of rounds that a text of twelve tokens can have, each with its probability."""
-    slow = SlowRounds(name, drafters, new_tokens=12, temperature=0.8)
-    # Nearly all tokens at first: those of a short list are drafted more often than the target says them, which leaves
+    slow = SlowRounds(name, drafters, new_tokens=12)
+    # Nearly all tokens at first: those of a short list are drafted more often than the target draws them, which leaves
     # nothing to chance.
     policy = FrequencyShortlist(size=295, position_aware=True)
     steps = {start: slow.steps(start, policy) for start in range(slow.length, slow.text.shape[0])}
@@ -847,9 +784,8 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
 
     every = sequences(slow.length, 1.0)
     assert len(every) > 300 and sum(probability for probability, _ in every) == pytest.approx(1.0)
-    expected = slow_figures(
-        [(probability, steps[start], accepted) for probability, one in every for start, accepted in one]
-    )
+    rounds = [(probability, start, accepted) for probability, one in every for start, accepted in one]
+    expected = slow_figures([(probability, steps[start], accepted) for probability, start, accepted in rounds])
     monkeypatch.setattr(teacher_forcing, "CHUNK", 5)
     (measured,) = slow.measured(policy, None)
     assert measured.overall() == pytest.approx(expected, rel=SLOW, abs=SLOW)
@@ -857,66 +793,58 @@ def test_rounds_of_a_policy_without_memory_are_all_that_chance_could_do(name, dr
     for depth, found in enumerate(measured.by_depth()):
         verified = [
             (probability, steps[start][depth][0])
-            for probability, one in every
-            for start, accepted in one
+            for probability, start, accepted in rounds
             if depth < len(steps[start]) and depth <= accepted
         ]
-        assert found["positions"] == pytest.approx(sum(weight for weight, _ in verified), rel=SLOW)
-        means = dict(zip(FIGURES[:-1], _weighted_means(verified), strict=True))
-        assert [found[one] for one in ("mass", "acceptance")] == pytest.approx(
-            [means[one] for one in ("mass", "acceptance")], abs=SLOW
-        )
-        assert found["size"] == pytest.approx(position_aware_size(295, depth))
+        means = dict(zip(FIGURES[:-1], weighted_means(verified), strict=True))
+        means |= {"positions": sum(weight for weight, _ in verified), "size": position_aware_size(295, depth)}
+        wanted = ("mass", "acceptance", "positions", "size")
+        assert [found[one] for one in wanted] == pytest.approx([means[one] for one in wanted], rel=SLOW, abs=SLOW)
 
 
-def test_greedy_rounds_start_where_the_draws_would_start_them(target, drafter):
-    """Nothing is left to chance, so that a memory makes no difference."""
+def test_greedy_rounds_are_not_drawn(target, drafter):
     policies = {"without": FrequencyShortlist(size=90), "with": RememberingShortlist(size=90)}
     result = measure(target, drafter, policies, 3, temperature=0.0)
-    for prompt_id in {row.prompt for row in result.measured}:
-        one, other = (row for row in result.measured if row.prompt == prompt_id)
-        assert replace(one, policy="with") == other
+    assert by_policy(result.measured, "without") == by_policy(result.measured, "with")
+    assert not result.drawn and {row.draws for row in (*result.measured, *summarize(result))} == {0}
+    result = measure(target, drafter, FULL, 2, draws=5)
+    assert not result.drawn and {row.draws for row in result.measured} == {0}
+    assert result.notes == ["nothing is drawn, however many draws: no policy learns from verdicts"]
 
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
+@pytest.mark.statistical
 @pytest.mark.parametrize("name", ["independent", "eagle3"])
-def test_what_is_drawn_is_what_is_expected(name, drafters):
-    """Of 64 courses along one text. Chance exceeds four standard errors once in some 10,000 seeds."""
-    slow, draws = SlowRounds(name, drafters, new_tokens=60, temperature=0.8), 64
+def test_draws_converge_to_expectations(name, drafters):
+    """64 draws along one text. Chance exceeds four standard errors once in some 10,000 seeds."""
+    slow, draws = SlowRounds(name, drafters, new_tokens=60), 64
     for policy in (FullShortlist(), FrequencyShortlist(size=200)):
-        expected, *courses = slow.measured(policy, None, *range(draws))
-        exact, drawn = expected.overall(), [course.overall() for course in courses]
+        exact = slow.measured(policy, None)[0].overall()
+        drawn = [one.overall() for one in slow.measured(policy, *range(draws))]
         for count in ("rounds", "positions", "draft_steps"):
             estimate = Estimate.of([one[count] for one in drawn])
             assert 0 < estimate.standard_error < exact[count] / 20
             assert abs(estimate.mean - exact[count]) <= 4 * estimate.standard_error
-        # Means weigh courses by their rounds and positions, as expectations do.
-        together = RoundFigures.mean(courses).overall()
+        # Means weigh draws by their rounds and positions, as expectations do.
+        together = slow.measured(policy, *range(draws), pooled=draws)[0].overall()
         for figure, count in (("acceptance_length", "rounds"), ("acceptance", "positions"), ("mass", "positions")):
-            weights = [one[count] for one in drawn]
-            ratio = Estimate.of_ratio([one[figure] * one[count] for one in drawn], weights)
+            ratio = Estimate.of_ratio([one[figure] * one[count] for one in drawn], [one[count] for one in drawn])
             assert together[figure] == pytest.approx(ratio.mean)
             assert abs(ratio.mean - exact[figure]) <= 4 * ratio.standard_error + 1e-6
         assert together["rounds"] == pytest.approx(fmean(one["rounds"] for one in drawn))
-
         # Eight draws have about a third of the error of one.
-        groups = [RoundFigures.mean(courses[start : start + 8]).overall() for start in range(0, draws, 8)]
+        groups = [one.overall() for one in slow.measured(policy, *range(draws), pooled=8)]
         for figure in ("rounds", "acceptance_length"):
             assert stdev(one[figure] for one in groups) < 0.6 * stdev(one[figure] for one in drawn)
 
 
-def by_policy(rows: list[TextCoverage], label: str) -> list[TextCoverage]:
-    """One policy's rows, without its label."""
-    return [replace(row, policy="") for row in rows if row.policy == label]
-
-
-def test_where_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
+def test_if_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
     window = {"window": 60, "prompt_top_k": 1, "verify_top_k": 1, "eviction": "lru"}
     policies = {
-        "full": FullShortlist(),
+        **FULL,
         "window": InContextShortlist(**window),
         "some": FrequencyShortlist(size=200),
         "the same window": InContextShortlist(**window),
@@ -929,59 +857,42 @@ def test_where_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
     assert all(row.draws == 3 for row in result.drawn)
     for label in learners:
         assert by_policy(result.measured, label) == by_policy(result.drawn, label)
-    # Equal policies have equal courses, and a memory that changes nothing is no difference.
+    # Equal policies have equal rounds, and a memory that changes nothing is no difference.
     assert by_policy(result.drawn, "window") == by_policy(result.drawn, "the same window")
     assert by_policy(result.drawn, "some") == by_policy(result.drawn, "some with a memory")
     assert by_policy(result.measured, "some") != by_policy(result.drawn, "some")
-
-    # The order of policies is that of the tables, and nothing else.
+    # The order of policies changes the order of the rows only.
     others = measure(target, drafter, dict(reversed(policies.items())), 3, draws=3)
     for label in policies:
         assert by_policy(others.measured, label) == by_policy(result.measured, label)
         assert by_policy(others.drawn, label) == by_policy(result.drawn, label)
-
-    # What is computed is compared with what is computed, and what is drawn with what is drawn.
+    # Expectations are compared with expectations, and draws with draws.
     relative = {row.policy: row.relative_acceptance_length for row in summarize(result) if row.domain is None}
     for label, rows in (("window", result.drawn), ("some with a memory", result.drawn), ("some", result.measured)):
         lengths = ([row.acceptance_length for row in by_policy(rows, one)] for one in (label, "full"))
         assert relative[label] == Estimate.of_ratio(*lengths)
     first = {row.policy: row.relative_acceptance_length for row in summarize(others) if row.domain is None}
     assert first["some"] == Estimate(1.0, 0.0), "the difference of two that are drawn alike has no noise of its own"
-    table = coverage_table(result)
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    shown = " ".join(capture.get().split())
-    assert "along each text, 3 courses of rounds are drawn for policies that learn from verdicts" in shown
-    assert max(map(len, capture.get().splitlines())) <= 80
+    table = shown(coverage_table(result))
+    assert "the rounds along each text are drawn 3 times" in " ".join(table.split())
+    assert max(map(len, table.splitlines())) <= 80
 
 
-def test_the_first_draw_is_that_of_a_single_one(target, drafter):
+def test_the_number_of_draws_changes_no_text(target, drafter):
     policies = {"window": InContextShortlist(window=60)}
     single, several = (measure(target, drafter, policies, 2, draws=draws) for draws in (1, 4))
     assert [row.draws for row in single.measured] == [1, 1] and [row.draws for row in several.measured] == [4, 4]
     for one, four in zip(single.measured, several.measured, strict=True):
         assert one.rounds == round(one.rounds) and four.rounds == pytest.approx(round(4 * four.rounds) / 4)
         assert one.acceptance_length != four.acceptance_length
-    # The same texts, whatever is drawn along them.
     assert single.oracle_curves == several.oracle_curves
-
-
-def test_nothing_is_drawn_where_there_is_no_chance(target, drafter):
-    policies = {"full": FullShortlist(), "window": InContextShortlist(window=60)}
-    result = measure(target, drafter, policies, 2, temperature=0.0)
-    assert not result.drawn and {row.draws for row in result.measured} == {0}
-    assert {row.draws for row in summarize(result)} == {0}
-    result = measure(target, drafter, {"full": FullShortlist()}, 2, draws=5)
-    assert not result.drawn and {row.draws for row in result.measured} == {0}
-    assert result.notes == ["nothing is drawn, however many draws: no policy learns from verdicts"]
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
 
 
 class NotingShortlist(InContextShortlist):
-    """Notes the first shortlist of every text, and what states there are."""
+    """Notes its states, and the first shortlist of every text."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -991,13 +902,17 @@ class NotingShortlist(InContextShortlist):
         self.states.append(NotingState(self.window, self.eviction == "stream", vocabulary, self.memory, memory))
         return self.states[-1]
 
+    @property
+    def used(self) -> "list[NotingState]":
+        return [one for one in self.states if one.prompts]
+
 
 class NotingState(InContextState):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.prompts: list[list[int]] = []
-        self.ends: list[int] = []
         self.starts: list[int] = []
+        self.ends: list[int] = []
         self.first: list[set[int]] = []
 
     def observe_prompt(self, prompt: Prompt) -> None:
@@ -1019,15 +934,15 @@ class NotingState(InContextState):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, drafter, temperature):
+def test_a_stream_keeps_states_in_the_order_of_the_prompts(target, drafter, temperature):
     prompts = words(3, domain=lambda seed: "ab"[seed % 2])
     settings = {"prompts": prompts, "temperature": temperature}
     window = {"window": 250, "prompt_top_k": 0, "verify_top_k": 0, "eviction": "lru"}
     some, noting = FrequencyShortlist(size=64), NotingShortlist(**window)
     stream = measure(target, drafter, {"window": noting, "some": some}, stream=True, **settings)
-    anew = measure(target, drafter, {"window": InContextShortlist(**window), "some": some}, **settings)
+    fresh = measure(target, drafter, {"window": InContextShortlist(**window), "some": some}, **settings)
 
-    (state,) = (one for one in noting.states if one.prompts)
+    (state,) = noting.used
     given = [[int(word[1:]) for word in one.text.split()] for one in prompts]
     assert state.prompts == given
     assert state.starts == [0, *state.ends[:-1]] and state.ends[0] == 36, "positions go on from text to text"
@@ -1038,36 +953,34 @@ def test_a_stream_keeps_what_was_learned_in_the_order_of_the_prompts(target, dra
     assert state.first[0] == {*given[0], EOS}
     assert text | set(given[1]) <= state.first[1] and set(given[0]) | state.first[1] | set(given[2]) <= state.first[2]
 
-    ours, theirs = by_policy(stream.measured, "window"), by_policy(anew.measured, "window")
+    ours, theirs = by_policy(stream.measured, "window"), by_policy(fresh.measured, "window")
     assert ours[0] == theirs[0] and all(one.size > other.size for one, other in zip(ours[1:], theirs[1:], strict=True))
     # A policy that learns nothing is the same, and so are the texts.
-    assert by_policy(stream.measured, "some") == by_policy(anew.measured, "some")
-    assert stream.oracle_curves == anew.oracle_curves
+    assert by_policy(stream.measured, "some") == by_policy(fresh.measured, "some")
+    assert stream.oracle_curves == fresh.oracle_curves
     assert coverage_table(stream).title.endswith("3 prompts, as a stream")
+    measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1])
+    assert noting.used[-1].prompts == given[::-1]
 
-    (backward,) = (measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1]) for _ in "1")
-    assert [one for one in noting.states if one.prompts][-1].prompts == given[::-1] and backward.complete
 
-
-def test_a_window_that_keeps_nothing_sees_each_text_of_a_stream_anew(target, drafter):
+def test_a_window_of_one_call_forgets_each_text_of_a_stream(target, drafter):
     noting, prompts = NotingShortlist(window=250, prompt_top_k=0, verify_top_k=0, memory="call"), words(3)
     measure(target, drafter, {"window": noting}, stream=True, prompts=prompts)
-    (state,) = (one for one in noting.states if one.prompts)
-    assert len(state.prompts) == 3
+    (state,) = noting.used
     assert state.first == [{*map(int, (word[1:] for word in one.text.split())), EOS} for one in prompts]
 
 
 def test_every_draw_and_every_round_of_texts_is_a_stream_of_its_own(target, drafter):
     noting = NotingShortlist(window=60, prompt_top_k=0)
     result = measure(target, drafter, {"window": noting}, 2, stream=True, draws=3, continuations=2)
-    led = [one.prompts for one in noting.states if one.prompts]
+    led = [one.prompts for one in noting.used]
     assert len(led) == 2 * 3 and all(len(prompts) == 2 for prompts in led) and len(result.measured) == 4
-    anew = measure(target, drafter, {"window": noting}, 2, draws=3, continuations=2)
-    same = [one == other for one, other in zip(result.measured, anew.measured, strict=True)]
+    fresh = measure(target, drafter, {"window": noting}, 2, draws=3, continuations=2)
+    same = [one == other for one, other in zip(result.measured, fresh.measured, strict=True)]
     assert same == [True, False, True, False]
 
 
-# Policies by domain --------------------------------------------------------------------------------------------------
+# Policies by domain, and heads ---------------------------------------------------------------------------------------
 
 
 def rankings(root: Path, *domains: str) -> str:
@@ -1119,18 +1032,14 @@ def test_policies_of_domains_that_cannot_be_are_refused(tmp_path, target, drafte
         CoverageSettings(policies=(text, text))
 
 
-def test_a_head_with_a_vocabulary_of_its_own(drafters):
-    found = figures(measure(*drafters["trimmed"], {"full": FullShortlist()}), "full")
+def test_heads_with_a_vocabulary_of_their_own_and_short_texts(drafters):
+    found = figures(measure(*drafters["trimmed"], FULL), "full")
     assert found["size"] == pytest.approx(DRAFTABLE)
     assert 0.1 < found["mass"] < 0.9 and 0.1 < found["oov"] < 0.9
     assert found["acceptance"] <= found["mass"] <= found["oracle_mass"]
-
-
-def test_the_least_that_a_head_drafts(drafters):
-    target, head = drafters["eagle3"]
     with pytest.raises(ConfigurationError, match="max_new_tokens must be at least 3 for an EAGLE head"):
-        measure(target, head, {"full": FullShortlist()}, max_new_tokens=2)
-    (row,) = measure(target, head, {"full": FullShortlist()}, 1, max_new_tokens=3).measured
+        measure(*drafters["eagle3"], FULL, max_new_tokens=2)
+    (row,) = measure(*drafters["eagle3"], FULL, 1, max_new_tokens=3).measured
     assert row.positions == 1 and 2 <= row.rounds <= 3
     # The target's first token, and the head's one draft with the target's own token.
     assert row.acceptance_length == pytest.approx((row.rounds + row.acceptance) / row.rounds)
@@ -1167,59 +1076,48 @@ def test_the_whole_command(folder):
     arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot, "--stream", "--draws", 2]
     done = invoke(*arguments, folder / "law.jsonl")
     assert done.exit_code == 0, done.exception
-    assert "Coverage, temperature 0.8, 3 prompts" in done.stdout and "Mass on the shortlist" in done.stdout
-    for heading in ("oracle", "recall", "OOV", "acceptance", "equation 1", "±", "law"):
-        assert heading in done.stdout
+    headings = ("oracle", "recall", "OOV", "acceptance", "equation 1", "±", "law", "Mass on the shortlist", "100%")
+    titles = ("Coverage, temperature 0.8, 3 prompts, as a stream", "Acceptance length relative to full")
+    assert all(one in done.stdout for one in (*headings, *titles))
     assert all(done.stdout.count(f"│ {policy} ") == 3 for policy in POLICIES)
-    assert "Acceptance length relative to full" in done.stdout and "100%" in done.stdout
 
     written = json.loads(out.read_text(encoding="utf-8"))
-    assert written["complete"] and not written["notes"]
+    assert written["complete"] and not written["notes"] and written["schema_version"] == 4
     assert str(folder.parent) not in json.dumps(written)
     assert written["provenance"]["command"][:4] == ["hf-dynspec", "coverage", "--target", f"{folder.name}/target"]
-    assert written["settings"]["temperature"] == 0.8 and written["settings"]["recall_k"] == 10
+    settings = {"temperature": 0.8, "recall_k": 10, "stream": True, "draws": 2}
+    assert settings.items() <= written["settings"].items()
     assert written["models"]["drafter"]["class"] == "LlamaForCausalLM"
     assert written["policies"]["frequency:size=64"]["settings"]["size"] == 64
     # What a script needs to compare any two policies prompt by prompt.
     pairs = {(row["prompt"], row["policy"]): row["acceptance_length"] for row in written["measured"]}
-    assert len(pairs) == len(written["measured"]) == 3 * len(POLICIES)
-    assert min(pairs.values()) >= 1.0 and written["schema_version"] == 4
-    assert {(row["policy"], row["domain"]) for row in written["results"]} == set(
-        product(POLICIES, (None, "code", "law"))
-    )
-    overall = {row["policy"]: row for row in written["results"] if row["domain"] is None}
-    assert overall["full"]["figures"]["size"]["mean"] == pytest.approx(VOCABULARY)
-    assert overall["full"]["relative_acceptance_length"] == {"mean": 1.0, "standard_error": 0.0}
-    assert overall["frequency:size=64"]["relative_acceptance_length"]["mean"] < 1.0
-    assert overall["full"]["figures"]["mass"]["mean"] > overall["frequency:size=64"]["figures"]["mass"]["mean"]
+    assert len(pairs) == len(written["measured"]) == 3 * len(POLICIES) and min(pairs.values()) >= 1.0
+    places = {(row["policy"], row["domain"]) for row in written["results"]}
+    assert places == set(product(POLICIES, (None, "code", "law")))
+    full, frequency, _ = (row for row in written["results"] if row["domain"] is None)
+    assert full["figures"]["size"]["mean"] == pytest.approx(VOCABULARY)
+    assert full["relative_acceptance_length"] == {"mean": 1.0, "standard_error": 0.0}
+    assert frequency["relative_acceptance_length"]["mean"] < 1.0
+    assert full["figures"]["mass"]["mean"] > frequency["figures"]["mass"]["mean"]
     assert written["oracle_curve"][-1]["size"] == VOCABULARY
     # The window learns, so that all are drawn to be compared with it.
-    assert written["settings"]["stream"] and written["settings"]["draws"] == 2 and "as a stream" in done.stdout
     assert {(row["prompt"], row["policy"]) for row in written["drawn"]} == set(pairs)
     assert {row["policy"]: row["draws"] for row in written["measured"]} == dict(zip(POLICIES, (0, 0, 2), strict=True))
-    assert {row["draws"] for row in written["drawn"]} == {2}
-    assert plot.read_bytes().startswith(PNG)
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture(scope="module")
-def heads_folder(tmp_path_factory, drafters) -> Path:
-    """A target, heads and a file of prompts."""
-    root = tmp_path_factory.mktemp("heads")
-    target = drafters["eagle3"][0]
-    target.save_pretrained(root / "target")
-    word_tokenizer().save_pretrained(root / "target")
-    head_of("trimmed", target).write(root / "trimmed")
-    head_of("eagle2", target).write(root / "pickled", pickled=True)
-    (root / "code.jsonl").write_text("".join(json.dumps({"text": one.text}) + "\n" for one in words(2)))
-    return root
-
-
-def test_the_whole_command_with_a_head(heads_folder, drafters):
-    out = heads_folder / "out.json"
-    arguments = ["--target", heads_folder / "target", "--prompts", heads_folder / "code.jsonl", "--device", "cpu"]
+def test_the_whole_command_with_a_head(tmp_path, drafters):
+    target, head = drafters["trimmed"]
+    target.save_pretrained(tmp_path / "target")
+    word_tokenizer().save_pretrained(tmp_path / "target")
+    head_of("trimmed", target).write(tmp_path / "trimmed")
+    head_of("eagle2", target).write(tmp_path / "pickled", pickled=True)
+    prompts, out = tmp_path / "code.jsonl", tmp_path / "out.json"
+    prompts.write_text("".join(json.dumps({"text": one.text}) + "\n" for one in words(2)))
+    arguments = ["--target", tmp_path / "target", "--prompts", prompts, "--device", "cpu"]
     arguments += ["--policy", "full", "--policy", "frequency:size=64,position_aware=true", "--temperature", 0.5]
     arguments += ["--max-new-tokens", 24, "--num-assistant-tokens", 3, "--by-depth", "--json", out]
-    done = invoke(*arguments, "--eagle", heads_folder / "trimmed")
+    done = invoke(*arguments, "--eagle", tmp_path / "trimmed")
     assert done.exit_code == 0, done.exception
     by_depth = done.stdout.partition("By draft depth, temperature 0.5")[2]
     rows = [line.split("│") for line in by_depth.splitlines() if "│" in line]
@@ -1227,32 +1125,29 @@ def test_the_whole_command_with_a_head(heads_folder, drafters):
 
     written = json.loads(out.read_text(encoding="utf-8"))
     assert "drafter" not in written["models"] and written["models"]["eagle"]["trimmed"]["head_rows"] == DRAFTABLE
-    assert written["settings"]["eagle"] == f"{heads_folder.name}/trimmed" and not written["settings"]["drafter"]
-    assert str(heads_folder.parent) not in json.dumps(written)
+    assert written["settings"]["eagle"] == f"{tmp_path.name}/trimmed" and not written["settings"]["drafter"]
+    assert str(tmp_path.parent) not in json.dumps(written)
     aware = next(row for row in written["results"] if "aware" in row["policy"] and row["domain"] is None)
     assert [one["figures"]["size"]["mean"] for one in aware["by_depth"]] == pytest.approx([64, 64, 21])
-    assert all(one["by_depth"][0]["positions"] > 0 for one in written["measured"])
-
     # The same from Python, with the head as it is loaded.
-    target, head = drafters["trimmed"]
-    policies = {"full": FullShortlist(), "aware": FrequencyShortlist(size=64, position_aware=True)}
+    policies = {**FULL, "aware": FrequencyShortlist(size=64, position_aware=True)}
     for one, theirs in zip(measure(target, head, policies).measured, written["measured"], strict=True):
+        assert one.by_depth[0].positions > 0
         for name in FIGURES:
             assert getattr(one, name) == pytest.approx(theirs[name], abs=1e-6)
 
-    done = invoke(*arguments, "--eagle", heads_folder / "pickled")
+    done = invoke(*arguments, "--eagle", tmp_path / "pickled")
     assert isinstance(done.exception, ConfigurationError) and "the EAGLE head pickled: " in str(done.exception)
-    done = invoke(*arguments, "--eagle", heads_folder / "pickled", "--allow-pickle")
+    done = invoke(*arguments, "--eagle", tmp_path / "pickled", "--allow-pickle")
     assert done.exit_code == 0, done.exception
 
 
-def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypatch):
+def test_the_plot_has_a_point_for_each_policy(tmp_path, target, drafter, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: drawn.append(figure))
     result = measure(target, drafter, {"a": FullShortlist(), "b": FrequencyShortlist(size=64)})
-    write_plot(folder / "drawn.svg", result)
-    (figure,) = drawn
-    (axes,) = figure.axes
+    write_plot(tmp_path / "drawn.svg", result)
+    ((axes,),) = (figure.axes for figure in drawn)
     points = {one.get_label(): one.lines[0].get_xydata().tolist() for one in axes.containers}
     for label in ("a", "b"):
         found = figures(result, label)
@@ -1275,6 +1170,7 @@ def test_the_plot_has_a_point_for_each_policy(folder, target, drafter, monkeypat
         ({"max_new_tokens": 1}, "max_new_tokens must be a whole number of at least 2"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens must be"),
         ({"policies": ()}, "no policy to measure"),
+        ({"policies": {}}, "no policy to measure"),
         ({"policies": ("full", "full")}, "given twice"),
     ],
 )
@@ -1283,57 +1179,41 @@ def test_settings_out_of_range_are_refused(changes, problem):
         CoverageSettings(**changes)
 
 
-def test_more_of_the_likeliest_tokens_than_there_are(target, drafter):
-    with pytest.raises(ConfigurationError, match="recall_k must be at most the size of the vocabulary, 301"):
-        measure(target, drafter, {"full": FullShortlist()}, recall_k=302)
+DRAFTER = ("--drafter", "no-model")
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--policy", "nonsense"], "no policy 'nonsense'"),
-        (["--temperature", "-1"], "temperature must be"),
-        (["--continuations", "4"], "set a temperature"),
-        (["--policy", "frequency:ranking=no/such-{domain}"], "no/such-good"),
-        (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
-        (["--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
-        (["--plot", "out.txt"], "no suffix of an image"),
-        (["--plot", "out"], "no suffix of an image"),
-        (["missing.jsonl"], "missing.jsonl: no such file or directory"),
+        ([*DRAFTER, "--policy", "nonsense"], "no policy 'nonsense'"),
+        ([*DRAFTER, "--temperature", "-1"], "temperature must be"),
+        ([*DRAFTER, "--continuations", "4"], "set a temperature"),
+        ([*DRAFTER, "--policy", "frequency:ranking=no/such-{domain}"], "no/such-good"),
+        ([*DRAFTER, "--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
+        ([*DRAFTER, "--plot", "no/such/folder/out.png"], "--plot takes a file in an existing folder"),
+        ([*DRAFTER, "--plot", "out.txt"], "no suffix of an image"),
+        ([*DRAFTER, "missing.jsonl"], "missing.jsonl: no such file or directory"),
+        ([], "name the drafter: a folder or a Hub id of a small model, or of an EAGLE head"),
+        ([*DRAFTER, "--eagle", "no-head"], "name a drafter or an EAGLE head, not both"),
+        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
+        (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
+        (["--eagle", "empty", "--max-new-tokens", "2"], "--max-new-tokens must be at least 3 for an EAGLE head"),
     ],
 )
 def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     Path("good.jsonl").write_text('{"text": "a"}\n')
-    result = invoke("--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *arguments)
-    assert result.exit_code != 0
-    assert isinstance(result.exception, DynSpecError)
-    assert problem in str(result.exception) and "\n" not in str(result.exception)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "name the drafter: a folder or a Hub id of a small model, or of an EAGLE head"),
-        (["--drafter", "no-model", "--eagle", "no-head"], "name a drafter or an EAGLE head, not both"),
-        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
-        (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
-        (["--eagle", "empty", "--max-new-tokens", "2"], "--max-new-tokens must be at least 3 for an EAGLE head"),
-    ],
-)
-def test_bad_drafters_end_before_models_are_loaded(tmp_path, monkeypatch, arguments, problem):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.chdir(tmp_path)
-    Path("good.jsonl").write_text('{"text": "a"}\n')
     Path("empty").mkdir()
     result = invoke("--target", "no-model", "--prompts", "good.jsonl", *arguments)
-    assert isinstance(result.exception, ConfigurationError)
+    assert result.exit_code != 0 and isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception) and "\n" not in str(result.exception)
 
 
-def test_drafters_of_other_kinds_are_refused(target, drafters):
+def test_models_and_settings_that_do_not_fit_are_refused(target, drafter, drafters):
+    with pytest.raises(ConfigurationError, match="recall_k must be at most the size of the vocabulary, 301"):
+        measure(target, drafter, FULL, recall_k=302)
     with pytest.raises(ConfigurationError, match="drafter must be a small model or an EAGLE head, got str"):
-        measure(target, "a name", {"full": FullShortlist()})
+        measure(target, "a name", FULL)
     with pytest.raises(DynSpecError, match="hidden_size"):
-        measure(soft(hidden_size=64, head_dim=16), drafters["eagle3"][1], {"full": FullShortlist()})
+        measure(soft(hidden_size=64, head_dim=16), drafters["eagle3"][1], FULL)

@@ -1,17 +1,12 @@
-"""What shortlists cover: the target's probability mass on them, and the acceptance that follows from it.
+"""Coverage of shortlists: the target's probability mass on them, and the acceptance that follows from it.
 
 Measured teacher-forced, without drafting: the target writes a continuation of each prompt, both models read it, and
-every policy is led along it as in a session, round by round, so that all policies are compared on the same text and
-what is a matter of chance in a run of `generate` is computed instead. Given the text, the figures of policies that
-learn nothing from verdicts are exact expectations; of the others' it is drawn where their rounds start
-(`rounds.RoundsAlongText`). What remains is the choice of prompts and texts. It is the same for all policies, so that
-a comparison prompt by prompt is sharper than the standard errors of each.
-
-Papers: DynaSpec (Zhang et al., 2025), section 3.2: acceptance probability (equation 3), acceptance rate (equation 4),
-lemmas 1 and 2; expected acceptance length (section 3.1, equation 1, after Leviathan et al., 2023).
+every policy is led along it round by round, as in a session. So all policies are compared on the same text, and chance
+in a run of `generate` is computed instead: see `rounds.RoundsAlongText`. Prompts and texts are still a sample, but the
+same for all policies, so that a comparison prompt by prompt is sharper than the standard errors of each policy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -23,14 +18,13 @@ from ...assistant import DynSpecAssistant
 from ...drafters import Drafter, EagleDrafter
 from ...fields import SettingError
 from ...protocol import VocabularyInfo
-from ...shortlists import ShortlistPolicy
+from ...shortlists import ShortlistPolicy, ShortlistState
 from ..pair import INTERRUPTION, Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt, read_workload
-from .courses import Courses, States
 from .result import CoverageResult, DepthCoverage, TextCoverage
-from .rounds import RoundFigures, RoundsAlongText
+from .rounds import RoundFigures, RoundsAlongText, learns_from_verdicts
 from .settings import CoverageSettings
-from .teacher_forcing import ForcedText, Rows, first_draft
+from .teacher_forcing import ForcedText, first_draft
 
 
 def measure_coverage(
@@ -45,11 +39,7 @@ def measure_coverage(
 ) -> CoverageResult:
     """Measure what the policies cover on the target's own continuations of the prompts.
 
-    Settings, prompts and the policies of every domain are checked before any model is loaded. A text may be of any
-    length: full-vocabulary rows are held for `teacher_forcing.CHUNK + num_assistant_tokens` positions at a time, in
-    fp32, three of them for each. Of an EAGLE head, which says something else in every round, there are
-    `num_assistant_tokens` rows for each position; fewer positions are read at a time, so that the rows read are as
-    many.
+    Settings, prompts and the policies of every domain are checked before any model is loaded.
 
     Args:
         settings: what to measure.
@@ -58,7 +48,7 @@ def measure_coverage(
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
         report: called before each text with its prompt's identifier, how many are done and how many there are.
-        save: called after each text and at the end, to keep what was measured even if the process is killed.
+        save: called after each text and at the end, so that a killed process loses one text at most.
 
     Returns:
         The result. After an interrupt from the keyboard, what was measured until then.
@@ -71,10 +61,15 @@ def measure_coverage(
     """
     prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
     policies = settings.policies_by_domain(list(dict.fromkeys(prompt.domain for prompt in prompts)))
-    head = {"eagle": [settings.eagle] if settings.eagle and drafter is None else []}
-    if head["eagle"] or isinstance(drafter, EagleDrafter):
-        _require_drafts(settings)
-    with open_pair(settings, target, drafter, tokenizer, prompts, **head, allow_pickle=settings.allow_pickle) as pair:
+    eagle = [settings.eagle] if settings.eagle and drafter is None else []
+    if (eagle or isinstance(drafter, EagleDrafter)) and settings.max_new_tokens < 3:
+        raise SettingError(
+            "max_new_tokens",
+            "must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor the last, got "
+            f"{settings.max_new_tokens}",
+        )
+    given = {"eagle": eagle, "allow_pickle": settings.allow_pickle}
+    with open_pair(settings, target, drafter, tokenizer, prompts, **given) as pair:
         result = CoverageResult(
             settings=settings,
             policies=policies,
@@ -95,108 +90,90 @@ def measure_coverage(
         except KeyboardInterrupt:
             result.notes.append(INTERRUPTION)
         finally:
-            measurement.close()
+            measurement.close_states()
     save(result)
     return result
 
 
-def _require_drafts(settings: CoverageSettings) -> None:
-    """Refuse texts that leave an EAGLE head nothing to draft."""
-    if settings.max_new_tokens < 3:
-        raise SettingError(
-            "max_new_tokens",
-            "must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor the last, got "
-            f"{settings.max_new_tokens}",
-        )
-
-
 class _Measurement:
-    """Measures text by text, and adds what it finds to a result.
-
-    Raises:
-        ConfigurationError: `recall_k` is larger than the vocabulary.
-        UnsupportedError: the models cannot be used together.
-        ArtifactError: a policy's ranking was made for another tokenizer.
-    """
+    """Measures text by text and extends a result. Raises as `measure_coverage`."""
 
     def __init__(self, result: CoverageResult, pair: Pair):
         self._result, self._settings, self._pair = result, result.settings, pair
         (self._drafter,) = pair.drafters.values()
-        policies = _distinct(result.policies)
-        vocabularies = _vocabularies(pair, self._drafter, policies)
-        self._vocabulary = vocabularies[0]
-        if self._settings.recall_k > self._vocabulary.size:
-            raise SettingError(
-                "recall_k",
-                f"must be at most the size of the vocabulary, {self._vocabulary.size:,}, got "
-                f"{self._settings.recall_k:,}",
-            )
-        self._states = States(policies, vocabularies, self._settings.stream)
-        # Greedily, nothing is left to chance: the one course of rounds that there can be is what is expected.
-        self._is_drawn = bool(self._states.learners) and self._settings.temperature > 0
+        policies = {id(one): one for of_domain in result.policies.values() for one in of_domain.values()}
+        self._vocabularies = {key: _vocabulary(pair, self._drafter, one) for key, one in policies.items()}
+        self._vocabulary = next(iter(self._vocabularies.values()))
+        size, recall_k = self._vocabulary.size, self._settings.recall_k
+        if recall_k > size:
+            raise SettingError("recall_k", f"must be at most the size of the vocabulary, {size:,}, got {recall_k:,}")
+        # By label, policy and draw: a state, and how many tokens it has observed.
+        self._states: dict[tuple[str, int, int | None], tuple[ShortlistState, int]] = {}
+        self._started: list[ShortlistState] = []
+        self._learners = {key for key, one in policies.items() if learns_from_verdicts(self._start(one))}
+        self.close_states()
+        # Greedy decoding leaves nothing to chance.
+        self._is_drawn = bool(self._learners) and self._settings.temperature > 0
         if self._settings.draws > 1 and not self._is_drawn:
             result.notes.append("nothing is drawn, however many draws: no policy learns from verdicts")
-        self._needs = reduce(or_, (policy.needs for policy in policies))
+        self._needs = reduce(or_, (policy.needs for policy in policies.values()))
 
     @torch.no_grad()
     def take(self, number: int) -> None:
-        """Measure on one text; `number` counts the first continuations of all prompts, then the second ones, and so
+        """Measure on one text. `number` counts the first continuations of all prompts, then the second ones, and so
         on."""
-        continuation, index = divmod(number, len(self._pair.prompts))
-        if index == 0:
-            self._states.close()
-        prompt, length = self._pair.prompts[index], len(self._pair.encoded[index])
-        token_ids, seeds = self._text(number, self._pair.encoded[index])
-        if token_ids.shape[0] - first_draft(self._drafter, length) < 2:
-            one = f"text {continuation + 1} of " if self._settings.continuations > 1 else ""
-            self._result.notes.append(
-                f"{one}{prompt.identifier} was left out: the target ends it before there is anything to draft"
-            )
+        settings, pair = self._settings, self._pair
+        continuation, index = divmod(number, len(pair.prompts))
+        if index == 0 or not settings.stream:
+            self.close_states()
+        prompt, prompt_ids = pair.prompts[index], pair.encoded[index]
+        token_ids, seeds = self._text(number, prompt_ids)
+        if token_ids.shape[0] - first_draft(self._drafter, len(prompt_ids)) < 2:
+            which = f"text {continuation + 1} of " if settings.continuations > 1 else ""
+            problem = "was left out: the target ends it before there is anything to draft"
+            self._result.notes.append(f"{which}{prompt.identifier} {problem}")
             return
-        text = self._forced(token_ids, length)
-        courses = {
-            label: self._courses(text, label, of_domain[prompt.domain], seeds)
-            for label, of_domain in self._result.policies.items()
-        }
-        curve = _OracleCurve(self._pair.target.get_output_embeddings().weight.shape[0], length)
-        for rows in text.rows(keep=self._settings.num_assistant_tokens):
-            curve.add(rows)
-            for one in courses.values():
-                one.follow(rows)
-        self._keep(courses, prompt.identifier, continuation, prompt.domain)
-        self._result.oracle_curves[prompt.identifier, continuation] = curve.points()
-        self._states.end_text()
+        models = pair.target, self._drafter
+        text = ForcedText(*models, token_ids, len(prompt_ids), self._vocabulary, settings, self._needs)
+        expected: dict[str, RoundFigures] = {}
+        drawn: dict[str, RoundFigures] = {}
+        along: list[RoundsAlongText] = []
+        for label, by_domain in self._result.policies.items():
+            policy = by_domain[prompt.domain]
+            if id(policy) not in self._learners:
+                expected[label] = RoundFigures(settings.num_assistant_tokens)
+                along.append(self._rounds(text, label, policy, expected[label]))
+            if self._is_drawn or label not in expected:
+                drawn[label] = RoundFigures(settings.num_assistant_tokens, settings.draws)
+                along += [self._rounds(text, label, policy, drawn[label], *one) for one in enumerate(seeds)]
+        # The oracle's mass for sizes that are powers of two, and for the whole head.
+        largest = pair.target.get_output_embeddings().weight.shape[0]
+        sizes = [*(2**power for power in range((largest - 1).bit_length())), largest]
+        oracle = torch.zeros(len(sizes), dtype=torch.float64)
+        for starts in text.blocks():
+            oracle += text.oracle(starts)[:, [size - 1 for size in sizes]].double().sum(0).cpu()
+            for rounds in along:
+                rounds.follow(starts)
+        self._keep((prompt.identifier, continuation, prompt.domain), expected, drawn)
+        masses = oracle / (token_ids.shape[0] - len(prompt_ids))
+        self._result.oracle_curves[prompt.identifier, continuation] = list(zip(sizes, masses.tolist(), strict=True))
 
-    def _forced(self, token_ids: torch.Tensor, length: int) -> ForcedText:
-        """A text, int64 `[n]`, along which target and drafter are led, whose prompt has `length` tokens."""
-        settings = self._settings
-        return ForcedText(
-            self._pair.target,
-            self._drafter,
-            token_ids,
-            length,
-            self._vocabulary,
-            settings.temperature,
-            max(settings.recall_k, self._needs.verify_top_k, self._needs.prompt_top_k),
-            settings.num_assistant_tokens,
-            self._needs,
-        )
+    def close_states(self) -> None:
+        """Close the policies' states: a text or a stream ends."""
+        self._states.clear()
+        while self._started:
+            self._started.pop().close()
 
-    def _keep(self, courses: Mapping[str, Courses], *where: Any) -> None:
-        """Add what was found on one text to the result: `where` is its prompt, continuation and domain."""
-        measured, drawn = [], []
-        for label, one in courses.items():
-            draws = self._settings.draws if self._is_drawn else 0
-            measured.append(_row(*where, label, 0 if one.expected else draws, one.figures()))
-            if self._is_drawn:
-                drawn.append(_row(*where, label, draws, one.drawn_figures()))
-        # All policies at once, as they are compared prompt by prompt: an interrupt leaves out none of them.
-        self._result.measured.extend(measured)
-        self._result.drawn.extend(drawn)
-
-    def close(self) -> None:
-        """Give up what policies remember."""
-        self._states.close()
+    def _keep(
+        self, where: tuple[str, int, str], expected: dict[str, RoundFigures], drawn: dict[str, RoundFigures]
+    ) -> None:
+        """Add the figures of one text to the result: `where` is its prompt, continuation and domain."""
+        draws = self._settings.draws if self._is_drawn else 0
+        of_drawn = {label: _row(where, label, draws, figures) for label, figures in drawn.items()}
+        of_expected = {label: _row(where, label, 0, figures) for label, figures in expected.items()}
+        # All policies at once, so that an interrupt leaves a prompt out of all of them.
+        self._result.measured += [of_expected.get(label) or of_drawn[label] for label in self._result.policies]
+        self._result.drawn += of_drawn.values() if self._is_drawn else []
 
     def _text(self, number: int, prompt_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
         """A prompt with its continuation, int64 `[n]`, and the seeds of the draws along it."""
@@ -205,70 +182,42 @@ class _Measurement:
         torch.manual_seed(settings.seed + number)
         config = generation_config(target, settings.max_new_tokens, settings.temperature)
         text = target.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
-        # Not the seed of the text, whose draws would decide both the tokens and whether their drafts are accepted.
+        # Not the seed of the text, or the same draws would decide both the tokens and whether drafts are accepted.
         return text[0], [int(torch.randint(2**31, ())) for _ in range(settings.draws)]
 
-    def _courses(self, text: ForcedText, label: str, policy: ShortlistPolicy, seeds: list[int]) -> Courses:
-        """The courses of rounds of one policy along a text, none of which has begun."""
-        settings = self._settings
+    def _rounds(
+        self,
+        text: ForcedText,
+        label: str,
+        policy: ShortlistPolicy,
+        figures: RoundFigures,
+        draw: int | None = None,
+        seed: int | None = None,
+    ) -> RoundsAlongText:
+        """The rounds of one policy along a text, none of which has begun."""
+        key = (label, id(policy), draw)
+        state, offset = self._states.get(key) or (self._start(policy), 0)
+        if offset:
+            # Like a turn of a conversation that has nothing in common with the one before.
+            state.resume(torch.empty(0, dtype=torch.int64, device=self._vocabulary.device))
+        self._states[key] = state, offset + text.token_ids.shape[0]
+        return RoundsAlongText(state, policy.needs, text, figures, seed, offset)
 
-        def course(draw: int | None) -> RoundsAlongText:
-            state, offset = self._states.of(label, policy, draw, text.token_ids.shape[0])
-            return RoundsAlongText(
-                state,
-                policy.needs,
-                text,
-                settings.num_assistant_tokens,
-                settings.recall_k,
-                is_greedy=settings.temperature == 0,
-                seed=None if draw is None else seeds[draw],
-                offset=offset,
-            )
-
-        drawn = [course(draw) for draw in range(len(seeds))] if self._is_drawn else []
-        if policy not in self._states.learners:
-            return Courses(course(None), drawn)
-        return Courses(None, drawn or [course(0)])
+    def _start(self, policy: ShortlistPolicy) -> ShortlistState:
+        self._started.append(policy.start(self._vocabularies[id(policy)]))
+        return self._started[-1]
 
 
-def _row(prompt: str, continuation: int, domain: str, label: str, draws: int, figures: RoundFigures) -> TextCoverage:
+def _row(where: tuple[str, int, str], label: str, draws: int, figures: RoundFigures) -> TextCoverage:
     by_depth = tuple(DepthCoverage(**values) for values in figures.by_depth())
-    return TextCoverage(prompt, continuation, domain, label, draws, **figures.overall(), by_depth=by_depth)
+    return TextCoverage(*where, label, draws, **figures.overall(), by_depth=by_depth)
 
 
-def _distinct(policies: Mapping[str, Mapping[str, ShortlistPolicy]]) -> list[ShortlistPolicy]:
-    """All policies, each once."""
-    return list({id(policy): policy for by_domain in policies.values() for policy in by_domain.values()}.values())
-
-
-def _vocabularies(pair: Pair, drafter: Drafter, policies: Sequence[ShortlistPolicy]) -> list[VocabularyInfo]:
-    """What each policy is told of the vocabulary in a session. Refuses what an assistant of these models refuses."""
-    vocabularies = []
-    for policy in policies:
-        assistant = DynSpecAssistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer)
-        try:
-            eos = assistant.scored_eos_token_ids(pair.target.generation_config)
-            vocabularies.append(assistant.take_session(eos).vocabulary)
-        finally:
-            assistant.unbind()
-    return vocabularies
-
-
-class _OracleCurve:
-    """Mean mass of the target's `k` most probable tokens, for `k` in powers of two and for all of them."""
-
-    def __init__(self, largest: int, first: int):
-        self._sizes = [*(2**power for power in range((largest - 1).bit_length())), largest]
-        self._sum = torch.zeros(len(self._sizes), dtype=torch.float64)
-        self._count = 0
-        self._next = first
-
-    def add(self, rows: Rows) -> None:
-        """Take in the rows that were not there before."""
-        new = rows.between(self._next, rows.end).oracle
-        self._sum += new[:, [size - 1 for size in self._sizes]].double().sum(0).cpu()
-        self._count += new.shape[0]
-        self._next = rows.end
-
-    def points(self) -> list[tuple[int, float]]:
-        return list(zip(self._sizes, (self._sum / self._count).tolist(), strict=True))
+def _vocabulary(pair: Pair, drafter: Drafter, policy: ShortlistPolicy) -> VocabularyInfo:
+    """The vocabulary that a policy gets in a session. Refuses what an assistant of these models refuses."""
+    assistant = DynSpecAssistant(drafter, policy, target=pair.target, tokenizer=pair.tokenizer)
+    try:
+        eos = assistant.scored_eos_token_ids(pair.target.generation_config)
+        return assistant.take_session(eos).vocabulary
+    finally:
+        assistant.unbind()

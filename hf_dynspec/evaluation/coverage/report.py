@@ -1,67 +1,22 @@
-"""What a coverage measurement found: tables, and a JSON file that says where the figures come from."""
+"""Tables of a coverage measurement, its plot and its JSON file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ...errors import counted
 from ...shortlists import ShortlistPolicy
+from ..plots import plot_style, require_plot_file, save_figure
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
-from .estimates import DEPTH_FIGURES, CoverageSummary, Estimate, oracle_curve, summarize
+from .estimates import CoverageSummary, Estimate, oracle_curve, summarize
 from .result import CoverageResult
 
-# 2: sizes are means over all draft steps, counts are expectations, and policies are compared with the first.
-# 3: a prompt has as many rows of a policy as it has continuations.
-# 4: rows say how many draws they are means of, `drawn` has the draws of all policies where those of some are needed,
-# and a policy may differ by domain.
+# 4: rows have `draws`, and `drawn` has those of all policies; a policy may differ by domain.
 SCHEMA_VERSION = 4
 
-
-# Tables ------------------------------------------------------------------------------------------------------------
-
-
-def coverage_table(result: CoverageResult) -> FittedTable:
-    """One row per policy, over all prompts: means, with standard errors over prompts where there are several."""
-    settings = result.settings
-    rows = [row for row in summarize(result) if row.domain is None]
-    table = FittedTable(
-        title(result, rows),
-        [
-            "policy",
-            "shortlist\nsize",
-            "mass",
-            "oracle\nmass",
-            f"recall\n@{settings.recall_k}",
-            "OOV\nrate",
-            "acceptance\nprobability",
-            "acceptance\nlength",
-            f"of\n{result.baseline}",
-            "by\nequation 1",
-        ],
-        caption="mean ± standard error over prompts; size: over all draft steps; oracle mass: of as many most "
-        "probable tokens, the most that a shortlist of that size can have; acceptance lengths count the target's own "
-        f"token of a round, and are compared with the first policy's prompt by prompt{_note_on_draws(rows)}",
-    )
-    for row in rows:
-        cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
-        cells.append(_relative_cell(result, row))
-        table.add_row(row.policy, *cells, f"{row.expected_acceptance_length:.2f}")
-    return table
-
-
-def _note_on_draws(rows: Sequence[CoverageSummary]) -> str:
-    """What to add to the caption where rounds were drawn."""
-    draws = max((row.draws for row in rows), default=0)
-    if not draws:
-        return ""
-    courses = "one course of rounds is" if draws == 1 else f"{draws} courses of rounds are"
-    return (
-        f"; along each text, {courses} drawn for policies that learn from verdicts, which are compared with others "
-        "drawn with the same luck"
-    )
-
-
+# How the figures of `estimates.FIGURES` are shown.
 _FORMS = {
     "size": ",.0f",
     "mass": ".4f",
@@ -72,82 +27,132 @@ _FORMS = {
     "acceptance_length": ".2f",
 }
 
+# Policies differ in shape too, for black and white and for readers who do not see all colours.
+_MARKERS = "osD^vP*X<>"
 
-def _relative_cell(result: CoverageResult, row: CoverageSummary) -> str:
-    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".2%")
+
+def coverage_table(result: CoverageResult) -> FittedTable:
+    """One row per policy, over all prompts."""
+    rows = _overall(result)
+    headings = [
+        "policy",
+        "shortlist\nsize",
+        "mass",
+        "oracle\nmass",
+        f"recall\n@{result.settings.recall_k}",
+        "OOV\nrate",
+        "acceptance\nprobability",
+        "acceptance\nlength",
+        f"of\n{result.baseline}",
+        "by\nequation 1",
+    ]
+    caption = (
+        "mean ± standard error over prompts; size: over all draft steps; oracle mass: of as many most probable "
+        "tokens, the most that a shortlist of that size can have; acceptance lengths count the target's own token of "
+        "a round, and are compared with the first policy's prompt by prompt"
+    )
+    draws = max((row.draws for row in rows), default=0)
+    if draws:
+        drawn = "once" if draws == 1 else f"{draws} times"
+        caption += (
+            f"; for policies that learn from verdicts, the rounds along each text are drawn {drawn}, and compared "
+            "with rounds of the others that are drawn with the same luck"
+        )
+    table = FittedTable(title(result), headings, caption)
+    for row in rows:
+        cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
+        table.add_row(row.policy, *cells, _relative(result, row), f"{row.expected_acceptance_length:.2f}")
+    return table
 
 
 def domain_tables(result: CoverageResult) -> list[FittedTable]:
     """Mass on the shortlist, and acceptance length relative to the first policy: one row per policy, one column per
     domain."""
-    summaries = summarize(result)
-    masses = {(row.policy, row.domain): _cell(row.figures["mass"], _FORMS["mass"]) for row in summaries}
-    lengths = {(row.policy, row.domain): _relative_cell(result, row) for row in summaries}
-    title = f"Acceptance length relative to {result.baseline}"
-    return [_domain_table(result, "Mass on the shortlist", masses), _domain_table(result, title, lengths)]
-
-
-def _domain_table(result: CoverageResult, title: str, cells: dict[tuple[str, str | None], str]) -> FittedTable:
-    table = FittedTable(f"{title}, {_temperature_name(result)}", ["policy", *result.domains])
-    for label in result.policies:
-        table.add_row(label, *(cells[label, domain] for domain in result.domains))
-    return table
-
-
-# What the figures of a depth are called, in the order of `DEPTH_FIGURES`.
-_DEPTH_LABELS = dict(zip(DEPTH_FIGURES, ("shortlist size", "mass", "acceptance probability"), strict=True))
+    by_place = {(row.policy, row.domain): row for row in summarize(result)}
+    tables = []
+    for name in ("Mass on the shortlist", f"Acceptance length relative to {result.baseline}"):
+        table = FittedTable(f"{name}, {_temperature(result)}", ["policy", *result.domains])
+        for label in result.policies:
+            rows = [by_place[label, domain] for domain in result.domains]
+            masses = [_cell(row.figures["mass"], _FORMS["mass"]) for row in rows]
+            table.add_row(label, *([_relative(result, row) for row in rows] if tables else masses))
+        tables.append(table)
+    return tables
 
 
 def depth_table(result: CoverageResult) -> FittedTable:
-    """How shortlists fare at each draft depth, for budgets that differ by depth: a row per policy and depth at which a
-    draft of it was verified, over all prompts.
-
-    A depth has fewer positions than the one before it, as only accepted drafts lead there. Sizes are over all rounds
-    that draft there.
-    """
-    rows = [row for row in summarize(result) if row.domain is None]
+    """A row per policy and draft depth at which a draft of it was verified, over all prompts."""
     table = FittedTable(
-        f"By draft depth, {_temperature_name(result)}",
-        ["policy", "depth", "positions", *_DEPTH_LABELS.values()],
+        f"By draft depth, {_temperature(result)}",
+        ["policy", "depth", "positions", "shortlist size", "mass", "acceptance probability"],
         caption="depth: drafts of the round before it; positions: expected number of drafts verified there; means "
         "over the prompts on which it was verified",
         labels=2,
     )
-    for row in rows:
+    for row in _overall(result):
         for depth, one in enumerate(row.by_depth):
-            figures = [f"{one.figures[name].mean:{_FORMS[name]}}" for name in _DEPTH_LABELS]
+            figures = [f"{estimate.mean:{_FORMS[name]}}" for name, estimate in one.figures.items()]
             is_last = depth == len(row.by_depth) - 1
             label = "" if depth else row.policy
             table.add_row(label, str(depth), f"{one.positions:,.1f}", *figures, ends_section=is_last)
     return table
 
 
-def title(result: CoverageResult, rows: Sequence[CoverageSummary]) -> str:
-    prompts = rows[0].prompts if rows else 0
+def title(result: CoverageResult) -> str:
+    """What the measurement is of."""
+    prompts = counted(len({prompt for prompt, _ in result.oracle_curves}), "prompt")
     texts = f", {len(result.oracle_curves)} texts" if result.settings.continuations > 1 else ""
     stream = ", as a stream" if result.settings.stream else ""
-    return f"Coverage, {_temperature_name(result)}, {counted(prompts, 'prompt')}{texts}{stream}"
+    return f"Coverage, {_temperature(result)}, {prompts}{texts}{stream}"
 
 
-def _temperature_name(result: CoverageResult) -> str:
-    temperature = result.settings.temperature
-    return f"temperature {temperature:g}" if temperature else "greedy"
+def write_plot(path: Path, result: CoverageResult) -> None:
+    """Plot the mass on the shortlist against its mean size, a point per policy, below the oracle's curve.
 
+    Args:
+        path: the image; its suffix says the format.
+        result: of at least one prompt.
 
-def _cell(estimate: Estimate, form: str) -> str:
-    text = f"{estimate.mean:{form}}"
-    return text if estimate.standard_error is None else f"{text}\n±{estimate.standard_error:{form}}"
+    Raises:
+        ConfigurationError: see `require_plot_file`.
+        OSError: the file cannot be written.
+    """
+    require_plot_file(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
-
-# The file ----------------------------------------------------------------------------------------------------------
+    rows = _overall(result)
+    with plot_style():
+        figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+        axes = figure.add_subplot()
+        most = "oracle: the most that a shortlist of each size can have"
+        axes.plot(*zip(*oracle_curve(result), strict=True), color="0.45", linewidth=1.5, label=most, zorder=1)
+        for index, row in enumerate(rows):
+            size, mass = row.figures["size"].mean, row.figures["mass"]
+            style = {"fmt": _MARKERS[index % len(_MARKERS)], "color": f"C{index % 10}", "markersize": 7, "capsize": 3}
+            axes.errorbar(size, mass.mean, yerr=mass.standard_error, label=row.policy, zorder=2, **style)
+        axes.set_xscale("log")
+        axes.set_xlim(left=max(1.0, min(row.figures["size"].mean for row in rows) / 3))
+        lowest = min(row.figures["mass"].mean - (row.figures["mass"].standard_error or 0.0) for row in rows)
+        # In proportion to the range, as good policies differ in the third decimal.
+        margin = max(0.06 * (1.0 - lowest), 1e-4)
+        axes.set_ylim(max(0.0, lowest - margin), 1.0 + margin)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_xlabel("mean shortlist size (tokens)")
+        axes.set_ylabel("target's probability mass on the shortlist")
+        axes.set_title(title(result))
+        axes.grid(alpha=0.25, which="both")
+        # Outside of the axes, where it covers no point.
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        save_figure(figure, path)
 
 
 def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dict[str, Any]:
-    """All that was measured and where it comes from, as JSON values. Holds no path beyond its last two parts.
+    """Everything that was measured, and its provenance, as JSON values. Paths are cut to their last two parts.
 
     Args:
-        result: what was measured.
-        command: the words of the command line (None: the measurement was called from Python).
+        result: the measurement.
+        command: the words of the command line (None: called from Python).
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -166,7 +171,24 @@ def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dic
 
 
 def _describe(by_domain: Mapping[str, ShortlistPolicy]) -> dict[str, Any]:
-    """A policy as `describe_policies` does, or one for each domain, `by_domain`, where they differ."""
-    if len({id(policy) for policy in by_domain.values()}) > 1:
-        return {"by_domain": describe_policies(by_domain)}
-    return describe_policies(dict([next(iter(by_domain.items()))])).popitem()[1]
+    """A policy as `describe_policies` does, or `by_domain` if it differs."""
+    described = describe_policies(by_domain)
+    is_one = len({id(policy) for policy in by_domain.values()}) == 1
+    return described.popitem()[1] if is_one else {"by_domain": described}
+
+
+def _overall(result: CoverageResult) -> list[CoverageSummary]:
+    return [row for row in summarize(result) if row.domain is None]
+
+
+def _relative(result: CoverageResult, row: CoverageSummary) -> str:
+    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".2%")
+
+
+def _temperature(result: CoverageResult) -> str:
+    return f"temperature {result.settings.temperature:g}" if result.settings.temperature else "greedy"
+
+
+def _cell(estimate: Estimate, form: str) -> str:
+    error = "" if estimate.standard_error is None else f"\n±{estimate.standard_error:{form}}"
+    return f"{estimate.mean:{form}}{error}"

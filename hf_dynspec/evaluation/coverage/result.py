@@ -10,14 +10,15 @@ from .settings import CoverageSettings
 
 @dataclass(frozen=True)
 class DepthCoverage:
-    """One policy on one text at one draft depth, for a depth that is verified.
+    """One policy on one text at one draft depth that is verified.
 
     Args:
         depth: how many drafts of the round come before.
         draft_steps: expected number of rounds that draft at this depth.
-        positions: expected number of them in which all drafts before were accepted, so that this one is verified.
-        size: as for `TextCoverage`, over the draft steps at this depth.
-        mass, acceptance: likewise, over its positions.
+        positions: expected number of rounds that verify this draft, as all before it are accepted.
+        size: mean over the draft steps at this depth; see `TextCoverage`.
+        mass: mean over its positions.
+        acceptance: mean over its positions.
     """
 
     depth: int
@@ -30,33 +31,29 @@ class DepthCoverage:
 
 @dataclass(frozen=True)
 class TextCoverage:
-    """One policy on one text, a continuation of a prompt. Means are over the positions that a run verifies and has a
-    shortlist for: the accepted drafts of every round and the first that is not accepted. The size's alone is over all
-    draft steps, each of which scores a shortlist.
+    """One policy on one text.
 
-    Counts are expectations over what chance could do along the text, and means are weighted by the same probabilities.
-    Where rounds are drawn, counts are means over the draws, and means are over the rounds of all draws.
+    Means are over positions: the drafts of each round that are verified, up to the first that is rejected. Only `size`
+    is a mean over all draft steps. Counts and means are expectations; if rounds are drawn, counts are means over the
+    draws, and means are over the rounds of all draws.
 
     Args:
         prompt: the prompt's identifier.
-        continuation: which of its texts, from 0.
+        continuation: which of the prompt's texts, from 0.
         domain: the prompt's domain.
         policy: the policy's label.
-        draws: how many courses of rounds were drawn; 0 where these are expectations, or nothing is left to chance.
-        draft_steps: expected number of draft steps.
-        positions: expected number of positions.
-        rounds: expected number of rounds.
-        size: mean number of token ids on the shortlist `V_t`, over draft steps, as `bench`'s active vocabulary.
-        mass: the target's probability mass on `V_t`, the largest acceptance probability that any drafter can reach
-            with it (lemma 1).
-        oracle_mass: the mass of the `|V_t|` most probable tokens, the most that a shortlist of that size can have
-            (lemma 2).
+        draws: how often the rounds were drawn; 0 for expectations and for greedy decoding.
+        draft_steps: number of draft steps.
+        positions: number of positions.
+        rounds: number of rounds.
+        size: token ids on the shortlist `V_t`, as `bench`'s active vocabulary.
+        mass: the target's probability mass on `V_t`, the highest acceptance probability of any drafter (lemma 1).
+        oracle_mass: the mass of the `|V_t|` most probable tokens, the most of any shortlist of that size (lemma 2).
         recall: share of the target's `recall_k` most probable tokens that `V_t` holds.
-        oov: share of positions at which `V_t` does not hold the text's own token.
+        oov: share of positions whose token `V_t` does not hold.
         acceptance: acceptance probability `Σ_x min(p(x), q(x))`, `q` being the drafter's distribution on `V_t`
             (equation 3).
-        acceptance_length: expected tokens per round, the target's own token included, see
-            `draft_steps.expected_tokens`.
+        acceptance_length: expected tokens per round, the target's own included, see `rounds.expected_tokens`.
         by_depth: from the first draft of a round to the last that is verified.
     """
 
@@ -80,21 +77,19 @@ class TextCoverage:
 
 @dataclass
 class CoverageResult:
-    """Everything that was measured, as far as it was; `estimates` and `report` tell what follows from it.
+    """Everything that was measured so far.
 
     Args:
         settings: what was asked for.
-        policies: the policies by label and domain, in the order of the table. The others are compared with the first.
+        policies: the policies by label and domain, in the order of the table.
         prompts: identifier, domain and number of tokens of each prompt.
-        models: what is known of the target and the drafter.
+        models: descriptions of the target and the drafter.
         threads: CPU threads in use.
         started: UTC time in ISO format.
         finished: UTC time; None while the run is not complete.
-        notes: what a reader should know, such as a prompt that was left out.
+        notes: remarks for the reader, such as a prompt that was left out.
         measured: each policy on each text.
-        drawn: likewise, where some policy learns from verdicts, so that its rounds are drawn: those of all policies,
-            drawn with the same luck. By these it is compared with others, so that what luck does to both cancels out.
-            Empty in greedy decoding, where nothing is left to chance.
+        drawn: if rounds are drawn for some policy, those of all policies, drawn with the same luck, for comparisons.
         oracle_curves: by prompt and continuation: pairs of a shortlist size and the mean oracle mass at that size
             (lemma 2), over all tokens of the continuation.
     """
@@ -123,5 +118,5 @@ class CoverageResult:
 
     @property
     def baseline(self) -> str:
-        """The label of the policy that the others are compared with: the first."""
+        """The label of the first policy, with which the others are compared."""
         return next(iter(self.policies))

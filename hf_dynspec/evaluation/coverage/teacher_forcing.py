@@ -1,17 +1,14 @@
-"""What a target and a drafter say along a given text: distributions, hidden states and likely tokens, row by row.
+"""What a target and a drafter predict along a given text.
 
-Rows are read a few dozen at a time, since one row over a large vocabulary takes as much memory as thousands of tokens.
-
-What an independent drafter says of a token depends on the text before it alone. An EAGLE head reads the target's
-features of the verified tokens only, and its own outputs in the place of those of drafted ones, so what it says
-depends on where the round began too.
+An independent drafter's prediction depends on the text before it alone. An EAGLE head reads the target's hidden states
+at verified tokens and its own outputs at drafted ones, so its prediction also depends on where the round began.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ...cache_names import cache_inputs
@@ -20,115 +17,67 @@ from ...generation.target import entries_with, hidden_state
 from ...kernels import top_k_ids
 from ...modeling.head import PackedRows, widen
 from ...protocol import Needs, Shortlist, VocabularyInfo
+from .settings import CoverageSettings
 
-# Full-vocabulary rows of the drafter that are computed at a time, and tokens of a prompt that the target reads.
+# Tokens that the target reads at a time, and full-vocabulary rows of the drafter that are held.
 CHUNK = 64
 
 
 def distribution(logits: torch.Tensor) -> torch.Tensor:
     """The softmax of each row, fp32 `[m, n]`, which sums to 1 to rounding.
 
-    Torch's own is off by up to 1e-4 over 150,000 tokens on a CPU, where it adds up in fp32 one by one.
+    Torch's own is off by up to 1e-4 over 150,000 tokens on a CPU, where it adds them up one by one in fp32.
     """
     probabilities = logits.softmax(-1)
     return probabilities / probabilities.sum(-1, keepdim=True)
 
 
-AnyRows = TypeVar("AnyRows", bound="Rows")
+def first_draft(drafter: Drafter, prompt_length: int) -> int:
+    """The first token of a text that is drafted. An EAGLE head has to wait until the target has read the prompt."""
+    return prompt_length + bool(drafter.reads)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What both models say at `m` consecutive positions, on the drafter's device. `R`: rows of the target's head.
+class Rows(NamedTuple):
+    """What both models predict at `m` consecutive positions. `R`: rows of the target's head.
 
     Args:
-        first: row `i` is about the token `first + i` of the text, given all tokens before it.
         target: fp32 `[m, R]`: the target's distribution `p`.
-        oracle: fp32 `[m, R]`: entry `k - 1` is the mass of the `k` most probable tokens under `p`, which is `H_k(p)`
-            of DynaSpec's lemma 2.
+        oracle: fp32 `[m, R]`: entry `k - 1` is the mass of the `k` most probable tokens (DynaSpec, lemma 2: `H_k(p)`).
         top_ids: int64 `[m, top_k]`: the target's most probable tokens, most probable first.
-        top_logits: fp32 `[m, top_k]`: their logits, without the temperature.
-        states: `[m, d_target]`: what the target's output projection is given; `[m, 0]` where nobody asks for it.
-        drafter: fp32 `[m, V]`: the drafter's logits, divided by the temperature, over the shared vocabulary; −inf for
-            ids that its head does not score.
-        features: `[m, d]`: the drafter's hidden states.
-        embeddings: `[m, d]`: what `ShortlistState.observe_draft_inputs` is given before each of these draft steps.
-        before: `[m, d]`: likewise, the features.
+        drafter: fp32 `[m, V]`: the drafter's logits, divided by the temperature; −inf for ids that its head lacks.
     """
 
-    first: int
     target: torch.Tensor
     oracle: torch.Tensor
     top_ids: torch.Tensor
-    top_logits: torch.Tensor
-    states: torch.Tensor
     drafter: torch.Tensor
-    features: torch.Tensor
-    embeddings: torch.Tensor
-    before: torch.Tensor
 
-    @property
-    def end(self) -> int:
-        """The first token of the text that no row is about any more."""
-        return self.first + self.target.shape[0]
-
-    def between(self: AnyRows, start: int, end: int) -> AnyRows:
-        """The rows about tokens `start … end - 1` of the text, as views."""
-        part = slice(start - self.first, end - self.first)
-        return type(self)(start, *(getattr(self, one.name)[part] for one in fields(self)[1:]))
-
-    def __add__(self: AnyRows, other: AnyRows) -> AnyRows:
-        """These rows and those that follow them."""
-        names = [one.name for one in fields(self)[1:]]
-        return type(self)(self.first, *(torch.cat([getattr(self, name), getattr(other, name)]) for name in names))
-
-    def of_round(self, start: int, count: int) -> "Rows":
-        """The rows of a round that drafts the tokens `start … start + count - 1`, and the target's about the next."""
-        return self.between(start, start + count + 1)
-
-
-class RowsByStart(Rows):
-    """Rows of a drafter whose hidden states depend on where a round began.
-
-    Args:
-        drafter: fp32 `[m, num_assistant_tokens, V]`: entry `[i, depth]` is about the token `first + i + depth`, in a
-            round whose first draft is the token `first + i`. What is past the text's end has no meaning.
-        features: `[m, num_assistant_tokens, d]`, likewise; embeddings and before too.
-    """
-
-    def of_round(self, start: int, count: int) -> Rows:
-        """As `Rows.of_round`; there is no row of the drafter about the token after the drafts."""
-        part = self.between(start, start + count + 1)
-        drafts = (part.drafter, part.features, part.embeddings, part.before)
-        of_target = (part.target, part.oracle, part.top_ids, part.top_logits, part.states)
-        return Rows(start, *of_target, *(one[0, :count] for one in drafts))
+    def part(self, start: int, end: int) -> "Rows":
+        """Views of the rows `start … end - 1`."""
+        return Rows(*(one[start:end] for one in self))
 
 
 class ForcedText:
-    """A text that the target reads once, from the beginning, and with which the drafter is led along.
-
-    Use it where no gradients are computed. At most `CHUNK` rows of the drafter (or one position's, if more) and those
-    of the positions that the caller asks to keep are held at a time, and some temporary copies of `CHUNK` rows while
-    the next ones are computed. The models' caches grow with the text, as in generation.
+    """A text that both models read at once. Full-vocabulary rows of the drafter are computed block by block, without
+    gradients.
 
     Args:
         target: the model that verifies.
         drafter: the model that drafts.
-        token_ids: int64 `[n]`, on the target's device. Its prompt is read here.
+        token_ids: int64 `[n]`, on the target's device.
         prompt_length: how many of them, at least 1, are the prompt.
         vocabulary: the ids that both models score, and the drafter's device.
-        temperature: of both distributions. At 0 they are those at temperature 1.
-        top_k: how many of the target's most probable tokens are looked up at every position.
-        num_assistant_tokens: most tokens that a round drafts.
-        needs: what of the target's hidden states is wanted.
+        settings: temperature, `num_assistant_tokens` (`k`) and `recall_k`.
+        needs: what the policies need of the target.
 
     Attributes:
-        token_ids: int64 `[n]`, on the drafter's device.
-        prompt_top_ids: int64 `[prompt_length, top_k]`: the target's most probable tokens after each prompt token.
-        prompt_top_logits: fp32 `[prompt_length, top_k]`: their logits.
-        prompt_states: `[prompt_length, d_target]`: what the target's output projection is given after each prompt
-            token; `[prompt_length, 0]` where nobody asks for it.
-        first_draft: see `first_draft`.
+        token_ids: int64 `[n]`, on the drafter's device, as all tensors.
+        top_ids: int64 `[n - 1, top_k]`: the target's most probable tokens after each token.
+        top_logits: fp32 `[n - 1, top_k]`: their logits, without the temperature.
+        states: `[n - 1, d_target]`: the input of the target's head after each token; None if nobody needs it.
+        steps: `[3, n - prompt_length, k, d]`, by the first token that a round drafts and by draft step: the hidden
+            state that predicts the draft, and the embedding and feature that the step starts from. NaN if there is no
+            such step.
     """
 
     def __init__(
@@ -138,163 +87,110 @@ class ForcedText:
         token_ids: torch.Tensor,
         prompt_length: int,
         vocabulary: VocabularyInfo,
-        temperature: float,
-        top_k: int,
-        num_assistant_tokens: int,
-        needs: Needs = Needs(),  # noqa: B008
+        settings: CoverageSettings,
+        needs: Needs,
     ):
-        self.prompt_length = prompt_length
-        self.first_draft = first_draft(drafter, prompt_length)
-        self._target, self._target_cache = target, DynamicCache(config=target.config)
-        self._target_ids = token_ids
-        self.token_ids = token_ids.to(vocabulary.device)
-        self._head, self._vocabulary = drafter.head, vocabulary
-        self._drafter: _Model | _EagleHead
-        if drafter.reads:
-            self._drafter = _EagleHead(drafter, self.token_ids, self.first_draft, num_assistant_tokens)
-        else:
-            self._drafter = _Model(drafter, self.token_ids)
-        self._temperature, self._top_k = temperature or 1.0, top_k
-        self._needs = needs
-        parts = []
-        for start in range(0, prompt_length, CHUNK):
-            logits, states = self._read_target(start, min(start + CHUNK, prompt_length))
-            top_ids = top_k_ids(logits, top_k)
-            kept = states if needs.prompt_hidden_states else states[:, :0]
-            parts.append((top_ids, logits.gather(1, top_ids), kept))
-        of_prompt = (torch.cat(part).to(vocabulary.device) for part in zip(*parts, strict=True))
-        self.prompt_top_ids, self.prompt_top_logits, self.prompt_states = of_prompt
-        self._first_row = self._rows(prompt_length, logits[-1:], states[-1:])
+        self.prompt_length, self.first_draft = prompt_length, first_draft(drafter, prompt_length)
+        self.token_ids, self.settings = token_ids.to(vocabulary.device), settings
+        self._head, self._vocabulary, self._temperature = drafter.head, vocabulary, settings.temperature or 1.0
+        self._length, self._reads = settings.num_assistant_tokens, drafter.reads
+        top_k = max(settings.recall_k, needs.verify_top_k, needs.prompt_top_k)
+        read = self._read_target(target, token_ids, top_k, needs.of_states)
+        self._target_logits, self.top_ids, self.top_logits, *states = read
+        self.states = states.pop() if needs.of_states else None
+        self.steps = self._head_steps(drafter, torch.cat(states, -1)) if self._reads else self._model_steps(drafter)
 
-    def rows(self, keep: int) -> Iterator[Rows]:
-        """Read the rest of the text; yields overlapping rows, which together are about every token after the prompt.
+    def blocks(self) -> Iterator[range]:
+        """The tokens after the prompt, block by block: `round` and `oracle` serve those of the last block."""
+        count = max(1, CHUNK // self._length if self._reads else CHUNK)
+        for first in range(self.prompt_length, self.token_ids.shape[0], count):
+            starts = range(first, min(first + count, self.token_ids.shape[0]))
+            self._compute(starts)
+            yield starts
 
-        Args:
-            keep: how many of the rows to yield again together with the next ones.
-        """
-        rows, length = self._first_row, self.token_ids.shape[0]
-        count = max(1, CHUNK // self._drafter.rows_per_token)
-        while rows.end < length:
-            start, end = rows.end, min(rows.end + count, length)
-            # What a token's row says follows from reading the token before it.
-            rows = rows + self._rows(start, *self._read_target(start - 1, end - 1))
-            yield rows
-            rows = rows.between(max(rows.first, rows.end - keep), rows.end)
+    def oracle(self, starts: range) -> torch.Tensor:
+        """fp32 `[len(starts), R]`: see `Rows`, about these tokens."""
+        return self._rows.oracle[starts.start - self._first : starts.stop - self._first]
 
-    def _read_target(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the target read these tokens. Shows the drafter the hidden states that it reads.
+    def round(self, start: int, count: int) -> Rows:
+        """The rows of a round that drafts the tokens `start … start + count - 1`."""
+        at = start - self._first
+        return Rows(*self._rows.part(at, at + count)[:3], self._rows.drafter[at, :count])
 
-        Returns:
-            fp32 `[end - start, R]`: logits; and `[end - start, d_target]`: what they are computed from, `[…, 0]` where
-            nobody asks for it.
-        """
-        unread = self._target_ids[start:end].unsqueeze(0)
-        layers = self._target.config.get_text_config().num_hidden_layers
-        reads, last = self._drafter.reads, (layers,) if self._needs.of_states else ()
-        wanted = {"output_hidden_states": entries_with((*reads, *last))} if reads or last else {}
-        outputs = self._target(input_ids=unread, **cache_inputs(self._target_cache), **wanted)
-        if reads:
-            states = [hidden_state(outputs, index, layers) for index in reads]
-            self._drafter.observe(torch.cat(states, -1).to(self.token_ids.device))
-        logits = outputs.logits[0].float()
-        return logits, hidden_state(outputs, layers, layers) if last else logits[:, :0]
+    def _read_target(
+        self, target: PreTrainedModel, token_ids: torch.Tensor, top_k: int, with_last_state: bool
+    ) -> list[torch.Tensor]:
+        """Logits after the prompt, `[n - prompt_length, R]`; top ids and logits; and each hidden state."""
+        layers = target.config.get_text_config().num_hidden_layers
+        wanted = (*self._reads, *((layers,) if with_last_state else ()))
+        more = {"output_hidden_states": entries_with(wanted)} if wanted else {}
+        cache, parts = DynamicCache(config=target.config), []
+        # The last token predicts nothing that is in the text.
+        for start, part in enumerate(token_ids[:-1].split(CHUNK)):
+            outputs = target(input_ids=part.unsqueeze(0), **cache_inputs(cache), **more)
+            logits = outputs.logits[0]
+            top_ids = top_k_ids(logits.float(), top_k)
+            after_prompt = logits[max(0, self.prompt_length - 1 - start * CHUNK) :].clone()
+            states = [hidden_state(outputs, index, layers) for index in wanted]
+            parts.append((after_prompt, top_ids, logits.gather(1, top_ids).float(), *states))
+        return [torch.cat(column).to(self.token_ids.device) for column in zip(*parts, strict=True)]
 
-    def _rows(self, first: int, logits: torch.Tensor, states: torch.Tensor) -> Rows:
-        device = self.token_ids.device
+    def _model_steps(self, drafter: Drafter) -> torch.Tensor:
+        """`steps` of an independent drafter, as views: it predicts the same in every round."""
+        hidden = drafter.start().advance(self.token_ids[:-1])
+        embedded = drafter.embed(self.token_ids[:-1]).to(hidden.dtype)
+        before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+        steps = torch.stack([hidden, embedded, before])[:, self.prompt_length - 1 :]
+        padded = functional.pad(steps, (0, 0, 0, self._length - 1), value=torch.nan)
+        return padded.unfold(1, self._length, 1).transpose(2, 3)
+
+    def _head_steps(self, drafter: Drafter, read: torch.Tensor) -> torch.Tensor:
+        """`steps` of an EAGLE head, which `read` target states, `[n - 1, d_target · layers]`: the longest chain from
+        everywhere, as policies differ in where their rounds start."""
+        weight, length = drafter.head.weight, self.token_ids.shape[0]
+        steps = weight.new_full((3, length - self.prompt_length, self._length, weight.shape[1]), torch.nan)
+        state, inputs = drafter.start(), []
+
+        def observe(embeddings: torch.Tensor, features: torch.Tensor) -> None:
+            inputs.append(torch.stack([embeddings, features]).to(weight.dtype))
+
+        # The last token of a text is the target's own.
+        for start in range(self.first_draft, length - 1):
+            count = min(self._length, length - start - 1)
+            # The target's hidden state at the last verified token does not exist yet when a round starts.
+            unread = read[max(1, state.length) - 1 : start - 1]
+            hidden = [state.advance(self.token_ids[:start], unread, observe)]
+            for at in range(start, start + count - 1):
+                hidden.append(state.draft(self.token_ids[at : at + 1], observe_draft_inputs=observe))
+            chain = torch.cat([torch.cat(hidden).unsqueeze(0), torch.cat(inputs, 1)])
+            steps[:, start - self.prompt_length, :count] = chain
+            inputs.clear()
+        return steps
+
+    def _compute(self, starts: range) -> None:
+        """Compute the rows of the rounds that start at these tokens."""
+        first, count = starts.start - self.prompt_length, len(starts)
+        logits = self._target_logits[first : first + count + self._length - 1].float()
         probabilities = distribution(logits / self._temperature)
-        # The sum of very many very small numbers, which fp32 would lose.
+        # A sum of very many very small numbers, which fp32 would lose.
         oracle = probabilities.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64).float()
-        top_ids = top_k_ids(logits, self._top_k)
-        of_target = (probabilities, oracle, top_ids, logits.gather(1, top_ids), states)
-        features, *inputs = self._drafter.steps(first, first + logits.shape[0])
-        drafter = self._drafter_logits(features) / self._temperature
-        return self._drafter.kind(first, *(one.to(device) for one in of_target), drafter, features, *inputs)
+        top_ids = self.top_ids[starts.start - 1 :][: logits.shape[0]]
+        features = self.steps[0, first : first + count]
+        if self._reads:
+            drafter = self._drafter_logits(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        else:
+            drafter = self._drafter_logits(torch.cat([features[:, 0], features[-1, 1:]]))
+            drafter = drafter.unfold(0, self._length, 1).transpose(1, 2)
+        self._rows, self._first = Rows(probabilities, oracle, top_ids, drafter), starts.start
 
-    def _drafter_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """fp32 `[..., V]`, from hidden states `[..., d]`."""
+    def _drafter_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 `[m, V]`, divided by the temperature, from hidden states `[m, d]`."""
         size, draftable = self._vocabulary.size, self._vocabulary.draftable
-        slots = torch.arange(size, device=features.device) if draftable is None else draftable
+        slots = torch.arange(size, device=hidden.device) if draftable is None else draftable
         scored = Shortlist(slots, version=0, is_prefix=True)
-        logits = self._head.scores(features.flatten(0, -2), scored, PackedRows())
+        logits = self._head.scores(hidden, scored, PackedRows())
         if draftable is not None:
             wide = logits.new_full((logits.shape[0], size), -torch.inf)
             widen(logits, scored, wide)
             logits = wide
-        return logits.unflatten(0, features.shape[:-1])
-
-
-# Drafters along a text ---------------------------------------------------------------------------------------------
-
-
-def first_draft(drafter: Drafter, prompt_length: int) -> int:
-    """The first token of a text that is drafted. A drafter that reads the target's hidden states has to wait until the
-    target has read the prompt, which chooses a token."""
-    return prompt_length + bool(drafter.reads)
-
-
-class _Model:
-    """What an independent drafter says along a text, `[n]`."""
-
-    kind = Rows
-    rows_per_token = 1
-    reads: tuple[int, ...] = ()
-
-    def __init__(self, drafter: Drafter, token_ids: torch.Tensor):
-        self._drafter, self._state, self._token_ids = drafter, drafter.start(), token_ids
-        # The hidden state at the last token that was read; nothing before the first one.
-        self._last = drafter.head.weight.new_zeros(1, drafter.head.weight.shape[1])
-
-    def steps(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The hidden states that predict the tokens `start … end - 1`, the embeddings of the tokens before them, and
-        the hidden states before those, each `[end - start, d]`."""
-        hidden = torch.cat([self._last, self._state.advance(self._token_ids[: end - 1])])[start - end - 1 :]
-        self._last = hidden[-1:]
-        return hidden[1:], self._drafter.embed(self._token_ids[start - 1 : end - 1]), hidden[:-1]
-
-
-class _EagleHead:
-    """What an EAGLE head says along a text, `[n]`, in rounds that start at each token.
-
-    Policies differ in where their rounds start. The longest chain from everywhere, computed once, serves them all.
-    """
-
-    kind = RowsByStart
-
-    def __init__(self, drafter: Drafter, token_ids: torch.Tensor, first_draft: int, num_assistant_tokens: int):
-        self.reads = drafter.reads
-        self.rows_per_token = num_assistant_tokens
-        self._state, self._token_ids, self._first_draft = drafter.start(), token_ids, first_draft
-        self._weight = drafter.head.weight
-        # `[m, d_target · len(reads)]`: what the target said of the last tokens that it read, and the head did not yet.
-        self._unread: torch.Tensor | None = None
-
-    def observe(self, states: torch.Tensor) -> None:
-        """Take in the target's hidden states at the tokens that it has read since, `[m, d_target · len(reads)]`."""
-        self._unread = states if self._unread is None else torch.cat([self._unread, states])
-
-    def steps(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, embeddings and features, `[end - start, num_assistant_tokens, d]`: see `RowsByStart`. NaN
-        where no round drafts."""
-        shape = (3, end - start, self.rows_per_token, self._weight.shape[1])
-        steps = self._weight.new_full(shape, torch.nan)
-        for index, first in enumerate(range(start, end)):
-            # The last token of a text is the target's own.
-            count = min(self.rows_per_token, self._token_ids.shape[0] - first - 1)
-            if first >= self._first_draft and count:
-                steps[:, index, :count] = self._chain(first, count)
-        return steps[0], steps[1], steps[2]
-
-    def _chain(self, start: int, count: int) -> torch.Tensor:
-        """`[3, count, d]`: those of a round that starts here and drafts the text's own tokens."""
-        shown: list[torch.Tensor] = []
-
-        def observe_draft_inputs(embeddings: torch.Tensor, features: torch.Tensor) -> None:
-            shown.append(torch.stack([embeddings, features]).to(self._weight.dtype))
-
-        # The target's hidden state at the last verified token does not exist yet when a round starts.
-        unread = start - max(1, self._state.length)
-        states, self._unread = self._unread[:unread], self._unread[unread:]
-        hidden = [self._state.advance(self._token_ids[:start], states, observe_draft_inputs)]
-        for at in range(start, start + count - 1):
-            hidden.append(self._state.draft(self._token_ids[at : at + 1], observe_draft_inputs=observe_draft_inputs))
-        return torch.cat([torch.cat(hidden).unsqueeze(0), torch.cat(shown, 1)])
+        return logits / self._temperature

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...alignment.settings import OnlineAlignment
 from ...errors import ConfigurationError, shown_value
 from ...shortlists import ShortlistPolicy
-from ..coverage.domain_policies import policies_by_domain
+from ..coverage.settings import policies_by_domain
 from ..policy_text import policy_labels
 
 # Every update is finished before the next request begins, so that acceptance is the same in every run.
