@@ -99,3 +99,23 @@ def drafter(target):
     from models import perturbed
 
     return perturbed(target, 0.3)
+
+
+@pytest.fixture
+def rounds(monkeypatch) -> list:
+    """Every chain and every tree that any session drafts."""
+    from calls import Round
+
+    from hf_dynspec.drafting.session import DraftSession
+
+    recorded = []
+    # The longest useful path is the second argument of a chain, and the third of a tree.
+    for name, place in (("draft_chain", 0), ("draft_tree", 1)):
+
+        def recording(self, prefix, *arguments, draft=getattr(DraftSession, name), place=place):
+            candidates = draft(self, prefix, *arguments)
+            recorded.append(Round(prefix.clone(), arguments[place], candidates))
+            return candidates
+
+        monkeypatch.setattr(DraftSession, name, recording)
+    return recorded
