@@ -111,8 +111,9 @@ def rounds(monkeypatch) -> list:
     recorded = []
     # The longest useful path is the second argument of a chain, and the third of a tree.
     for name, place in (("draft_chain", 0), ("draft_tree", 1)):
+        draft = getattr(DraftSession, name)
 
-        def recording(self, prefix, *arguments, draft=getattr(DraftSession, name), place=place):
+        def recording(self, prefix, *arguments, draft=draft, place=place):
             candidates = draft(self, prefix, *arguments)
             recorded.append(Round(prefix.clone(), arguments[place], candidates))
             return candidates

@@ -5,10 +5,8 @@ from collections.abc import Callable
 import torch
 
 from hf_dynspec import TreeConfig, devices
-from hf_dynspec.drafting.processors import draw_several
-from hf_dynspec.drafting.trees import DrawnTreeGrowth
 from hf_dynspec.generation.verification import Outcome, ProcessRow, outcome_of, walk, walk_unseen
-from hf_dynspec.protocol import Candidates, Shortlist
+from hf_dynspec.protocol import Candidates
 
 Path = tuple[int, ...]
 
@@ -64,28 +62,6 @@ def assert_same_tree(candidates: Candidates, expected: dict[Path, float], tolera
 def over_shortlist(logits: torch.Tensor, ids: torch.Tensor) -> dict[int, float]:
     """The log-probability of each id of a shortlist, given logits `[V]`."""
     return dict(zip(ids.tolist(), logits.float()[ids].log_softmax(-1).tolist(), strict=True))
-
-
-def drawn_tree(
-    probabilities: Callable[[Path], torch.Tensor], config: TreeConfig, growth=DrawnTreeGrowth
-) -> Candidates:
-    """A tree that is drawn from a table.
-
-    Args:
-        probabilities: fp32 `[V]`: of the tokens after a path.
-        config: the shape.
-    """
-    levels = min(config.depth + 1, config.total_tokens - 1)
-    grown, frontier = DrawnTreeGrowth(config, levels), [()]
-    for _ in range(levels):
-        rows = torch.stack([probabilities(path) for path in frontier])
-        token_ids = torch.arange(rows.shape[1]).expand_as(rows)
-        columns = draw_several(rows, min(grown.most_children, rows.shape[1]))
-        fresh, parents = grown.add_level(token_ids, rows, columns)
-        frontier = [(*frontier[parent], token) for token, parent in zip(fresh.tolist(), parents.tolist(), strict=True)]
-    token_ids, scores, parents, depths = grown.choose()
-    shortlists = (Shortlist(torch.arange(rows.shape[1]), 0),) * levels
-    return Candidates(token_ids, shortlists, (), parents, depths, scores, grown.draws())
 
 
 def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outcome:

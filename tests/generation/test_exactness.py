@@ -78,7 +78,8 @@ def sampled_follows_the_target(target: PreTrainedModel, assistant: DynSpecAssist
     torch.manual_seed(3)
     text = generate(target, assistant, max_new_tokens=80, do_sample=True, **arguments)
     numbers = uniform_numbers(target, perturbed(target), processors, text, 12)
-    assert uniformity(numbers) > FALSE_ALARM
+    # There are some hundred of these cases.
+    assert uniformity(numbers) > FALSE_ALARM / 10
 
 
 def test_the_guard_sees_a_projection_and_a_forward(target):
@@ -202,7 +203,7 @@ def test_a_bf16_drafter_for_an_fp32_target(target):
 # Conversations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "shape"), list(zip(ALL_POLICIES, itertools.cycle(SHAPES))))  # noqa: B905
+@pytest.mark.parametrize(("name", "shape"), list(zip(ALL_POLICIES, itertools.cycle(SHAPES))))
 def test_a_conversation_stays_exact(name, shape, target, drafter):
     """Each turn's input is everything before it and a few new tokens."""
     assistant = DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPES[shape])

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_sampling
 import torch
-from eagle_heads import agreeing_head, soft
+from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
-from transformers import LogitsProcessorList, PreTrainedModel
+from sampled_texts import FALSE_ALARM, uniformity
+from transformers import PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
-from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
+from hf_dynspec import DynSpecAssistant, OnlineAlignment, TreeConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -27,8 +27,8 @@ def pairs() -> dict[str, tuple[PreTrainedModel, object]]:
     """By kind of drafter: a random target and what drafts for it, in fp32 on the GPU."""
     made = {"independent": (tiny().cuda(), perturbed(tiny()).cuda())}
     for layout in ("eagle2", "eagle3"):
-        head, model = agreeing_head(layout), soft().cuda()
-        made[layout] = model, EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), model)
+        model = soft().cuda()
+        made[layout] = model, drafter_of(agreeing_head(layout), model)
     return made
 
 
@@ -79,36 +79,19 @@ def test_a_round_waits_once(policy, drafter, tree, do_sample, pairs):
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("policy", ["full", "union", "screen"])
 def test_every_sampled_token_follows_the_target(policy, tree):
-    """As in `test_sampling`, whose target on the CPU says what the probabilities are."""
-    target = tiny(seed=1, vocabulary=test_sampling.VOCABULARY, **test_sampling.SMALL)
-    with torch.no_grad():
-        target.get_output_embeddings().weight.mul_(0.9)
-    target.generation_config.eos_token_id = test_sampling.UNREACHABLE_EOS
+    """As in `test_sampling`: the target on the CPU says what the probabilities are."""
+    target = test_sampling.sampling_target()
     drafter = perturbed(target, noise=0.8)
-    arguments = test_sampling.PROCESSORS["everything"]
-    processors = test_sampling.processors_of(target, arguments)
-    there = copy.deepcopy(target).cuda()
     assistant = DynSpecAssistant(
         copy.deepcopy(drafter).cuda(),
         test_sampling.POLICIES[policy](),
-        target=there,
+        target=copy.deepcopy(target).cuda(),
         tree=tree,
         num_assistant_tokens=2,
     )
-    torch.manual_seed(7)
-    numbers = []
-    for seed in range(test_sampling.TEXTS):
-        input_ids = prompt(3, seed, vocabulary=12)
-        text = there.generate(
-            input_ids.cuda(),
-            max_new_tokens=test_sampling.TEXT_LENGTH,
-            do_sample=True,
-            assistant_model=assistant,
-            logits_processor=LogitsProcessorList([test_sampling.ForbidEos()]),
-            **arguments,
-        ).cpu()
-        numbers.append(test_sampling.uniform_numbers(target, drafter, processors, text, input_ids.shape[1]))
-    assert test_sampling.uniformity(torch.cat(numbers)) > test_sampling.FALSE_ALARM
+    arguments = test_sampling.PROCESSORS["everything"]
+    numbers = test_sampling.sampled_numbers(target, drafter, assistant, device=torch.device("cuda"), **arguments)
+    assert uniformity(numbers) > FALSE_ALARM
     assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
 
 

@@ -1,22 +1,24 @@
 """Sampling follows the target's distribution exactly, under processors, whatever the drafter and the policy.
 
-Two kinds of evidence, both with fixed seeds and with a false-alarm probability of `FALSE_ALARM` for each test:
+Three kinds of evidence, all with fixed seeds and with a false-alarm probability of `FALSE_ALARM` for each test:
 
+- What the acceptance functions return in 100,000 rounds over tables of probabilities, which are known.
+- Every token of long texts becomes a uniform number (`sampled_texts`).
 - The first new tokens of many calls are counted against their probabilities, which are enumerated.
-- In long texts every token is turned into a number that is uniform on [0, 1] exactly if the token was drawn from the
-  target's distribution given all tokens before it, and independent of the numbers before it (Rosenblatt, 1952).
 """
 
-from collections.abc import Callable
+import itertools
+from typing import NamedTuple
 
-import draft_trees
 import pytest
 import torch
-from draft_trees import Path, drawn_tree, verify
-from eagle_heads import random_head
+from calls import SHAPES, assert_same
+from cases import pairwise, representatives
+from eagle_heads import drafter_of, random_head
 from models import POLICY_CASES, REMEMBERING, TERRIBLE, RandomShortlist, perturbed, prompt, tiny
 from pocket import POCKET
-from scipy import stats as scipy_stats
+from sampled_texts import FALSE_ALARM, chi_square, processors_of, uniform_numbers, uniformity
+from torch.nn.functional import pad
 from transformers import (
     AutoTokenizer,
     EpsilonLogitsWarper,
@@ -34,7 +36,6 @@ from transformers import (
 
 from hf_dynspec import (
     DynSpecAssistant,
-    EagleDrafter,
     FrequencyShortlist,
     InContextShortlist,
     ScreenShortlist,
@@ -43,43 +44,271 @@ from hf_dynspec import (
     UnionShortlist,
     devices,
 )
-from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafting import trees as tree_module
-from hf_dynspec.drafting.automatic import AutomaticDrafting
 from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
-from hf_dynspec.generation import acceptance, decoding
+from hf_dynspec.generation import acceptance, decoding, verification
 from hf_dynspec.kernels import top_k_ids
 from hf_dynspec.protocol import Candidates, Shortlist, SparseDistribution
 
-# Of 10,000 correct programs one would fail such a test.
-FALSE_ALARM = 1e-4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> None:
+    """As on a device for which the host would have to wait: no value is looked at on the way."""
+    monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
+
+
+# Acceptance over tables ----------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """What target and drafter say after each token: probabilities `[V, V]`. Row 0 is also what they say at first."""
+
+    p: torch.Tensor
+    q: torch.Tensor
+
+
+def random_rows(seed: int, vocabulary: int, sharpness: float = 1.5, possible: int | None = None) -> torch.Tensor:
+    """`[V, V]`: probabilities, of which only so many in a row are not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocabulary, vocabulary, generator=generator) * sharpness
+    if possible is not None:
+        order = torch.rand(vocabulary, vocabulary, generator=generator).argsort(-1)
+        logits.scatter_(1, order[:, possible:], -torch.inf)
+    return logits.softmax(-1)
+
+
+TABLES = {
+    "far apart": Table(random_rows(1, 4), random_rows(2, 4)),
+    "sure of the wrong": Table(random_rows(1, 5), random_rows(51, 5, 3.0)),
+    "near": Table(random_rows(1, 5, 1.0), 0.7 * random_rows(1, 5, 1.0) + 0.3 * random_rows(2, 5, 1.0)),
+    "fewer tokens than children": Table(random_rows(3, 5), random_rows(4, 5, possible=2)),
+    "the target says few": Table(random_rows(5, 5, possible=3), random_rows(6, 5)),
+    "the drafter says one": Table(random_rows(7, 4), random_rows(8, 4, possible=1)),
+    "a vocabulary of two": Table(random_rows(9, 2), random_rows(10, 2)),
+    "a wide vocabulary": Table(random_rows(11, 700, 3.0), (random_rows(11, 700, 3.0) + random_rows(12, 700, 2.0)) / 2),
+}
+TABLE_TREE = TreeConfig(total_tokens=14, depth=1, top_k=4)
+
+
+def drafted_chain(q: torch.Tensor, levels: int) -> Candidates:
+    """A chain that is drawn from a table's rows."""
+    drafted, rows = [torch.zeros(1, dtype=torch.int64)], []
+    for _ in range(levels):
+        rows.append(q.index_select(0, drafted[-1])[0])
+        drafted.append(draw(rows[-1]))
+    shortlist = Shortlist(torch.arange(q.shape[0]), 0)
+    return Candidates(torch.cat(drafted[1:]), (shortlist,) * levels, tuple(row.log() for row in rows))
+
+
+def drafted_tree(q: torch.Tensor, config: TreeConfig) -> Candidates:
+    """A tree that is drawn from a table's rows."""
+    levels = min(config.depth + 1, config.total_tokens - 1)
+    growth, frontier = tree_module.DrawnTreeGrowth(config, levels), torch.zeros(1, dtype=torch.int64)
+    for _ in range(levels):
+        rows = q.index_select(0, frontier)
+        columns = draw_several(rows, min(growth.most_children, q.shape[0]))
+        frontier, _ = growth.add_level(torch.arange(q.shape[0]).expand_as(rows), rows, columns)
+    token_ids, scores, parents, depths = growth.choose()
+    shortlists = (Shortlist(torch.arange(q.shape[0]), 0),) * levels
+    return Candidates(token_ids, shortlists, (), parents, depths, scores, growth.draws())
+
+
+def one_round(table: Table, shape: TreeConfig | bool) -> verification.BatchedWalk:
+    """Draft by `q`, verify by `p`."""
+
+    def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        return table.p.index_select(0, pad(path[0], (1, 0))[-1:]).log()
+
+    candidates = drafted_tree(table.q, shape) if shape else drafted_chain(table.q, 2)
+    return verification.walk_unseen(candidates, process, True, CPU, keeps_scores=False)
+
+
+def p_values(table: Table, shape: TreeConfig | bool, rounds: int = 100_000) -> list[float]:
+    """Of the first token of a round; and of the second one, after each first one that was accepted.
+
+    The rounds are computed side by side, each with random numbers of its own.
+    """
+    torch.manual_seed(13)
+    vocabulary = table.p.shape[0]
+    chunk = None if vocabulary < 100 else 500
+
+    def tokens(_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        walk = one_round(table, shape)
+        return walk.token_ids, walk.goes_on
+
+    token_ids, goes_on = torch.vmap(tokens, randomness="different", chunk_size=chunk)(torch.zeros(rounds))
+    first, second = token_ids[:, 0], token_ids[:, 1]
+    found = [chi_square(torch.bincount(first, minlength=vocabulary), table.p[0], at_least=2)]
+    for token in range(vocabulary):
+        counts = torch.bincount(second[(first == token) & (goes_on[:, 0] > 0)], minlength=vocabulary)
+        if counts.sum() >= 500:
+            found.append(chi_square(counts, table.p[token], at_least=2))
+    assert len(found) > 1, "no second token was ever verified"
+    return found
+
+
+@pytest.mark.parametrize("shape", [False, TABLE_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", TABLES)
+def test_rounds_follow_the_target(name, shape, elsewhere):
+    found = p_values(TABLES[name], shape, 100_000 if name != "a wide vocabulary" else 10_000)
+    assert min(found) > FALSE_ALARM / len(found)
+
+
+@pytest.mark.parametrize("shape", [False, TABLE_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", representatives("statistical", TABLES, keep=2))
+def test_rounds_that_end_where_the_target_disagrees_follow_it_too(name, shape):
+    """As on a CPU, where values are looked at on the way."""
+    torch.manual_seed(13)
+    p, _ = table = TABLES[name]
+    counts, deep = torch.zeros(2, *p.shape[:1]), 0
+    for _ in range(1500):
+        token_ids = one_round(table, shape).token_ids
+        counts[0, token_ids[0]] += 1
+        if token_ids[0] == p[0].argmax() and len(token_ids) > 1:
+            counts[1, token_ids[1]] += 1
+        deep += len(token_ids) > 1
+    assert chi_square(counts[0], p[0], at_least=2) > FALSE_ALARM
+    assert counts[1].sum() < 30 or chi_square(counts[1], p[p[0].argmax()], at_least=1) > FALSE_ALARM
+    assert deep > 20
+
+
+def unscaled(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(q.shape[0])
+    is_elder = (columns.unsqueeze(1) == place).cumsum(0) - (columns.unsqueeze(1) == place).long() > 0
+    return pad(torch.where(is_elder, 0.0, q), (0, 1))
+
+
+def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
+    return pad(q.expand(columns.shape[0], -1), (0, 1))
+
+
+# The shape, and what is put in whose place.
+MISTAKES = {
+    "a refused token is drawn again": (False, (acceptance.Weights, "minus", lambda self, *_: self)),
+    "what is left is not scaled": (True, (acceptance, "_without_elders", unscaled)),
+    "elders are not left out": (True, (acceptance, "_without_elders", with_elders)),
+    # As EAGLE-2 chooses its nodes.
+    "a token has a say": (True, (tree_module, "chances_of_draws", lambda drawn: (drawn.log(),) * 2)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_acceptance_would_be_noticed(mistake, elsewhere, monkeypatch):
+    """The negative control."""
+    is_tree, replaced = MISTAKES[mistake]
+    monkeypatch.setattr(*replaced)
+    table = TABLES["sure of the wrong"]
+    assert min(p_values(table, is_tree and TreeConfig(total_tokens=5, depth=1, top_k=4))) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("shape", [False, TreeConfig(total_tokens=20, depth=3, top_k=3)], ids=["chain", "tree"])
+def test_a_drafter_that_is_the_target_is_always_right(shape):
+    """The whole path of first children is accepted."""
+    torch.manual_seed(0)
+    rows = random_rows(1, 6)
+    for _ in range(200):
+        walk = one_round(Table(rows, rows), shape)
+        assert len(walk.token_ids) == (5 if shape else 3)
+
+
+def test_slots_that_do_not_count_are_not_accepted(elsewhere):
+    """An unoccupied slot may hold the id of one that counts, or of a token that the target likes."""
+    torch.manual_seed(0)
+    p = torch.tensor([0.1, 0.5, 0.4])
+    ids, q = torch.tensor([[1, 1, 2, 0]]), torch.tensor([[0.0, 0.3, 0.0, 0.7]])
+
+    def tokens(_: torch.Tensor) -> torch.Tensor:
+        growth = tree_module.DrawnTreeGrowth(TreeConfig(5, 0, 4), 1)
+        growth.add_level(ids, q, draw_several(q, 4))
+        token_ids, scores, parents, depths = growth.choose()
+        tree = Candidates(token_ids, (Shortlist(ids[0], 0),), (), parents, depths, scores, growth.draws())
+        walk = verification.walk_unseen(tree, lambda row, path: p.log()[None], True, CPU, keeps_scores=False)
+        return walk.token_ids[0]
+
+    counts = torch.bincount(torch.vmap(tokens, randomness="different")(torch.zeros(100_000)), minlength=3)
+    assert chi_square(counts, p) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("q_is_sparse", "p_is_sparse", "few_drafted"), pairwise("statistical", (False, True), (False, True), (True, False))
+)
+def test_a_chain_is_verified_alike_by_sparse_distributions_and_by_rows(q_is_sparse, p_is_sparse, few_drafted):
+    """A wide vocabulary of which a top-k leaves six tokens, each accepted, or refused and drawn again, in the target's
+    proportions."""
+    torch.manual_seed(21)
+    width, rounds = 1200, 3000
+    left = torch.tensor([3, 40, 41, 700, 1100, 1199])
+    of_left = torch.tensor([1.0, 0.2, 2.0, 1.5, -1.0, 0.0])
+    logits = torch.full((width,), -torch.inf if few_drafted else -3.0)
+    logits[torch.tensor([3, 40, 900, 1100])] = torch.tensor([3.0, 4.0, 4.0, 1.0])
+    possible = (logits > -torch.inf).nonzero().squeeze(1)
+    drawn_from = SparseDistribution(possible.tolist(), logits[possible].exp().tolist()) if q_is_sparse else None
+    processed = torch.full((1, width), -torch.inf).index_copy_(1, left, of_left.unsqueeze(0))
+    if p_is_sparse:
+        processed = SparseDistribution(left.tolist(), of_left.exp().tolist())
+    counts, accepted = torch.zeros(len(left)), 0
+    for _ in range(rounds):
+        shortlists = (Shortlist(torch.arange(width), 0),)
+        chain = Candidates(draw(logits.softmax(-1)), shortlists, (logits,), drawn_from=(drawn_from,))
+        token = acceptance.draw_at(chain, 0, processed)
+        counts += token == left
+        accepted += int(token == chain.token_ids)
+    assert int(counts.sum()) == rounds and 0 < accepted < rounds
+    assert chi_square(counts, of_left.softmax(-1), at_least=6) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("p_is_sparse", [False, True])
+@pytest.mark.parametrize("q_is_sparse", [False, True])
+def test_drafts_of_a_drafter_that_computes_nan_have_no_say(q_is_sparse, p_is_sparse):
+    """As in 16 bits, if hidden states overflow."""
+    torch.manual_seed(21)
+    drafted, p = torch.tensor([0, 2, 3]), torch.tensor([0.3, 0.1, 0.4, 0.2])
+    logits = torch.full((4,), -torch.inf).index_fill(0, drafted, torch.nan)
+    drawn_from = SparseDistribution(drafted.tolist(), [torch.nan] * 3) if q_is_sparse else None
+    chain = Candidates(drafted[:1], (Shortlist(torch.arange(4), 0),), (logits,), drawn_from=(drawn_from,))
+    processed = SparseDistribution([0, 1, 2, 3], p.tolist()) if p_is_sparse else p.log().unsqueeze(0)
+    drawn = torch.cat([acceptance.draw_at(chain, 0, processed) for _ in range(2000)])
+    assert chi_square(torch.bincount(drawn, minlength=4), p) > FALSE_ALARM
+
+
+# Whole texts ---------------------------------------------------------------------------------------------------------
+
 VOCABULARY = 14
 # Never reached, so that all texts are equally long; as a special token it is still in every shortlist.
 UNREACHABLE_EOS = 13
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXTS, TEXT_LENGTH = 4, 200
 
 PROCESSORS = {
+    "everything": {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.3},
     "plain": {"top_k": 0},
     "temperature": {"temperature": 1.7, "top_k": 0},
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.8, "top_k": 0},
     "repetition penalty": {"repetition_penalty": 1.8, "top_k": 0},
-    "everything": {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.3},
 }
 POLICIES = {
+    "union": lambda: UnionShortlist(FrequencyShortlist(size=3), InContextShortlist(3, 1, 1, eviction="lru")),
     "full": POLICY_CASES["full"],
     "frequency": lambda: FrequencyShortlist(size=5),
     "in_context": lambda: InContextShortlist(6, 1, 1),
-    "union": lambda: UnionShortlist(FrequencyShortlist(size=3), InContextShortlist(3, 1, 1, eviction="lru")),
     "screen": lambda: ScreenShortlist(rank=3, candidates=4),
     "random": lambda: RandomShortlist(size=4),
     "eos_only": TERRIBLE["eos_only"],
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
+class ForbidEos(LogitsProcessor):
+    """A user's own processor."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([UNREACHABLE_EOS], device=scores.device), -torch.inf)
+
+
+def sampling_target() -> PreTrainedModel:
     """Probabilities between clear favourites and long shots, so that acceptance and rejection are both common."""
     model = tiny(seed=1, vocabulary=VOCABULARY, **SMALL)
     with torch.no_grad():
@@ -89,501 +318,257 @@ def target() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return sampling_target()
+
+
+@pytest.fixture(scope="module")
 def drafter(target) -> PreTrainedModel:
     return perturbed(target, noise=0.8)
 
 
-class ForbidEos:
-    """A user's own processor."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, UNREACHABLE_EOS] = -torch.inf
-        return scores
+def sample(target, input_ids, assistant, new_tokens: int, processors: tuple = (), **arguments) -> torch.Tensor:
+    """`[1, n]`: a prompt and what was sampled after it."""
+    processors = LogitsProcessorList([ForbidEos(), *processors])
+    named = {"max_new_tokens": new_tokens, "do_sample": True, "logits_processor": processors, **arguments}
+    return target.generate(input_ids, assistant_model=assistant, **named)
 
 
-def processors_of(target: PreTrainedModel, arguments: dict) -> LogitsProcessorList:
-    """The processors that `generate` makes of its arguments, asked for them in the way that it does."""
-    made = []
-    get_logits_processor = target._get_logits_processor
-    target._get_logits_processor = lambda *args, **kwargs: (
-        made.append(get_logits_processor(*args, **kwargs)) or made[0]
-    )
-    try:
-        target.generate(
-            prompt(2, vocabulary=12),
-            do_sample=True,
-            max_new_tokens=1,
-            logits_processor=LogitsProcessorList([ForbidEos()]),
-            **arguments,
-        )
-    finally:
-        del target._get_logits_processor
-    return made[0]
-
-
-@torch.no_grad()
-def distribution(target: PreTrainedModel, processors: LogitsProcessorList, text: torch.Tensor) -> torch.Tensor:
-    """`[V]`: the target's distribution of the next token."""
-    return processors(text, target(text).logits[:, -1].float()).softmax(-1)[0].double()
-
-
-def sample(target, input_ids, assistant, arguments, new_tokens: int, more: tuple = ()) -> torch.Tensor:
-    return target.generate(
-        input_ids,
-        max_new_tokens=new_tokens,
-        do_sample=True,
-        assistant_model=assistant,
-        logits_processor=LogitsProcessorList([ForbidEos(), *more]),
-        **arguments,
-    )[0, input_ids.shape[1] :]
-
-
-# Enumerated ----------------------------------------------------------------------------------------------------------
-
-
-def enumerate_pairs(target, processors, input_ids: torch.Tensor) -> torch.Tensor:
-    """`[V, V]`: the probability of each pair of first new tokens."""
-    first = distribution(target, processors, input_ids)
-    rows = []
-    for token in range(VOCABULARY):
-        text = torch.cat([input_ids, torch.tensor([[token]])], dim=1)
-        rows.append(first[token] * distribution(target, processors, text))
-    return torch.stack(rows)
-
-
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor, at_least: int = 8) -> float:
-    """The p-value of counts, with events that are expected fewer than five times taken together, and then `at_least`
-    so many kinds. 0 where something came out that cannot."""
-    expected = probabilities.flatten() / probabilities.sum() * counts.sum()
-    counts = counts.flatten().double()
-    if counts[expected == 0].any():
-        return 0.0
-    common = expected >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    kept = expected > 0
-    assert kept.sum() >= at_least
-    return float(scipy_stats.chisquare(observed[kept].numpy(), expected[kept].numpy()).pvalue)
-
-
-def count_pairs(target, assistant, arguments, input_ids: torch.Tensor, samples: int) -> torch.Tensor:
-    counts = torch.zeros(VOCABULARY, VOCABULARY)
-    for _ in range(samples):
-        first, second, _ = sample(target, input_ids, assistant, arguments, new_tokens=3).tolist()
-        counts[first, second] += 1
-    return counts
-
-
-@pytest.mark.parametrize(("policy", "processors"), [("union", "temperature"), ("random", "everything")])
-def test_the_first_two_tokens(policy, processors, target, drafter):
-    torch.manual_seed(11)
-    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target)
-    arguments = PROCESSORS[processors]
-    input_ids = prompt(3, vocabulary=12)
-    expected = enumerate_pairs(target, processors_of(target, arguments), input_ids)
-    counts = count_pairs(target, assistant, arguments, input_ids, samples=600)
-    assert chi_square(counts, expected) > FALSE_ALARM
-    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
-    # The test has power: as many draws from the drafter's distribution would be told from the target's.
-    foreign = enumerate_pairs(drafter, processors_of(target, arguments), input_ids)
-    assert chi_square(torch.distributions.Multinomial(600, foreign.flatten()).sample(), expected) < FALSE_ALARM
-
-
-# Uniform numbers -----------------------------------------------------------------------------------------------------
-
-TEXTS, TEXT_LENGTH = 4, 200
-
-
-@torch.no_grad()
-def uniform_numbers(target, drafter, processors, text: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """fp64 `[n]`: for each new token a number that is uniform if the token follows the target's distribution.
-
-    Tokens are lined up by how much the drafter prefers them, so that output that leans towards the drafter (or away
-    from it) moves the numbers to one side.
-    """
-    logits, drafter_logits = target(text).logits[0].float(), drafter(text).logits[0].float()
-    numbers = []
-    for end in range(prompt_length, text.shape[1]):
-        probabilities = processors(text[:, :end], logits[None, end - 1].clone()).softmax(-1)[0].double()
-        order = (drafter_logits[end - 1].log_softmax(-1) - logits[end - 1].log_softmax(-1)).argsort()
-        token = text[0, end]
-        assert probabilities[token] > 0, "something came out that the target never says"
-        place = int((order == token).nonzero())
-        below = probabilities[order[:place]].sum()
-        numbers.append(below + probabilities[token] * torch.rand((), dtype=torch.float64))
-    return torch.stack(numbers)
-
-
-def uniformity(numbers: torch.Tensor, bins: int = 20) -> float:
-    """The smaller p-value of two chi-square tests, times two: of the numbers, and of each with the one after it."""
-    counts = torch.histc(numbers, bins, 0, 1)
-    steps = (numbers * 5).long().clamp(0, 4)
-    pairs = torch.zeros(5, 5)
-    pairs.index_put_((steps[0::2], steps[1::2]), torch.ones(()), accumulate=True)
-    singles = scipy_stats.chisquare(counts.numpy()).pvalue
-    return 2 * min(float(singles), float(scipy_stats.chisquare(pairs.flatten().numpy()).pvalue))
-
-
-def sampled_numbers(target, drafter, assistant, arguments) -> torch.Tensor:
-    processors = processors_of(target, arguments)
+def sampled_numbers(target, drafter, assistant, make_processor=None, device=CPU, **arguments) -> torch.Tensor:
+    """The uniform numbers of some texts that `assistant`'s target samples. `make_processor` makes one more processor
+    for each text."""
+    torch.manual_seed(7)
+    of_generate = processors_of(target, logits_processor=LogitsProcessorList([ForbidEos()]), **arguments)
     numbers = []
     for seed in range(TEXTS):
         input_ids = prompt(3, seed, vocabulary=12)
-        new = sample(target, input_ids, assistant, arguments, TEXT_LENGTH)
-        text = torch.cat([input_ids, new[None]], dim=1)
-        numbers.append(uniform_numbers(target, drafter, processors, text, input_ids.shape[1]))
+        own = (make_processor(target),) if make_processor else ()
+        text = sample(assistant.target, input_ids.to(device), assistant, TEXT_LENGTH, own, **arguments).cpu()
+        processors = LogitsProcessorList([*of_generate, *((make_processor(target),) if make_processor else ())])
+        numbers.append(uniform_numbers(target, drafter, processors, text, 3))
     return torch.cat(numbers)
 
 
-CASES = [(policy, "everything") for policy in POLICIES] + [("frequency", name) for name in PROCESSORS]
+TREE = TreeConfig(total_tokens=10, depth=2, top_k=3)
+TEXT_CASES = dict.fromkeys(
+    [
+        ("union", "everything", False),
+        *itertools.product(POLICIES, ["everything"], [False, TREE]),
+        *itertools.product(["frequency"], PROCESSORS, [False]),
+        *itertools.product(["full"], PROCESSORS, [TREE]),
+    ]
+)
 
 
-@pytest.mark.parametrize(("policy", "processors"), dict.fromkeys(CASES))
-def test_every_token_of_long_texts(policy, processors, target, drafter, monkeypatch):
-    shortened = [0]
-    of_the_package = ProcessorsByValue.few
+@pytest.mark.parametrize(("policy", "processors", "tree"), representatives("statistical", TEXT_CASES))
+def test_every_token_of_long_texts(policy, processors, tree, target, drafter, monkeypatch):
+    shortened, sparse = [0], ProcessorsByValue.sparse
 
-    def few(self, scores, best):
-        left = of_the_package(self, scores, best)
+    def counting(self, scores, best):
+        left = sparse(self, scores, best)
         shortened[0] += left != [None] * len(left)
         return left
 
-    monkeypatch.setattr(ProcessorsByValue, "few", few)
-    torch.manual_seed(7)
-    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, num_assistant_tokens=2)
-    numbers = sampled_numbers(target, drafter, assistant, PROCESSORS[processors])
+    monkeypatch.setattr(ProcessorsByValue, "sparse", counting)
+    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=tree, num_assistant_tokens=2)
+    numbers = sampled_numbers(target, drafter, assistant, **PROCESSORS[processors])
     assert numbers.shape == (TEXTS * TEXT_LENGTH,)
     assert uniformity(numbers) > FALSE_ALARM
-    assert assistant.stats_total.accepted < assistant.stats_total.drafted
-    assert (assistant.stats_total.accepted > 0) == (policy != "eos_only")
-    # What a top-k leaves is what is drawn from, and not the whole row.
-    has_top_k = PROCESSORS[processors].get("top_k") != 0
-    assert (shortened[0] >= assistant.stats_total.tokens) == has_top_k
-
-
-@pytest.mark.parametrize("processors", ["everything", "temperature"])
-@pytest.mark.parametrize("ends", ["below a threshold", "by itself"])
-def test_every_token_of_long_texts_from_drafts_that_end_early(ends, processors, target, drafter, monkeypatch):
-    """By what was drawn so far, which says nothing of how the target will judge it."""
-    record = AutomaticDrafting.record
-
-    def record_cheap_drafts(self, round, ended):
-        record(self, round._replace(seconds=1.0 + 0.2 * round.steps), ended)
-
-    monkeypatch.setattr(AutomaticDrafting, "record", record_cheap_drafts)
-    torch.manual_seed(27)
-    arguments = {"num_assistant_tokens": "auto"} if ends == "by itself" else {"num_assistant_tokens": 6}
-    threshold = 0.15 if ends == "below a threshold" else None
-    assistant = DynSpecAssistant(drafter, "full", target=target, assistant_confidence_threshold=threshold, **arguments)
-    numbers = sampled_numbers(target, drafter, assistant, PROCESSORS[processors])
-    assert uniformity(numbers) > FALSE_ALARM
     stats = assistant.stats_total
-    assert 0 < stats.accepted < stats.drafted < 6 * stats.rounds
+    assert stats.accepted < stats.drafted and (stats.accepted > 0) == (policy != "eos_only")
+    # A token is drawn from what a top-k leaves, and not from the whole row.
+    if not tree:
+        assert (shortened[0] >= stats.tokens) == (PROCESSORS[processors].get("top_k") != 0)
 
 
-@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("looks", [True, False], ids=["cpu", "elsewhere"])
-@pytest.mark.parametrize("kind", REMEMBERING)
-def test_every_token_of_long_texts_under_processors_that_remember(kind, looks, tree, target, drafter, monkeypatch):
-    """Also on devices that would be waited for, where the walk does not look at what it comes to."""
-    if not looks:
-        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
-    torch.manual_seed(17)
-    assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3, tree=tree)
-    numbers = []
-    for seed in range(TEXTS):
-        input_ids = prompt(3, seed, vocabulary=12)
-        new = sample(target, input_ids, assistant, {"top_k": 0}, TEXT_LENGTH, (REMEMBERING[kind](target),))
-        processors = LogitsProcessorList([ForbidEos(), REMEMBERING[kind](target)])
-        text = torch.cat([input_ids, new[None]], dim=1)
-        numbers.append(uniform_numbers(target, drafter, processors, text, input_ids.shape[1]))
-    assert uniformity(torch.cat(numbers)) > FALSE_ALARM
-    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
-
-
-@pytest.mark.parametrize("lie", ["reports less than it drew from", "argmax drafts", "names other weights"])
-def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
-    """The negative control: mistakes that speculative sampling is prone to."""
-    choose = TokenChoice.__call__
-
-    def wrong(self, logits, shortlist, drafted):
-        if lie == "reports less than it drew from":  # so that too much is accepted
-            token, used, _ = choose(self, logits, shortlist, drafted)
-            return token, torch.where(shortlist.scored_slots == token, used - 1.0, used), None
-        if lie == "names other weights":
-            _, used, few = choose(self, logits, shortlist, drafted)
-            return shortlist.scored_slots[used.argmax(-1, keepdim=True)], used, few
-        return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits, None
-
-    monkeypatch.setattr(TokenChoice, "__call__", wrong)
-    torch.manual_seed(7)
-    assistant = DynSpecAssistant(drafter, POLICIES["full"](), target=target, num_assistant_tokens=2)
-    processors = PROCESSORS["top-k" if lie == "names other weights" else "plain"]
-    assert uniformity(sampled_numbers(target, drafter, assistant, processors)) < FALSE_ALARM
-
-
-# Trees ---------------------------------------------------------------------------------------------------------------
-
-WIDE = TreeConfig(total_tokens=10, depth=2, top_k=3)
-TREE_CASES = [
-    ("full", "temperature"),
-    ("full", "top-k"),
-    ("full", "top-p"),
-    ("full", "repetition penalty"),
-    *((policy, "everything") for policy in POLICIES),
-]
-
-
-@pytest.mark.parametrize(("policy", "processors"), TREE_CASES)
-def test_every_token_of_long_texts_from_trees(policy, processors, target, drafter):
-    torch.manual_seed(7)
-    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=WIDE)
-    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS[processors])) > FALSE_ALARM
-    assert assistant.stats_total.accepted < assistant.stats_total.drafted
-    assert (len(assistant.stats_total.tokens_per_round) > 2) == (policy != "eos_only")
-
-
-def eagle_of(target: PreTrainedModel, layout: str) -> EagleDrafter:
-    """Knows nothing; among so few tokens it is often right."""
+@pytest.mark.statistical
+@pytest.mark.parametrize(("layout", "tree"), [("eagle2", TREE), ("eagle3", TREE), ("eagle3", False)])
+def test_every_token_of_long_texts_from_eagle_heads(layout, tree, target, drafter):
+    """A head that knows nothing is often right among so few tokens."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "target_hidden_size": 16}
     head = random_head(layout, VOCABULARY, features=2, eagle_aux_hidden_state_layer_ids=[0, 1], **shape)
-    return EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
-
-
-@pytest.mark.parametrize(("layout", "tree"), [("eagle2", WIDE), ("eagle3", WIDE), ("eagle3", False)])
-def test_every_token_of_long_texts_from_eagle_heads(layout, tree, target, drafter):
-    torch.manual_seed(7)
-    assistant = DynSpecAssistant(eagle_of(target, layout), "full", target=target, tree=tree, num_assistant_tokens=2)
-    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["everything"])) > FALSE_ALARM
+    assistant = DynSpecAssistant(drafter_of(head, target), "full", target=target, tree=tree, num_assistant_tokens=2)
+    numbers = sampled_numbers(target, drafter, assistant, **PROCESSORS["everything"])
+    assert uniformity(numbers) > FALSE_ALARM
     assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
 
 
-@pytest.mark.parametrize("processors", ["everything"])
-def test_the_first_two_tokens_from_trees(processors, target, drafter):
-    torch.manual_seed(11)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
-    arguments = PROCESSORS[processors]
-    input_ids = prompt(3, vocabulary=12)
-    expected = enumerate_pairs(target, processors_of(target, arguments), input_ids)
-    counts = count_pairs(target, assistant, arguments, input_ids, samples=600)
-    assert chi_square(counts, expected) > FALSE_ALARM
-    foreign = enumerate_pairs(drafter, processors_of(target, arguments), input_ids)
-    assert chi_square(torch.distributions.Multinomial(600, foreign.flatten()).sample(), expected) < FALSE_ALARM
+@pytest.mark.statistical
+@pytest.mark.parametrize("processors", ["everything", "temperature"])
+@pytest.mark.parametrize(
+    "settings", [{"num_assistant_tokens": 6, "assistant_confidence_threshold": 0.15}, {"num_assistant_tokens": "auto"}]
+)
+def test_every_token_of_long_texts_from_drafts_that_stop_early(settings, processors, target, drafter):
+    """A draft stops by what was drawn so far, which says nothing of how the target will judge it."""
+    assistant = DynSpecAssistant(drafter, "full", target=target, **settings)
+    numbers = sampled_numbers(target, drafter, assistant, **PROCESSORS[processors])
+    assert uniformity(numbers) > FALSE_ALARM
+    stats = assistant.stats_total
+    if "assistant_confidence_threshold" in settings:
+        assert 0 < stats.accepted < stats.drafted < 6 * stats.rounds
 
 
-def test_a_wrong_acceptance_of_trees_would_be_noticed(target, drafter, monkeypatch):
-    """The negative control: what the tree holds is accepted more often than it should be."""
-    walk = decoding.walk
+@pytest.mark.parametrize(
+    ("kind", "shape", "looks"), representatives("statistical", itertools.product(REMEMBERING, SHAPES, (True, False)))
+)
+def test_every_token_of_long_texts_under_processors_that_remember(kind, shape, looks, target, drafter, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
+    assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=3, tree=SHAPES[shape])
+    assert uniformity(sampled_numbers(target, drafter, assistant, REMEMBERING[kind], top_k=0)) > FALSE_ALARM
+    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
 
-    def wrong(candidates, process, do_sample, device):
+
+@pytest.mark.parametrize(
+    "lie",
+    representatives(
+        "statistical", ["reports less than it drew from", "argmax drafts", "names other weights", "favours its tree"]
+    ),
+)
+def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
+    """The negative control: mistakes that speculative sampling is prone to."""
+    choose, walk = TokenChoice.__call__, verification.walk
+
+    def chooses_wrong(self, logits, shortlist, drafted):
+        token, used, sparse = choose(self, logits, shortlist, drafted)
+        if lie == "reports less than it drew from":  # so that too much is accepted
+            return token, torch.where(shortlist.scored_slots == token, used - 1.0, used), None
+        if lie == "names other weights":
+            return shortlist.scored_slots[used.argmax(-1, keepdim=True)], used, sparse
+        return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits, None
+
+    def walks_wrong(candidates, process, do_sample, device, *looks):
         def likelier(row, path):
             scores = process(row, path)
             if candidates is not None:
                 scores[0, candidates.token_ids[candidates.parents + 1 == row]] += 2.0
             return scores
 
-        return walk(candidates, likelier, do_sample, device)
+        return walk(candidates, likelier, do_sample, device, *looks)
 
-    monkeypatch.setattr(decoding, "walk", wrong)
-    torch.manual_seed(7)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=WIDE)
-    assert uniformity(sampled_numbers(target, drafter, assistant, PROCESSORS["plain"])) < FALSE_ALARM
-
-
-# Every draw is made from a table here, so that a thousand rounds take seconds.
-Table = Callable[[Path], torch.Tensor]
-ROUNDS = 1200
-
-
-def table(seed: int, vocabulary: int, sharpness: float, possible: int | None = None) -> Table:
-    """Probabilities of the token after every path, the same each time; only so many of them are not 0."""
-    known: dict[Path, torch.Tensor] = {}
-
-    def probabilities(path: Path) -> torch.Tensor:
-        if path not in known:
-            generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
-            logits = torch.randn(vocabulary, generator=generator) * sharpness
-            if possible is not None:
-                logits[torch.randperm(vocabulary, generator=generator)[possible:]] = -torch.inf
-            known[path] = logits.softmax(-1)
-        return known[path]
-
-    return probabilities
+    is_tree = lie == "favours its tree"
+    if is_tree:
+        monkeypatch.setattr(decoding, "walk", walks_wrong)
+    else:
+        monkeypatch.setattr(TokenChoice, "__call__", chooses_wrong)
+    assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=2, tree=is_tree and TREE)
+    processors = PROCESSORS["top-k" if lie == "names other weights" else "plain"]
+    assert uniformity(sampled_numbers(target, drafter, assistant, **processors)) < FALSE_ALARM
 
 
-def count_texts(p: Table, q: Table, vocabulary: int, length: int, config: TreeConfig) -> tuple[torch.Tensor, int]:
-    """How often every text of `length` tokens came out of rounds that draft by `q` and verify by `p`; and how many
-    tokens of drafts were accepted below the first level."""
-    counts, deep = torch.zeros((vocabulary,) * length), 0
-    for _ in range(ROUNDS):
-        text: Path = ()
-        while len(text) < length:
-            candidates = drawn_tree(lambda path, text=text: q((*text, *path)), config)
-            outcome = verify(
-                candidates,
-                lambda row, path, text=text: p((*text, *path[0].tolist())).log().unsqueeze(0),
-                True,
-            )
-            deep += max(0, outcome.accepted - 1)
-            text = (*text, *outcome.token_ids.tolist())
-        counts[text[:length]] += 1
-    return counts, deep
+@torch.no_grad()
+def enumerated_pairs(target: PreTrainedModel, processors, input_ids: torch.Tensor) -> torch.Tensor:
+    """`[V, V]`: the probability of each pair of first new tokens."""
+
+    def after(text: torch.Tensor) -> torch.Tensor:
+        return processors(text, target(text).logits[:, -1].float()).softmax(-1)[0].double()
+
+    texts = [torch.cat([input_ids, torch.tensor([[token]])], dim=1) for token in range(VOCABULARY)]
+    return torch.stack([p * after(text) for p, text in zip(after(input_ids), texts, strict=True)])
 
 
-def probabilities_of_texts(p: Table, vocabulary: int, length: int, path: Path = ()) -> torch.Tensor:
-    if length == 0:
-        return torch.ones((), dtype=torch.float64)
-    return torch.stack(
-        [
-            p(path)[token].double() * probabilities_of_texts(p, vocabulary, length - 1, (*path, token))
-            for token in range(vocabulary)
-        ]
-    )
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("policy", "processors", "tree"),
+    [("union", "temperature", False), ("random", "everything", False), ("full", "everything", TREE)],
+)
+def test_the_first_two_tokens(policy, processors, tree, target, drafter):
+    torch.manual_seed(11)
+    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=tree)
+    arguments, input_ids = PROCESSORS[processors], prompt(3, vocabulary=12)
+    of_generate = processors_of(target, logits_processor=LogitsProcessorList([ForbidEos()]), **arguments)
+    expected = enumerated_pairs(target, of_generate, input_ids)
+    counts = torch.zeros(VOCABULARY, VOCABULARY)
+    for _ in range(600):
+        first, second, _ = sample(target, input_ids, assistant, 3, **arguments)[0, 3:].tolist()
+        counts[first, second] += 1
+    assert chi_square(counts, expected, at_least=8) > FALSE_ALARM
+    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
+    # The test has power: it tells as many draws from the drafter's distribution from the target's.
+    foreign = enumerated_pairs(drafter, of_generate, input_ids)
+    assert chi_square(torch.distributions.Multinomial(600, foreign.flatten()).sample(), expected) < FALSE_ALARM
 
 
-def mixture(first: Table, second: Table, share: float) -> Table:
-    return lambda path: (1 - share) * first(path) + share * second(path)
-
-
-# The size of the vocabulary, the target, the drafter, and how many successive tokens are counted together.
-TABLES = {
-    "far apart": (4, table(1, 4, 1.5), table(2, 4, 1.5), 3),
-    "sure of the wrong": (5, table(1, 5, 1.5), table(51, 5, 1.5), 2),
-    "near": (5, table(1, 5, 1.0), mixture(table(1, 5, 1.0), table(2, 5, 1.0), 0.3), 2),
-    "fewer tokens than children": (5, table(3, 5, 1.0), table(4, 5, 1.0, possible=2), 2),
-    "the target says few": (5, table(5, 5, 1.0, possible=3), table(6, 5, 1.0), 2),
-    "one token": (4, table(7, 4, 1.0), table(8, 4, 1.0, possible=1), 2),
-    "a vocabulary of two": (2, table(9, 2, 1.0), table(10, 2, 1.0), 4),
-    "a wide vocabulary": (700, table(11, 700, 3.0), table(12, 700, 2.0), 1),
-}
-WALKS = [(name, True) for name in TABLES] + [("far apart", False), ("fewer tokens than children", False)]
-
-
-@pytest.mark.parametrize(("name", "is_host_memory"), WALKS)
-def test_texts_from_drawn_trees(name, is_host_memory, monkeypatch):
-    """Several successive tokens together, over as many rounds as they take; by a walk that looks at values as it goes,
-    as on a CPU, and by one that does not."""
-    if not is_host_memory:
-        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
-    torch.manual_seed(13)
-    vocabulary, p, q, length = TABLES[name]
-    counts, deep = count_texts(p, q, vocabulary, length, TreeConfig(total_tokens=14, depth=1, top_k=4))
-    assert chi_square(counts, probabilities_of_texts(p, vocabulary, length)) > FALSE_ALARM
-    assert deep > 20
-
-
-def unscaled(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
-    is_elder = torch.zeros(columns.shape[0], q.shape[0], dtype=torch.bool)
-    for child, column in enumerate(columns.tolist()):
-        is_elder[child + 1 :, column] = True
-    return torch.nn.functional.pad(torch.where(is_elder, 0.0, q), (0, 1))
-
-
-def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(q.expand(columns.shape[0], -1), (0, 1))
-
-
-MISTAKES = {
-    "what is left is not scaled": (acceptance, "_without_elders", unscaled),
-    "elders are not left out": (acceptance, "_without_elders", with_elders),
-    "the order is lost": (draft_trees, "draw_several", lambda *args: draw_several(*args).sort().values),
-    # As EAGLE-2 chooses its nodes.
-    "a token has a say": (tree_module, "chances_of_draws", lambda probabilities: (probabilities.log(),) * 2),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_with_drawn_trees_would_be_noticed(mistake, monkeypatch):
-    """The negative control."""
-    monkeypatch.setattr(*MISTAKES[mistake])
-    torch.manual_seed(13)
-    vocabulary, p, q, _ = TABLES["sure of the wrong"]
-    counts, _ = count_texts(p, q, vocabulary, 1, TreeConfig(total_tokens=5, depth=1, top_k=4))
-    assert chi_square(counts, probabilities_of_texts(p, vocabulary, 1), at_least=3) < FALSE_ALARM
-
-
-def test_a_drafter_that_is_the_target_is_always_right():
-    """The first child is accepted, and so the whole path of first children."""
-    torch.manual_seed(0)
-    p, config = table(1, 6, 1.0), TreeConfig(total_tokens=20, depth=3, top_k=3)
-    for _ in range(300):
-        candidates = drawn_tree(p, config)
-        outcome = verify(candidates, lambda row, path: p(tuple(path[0].tolist())).log().unsqueeze(0), True)
-        assert outcome.accepted == 4
-        node = -1
-        for row in outcome.rows[1:].tolist():
-            node = int((candidates.parents == node).nonzero()[0])
-            assert row == node + 1
-
-
-def test_slots_that_do_not_count_are_not_accepted():
-    """An unoccupied slot may hold the id of one that counts, or of a token that the target likes."""
-    torch.manual_seed(0)
-    p = torch.tensor([0.1, 0.5, 0.4])
-    ids, q = torch.tensor([[1, 1, 2, 0]]), torch.tensor([[0.0, 0.3, 0.0, 0.7]])
-    counts = torch.zeros(3)
-    for _ in range(ROUNDS):
-        growth = tree_module.DrawnTreeGrowth(TreeConfig(5, 0, 4), 1)
-        growth.add_level(ids, q, draw_several(q, 4))
-        token_ids, scores, parents, depths = growth.choose()
-        assert (scores > -torch.inf).tolist() == [True, True, False, False]
-        candidates = Candidates(token_ids, (Shortlist(ids[0], 0),), (), parents, depths, scores, growth.draws())
-        counts[verify(candidates, lambda row, path: p.log().unsqueeze(0), True).token_ids[0]] += 1
-    assert chi_square(counts, p, at_least=3) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("tree", [WIDE, TreeConfig(3, 4, 3), TreeConfig(2, 0, 1), TreeConfig(40, 3, 1)])
+@pytest.mark.parametrize("tree", [TREE, TreeConfig(3, 4, 3), TreeConfig(2, 0, 1), TreeConfig(40, 3, 1)])
 def test_drawn_trees_keep_to_their_shape(tree, target, drafter):
-    """Also where there are fewer nodes than levels."""
+    """Also if there are fewer nodes than levels."""
     torch.manual_seed(1)
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
-    assert sample(target, prompt(3, vocabulary=12), assistant, {}, 60).shape == (60,)
+    assert sample(target, prompt(3, vocabulary=12), assistant, 60).shape == (1, 63)
     stats = assistant.stats
     assert 0 < stats.accepted < stats.drafted <= stats.rounds * (tree.total_tokens - 1)
     assert len(stats.tokens_per_round) - 1 <= min(tree.depth + 1, tree.total_tokens - 1) + 1
 
 
-def test_sampling_from_trees_is_reproducible_from_torchs_seed(target, drafter):
-    assistant = DynSpecAssistant(drafter, POLICIES["union"](), target=target, tree=WIDE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampling_is_reproducible_from_torchs_seed(shape, target, drafter):
+    assistant = DynSpecAssistant(drafter, POLICIES["union"](), target=target, tree=SHAPES[shape])
     outputs = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        outputs.append(sample(target, prompt(3, vocabulary=12), assistant, {}, 60).tolist())
+        outputs.append(sample(target, prompt(3, vocabulary=12), assistant, 60).tolist())
     assert outputs[0] == outputs[1] != outputs[2]
+
+
+class BarsAll(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("number", "shape", "top_k", "looks"),
+    pairwise("families", (torch.nan, torch.inf, None), list(SHAPES), (0, 20), (True, False)),
+)
+def test_an_error_as_in_plain_generate_if_there_is_no_token_to_draw(number, shape, top_k, looks, monkeypatch):
+    """Because logits overflow, or every token is barred (None). The next call is as if nothing had happened."""
+    if not looks:
+        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
+    target, drafter = tiny(tie_word_embeddings=False), tiny()
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    sound = target.lm_head.weight.detach().clone()
+    barred = LogitsProcessorList([] if number else [BarsAll()])
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_k": top_k, "logits_processor": barred}
+    # Criteria that look tokens up are not shown what stands for none.
+    stops = {"stop_strings": ["zz"], "tokenizer": AutoTokenizer.from_pretrained(POCKET / "target")}
+    with torch.no_grad():
+        if number:
+            target.lm_head.weight[7].fill_(number)
+        with pytest.raises(RuntimeError, match="probability"):
+            target.generate(prompt(), **settings)
+        for more in ({}, stops):
+            with pytest.raises(TargetError, match="no token can be drawn"):
+                target.generate(prompt(), assistant_model=assistant, **settings, **more)
+        target.lm_head.weight.copy_(sound)
+    assert_same(target, assistant)
 
 
 # Processors that look at values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 7, 50, 299, 300, 5000])
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_k_is_transformers_own(k, ties):
+def test_top_k_is_transformers_own(ties):
     """With ties at the border, which are all kept; with forbidden tokens; and with more than there are."""
-    scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(k))
-    if ties:
-        scores = scores.mul(2).round()
-    scores[1, :290] = -torch.inf
-    scores[2] = 0.5
-    before = scores.clone()
-    for warper in (
-        TopKLogitsWarper(k),
-        TopKLogitsWarper(k, filter_value=-9.0),
-        TopKLogitsWarper(1, min_tokens_to_keep=k),
-    ):
-        expected = warper(None, before.clone())
-        assert torch.equal(ProcessorsByValue([warper])(None, scores), expected)
-        assert torch.equal(scores, before), "the scores that were given must stay as they are"
-    assert bool(ProcessorsByValue([TopKLogitsWarper(3)])) and not ProcessorsByValue([])
+    for k in (1, 2, 7, 50, 299, 300, 5000):
+        scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(k))
+        if ties:
+            scores = scores.mul(2).round()
+        scores[1, :290] = -torch.inf
+        scores[2] = 0.5
+        before = scores.clone()
+        for warper in (
+            TopKLogitsWarper(k),
+            TopKLogitsWarper(k, filter_value=-9.0),
+            TopKLogitsWarper(1, min_tokens_to_keep=k),
+        ):
+            assert torch.equal(ProcessorsByValue([warper])(None, scores), warper(None, before.clone()))
+            assert torch.equal(scores, before), "the scores that were given must stay as they are"
 
 
 def test_processors_by_value_follow_one_another(target):
-    processors = processors_of(target, {"temperature": 1.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05})
-    by_value = [one for one in processors if not isinstance(one, ForbidEos)]
+    by_value = list(processors_of(target, temperature=1.7, top_k=9, top_p=0.8, min_p=0.05))
     assert len(by_value) >= 4
-    scores = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3
-    expected = LogitsProcessorList(by_value)(torch.zeros(6, 1, dtype=torch.int64), scores.clone())
-    assert torch.equal(ProcessorsByValue(by_value)(torch.zeros(1, 1, dtype=torch.int64), scores.clone()), expected)
+    scores, text = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 3, torch.zeros(6, 1)
+    assert torch.equal(ProcessorsByValue(by_value)(text, scores), LogitsProcessorList(by_value)(text, scores.clone()))
 
 
 AFTER_TOP_K = {
@@ -597,44 +582,38 @@ AFTER_TOP_K = {
 }
 
 
-def few_of(processors, scores):
-    """What `ProcessorsByValue.few` tells of rows."""
+def sparse_rows(processors: ProcessorsByValue, scores: torch.Tensor) -> list[SparseDistribution | None]:
     return processors.sparse(scores, top_k_ids(scores, processors.most_looked_at))
 
 
 @pytest.mark.parametrize("after", AFTER_TOP_K)
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("temperature", [None, 0.3, 1.7])
-def test_what_a_top_k_leaves_is_processed_alone_and_alike(temperature, ties, after):
-    """The tokens that are left are those that are left of the whole row, and as probable."""
+def test_the_sparse_rows_after_a_top_k_are_the_processed_rows(temperature, ties, after):
     warmth = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     processors = ProcessorsByValue([*warmth, TopKLogitsWarper(11), *AFTER_TOP_K[after]])
-    shortened = 0
     scores = torch.randn(20, 1500, generator=torch.Generator().manual_seed(0)) * 2
     if ties:
         scores = scores.mul(64).round() / 64
     before = scores.clone()
-    rows = few_of(processors, scores)
+    rows = sparse_rows(processors, scores)
+    for sparse, row in zip(rows, processors(None, scores).softmax(-1), strict=True):
+        if sparse is not None:
+            assert sparse.token_ids == row.nonzero().squeeze(1).tolist() or min(sparse.weights) == 0
+            actual = torch.zeros_like(row)
+            actual[sparse.token_ids] = torch.tensor(sparse.weights)
+            torch.testing.assert_close(actual, row, rtol=1e-5, atol=0)
+    # Nothing is written into the scores, which may be the logits that others are shown.
     assert torch.equal(scores, before)
-    for few, of_row in zip(rows, processors(None, scores).softmax(-1), strict=True):
-        if few is None:
-            continue
-        shortened += 1
-        actual = torch.zeros_like(of_row)
-        actual[few.token_ids] = torch.tensor(few.weights)
-        assert few.token_ids == sorted(set(few.token_ids))
-        assert torch.equal(actual > 0, of_row > 0)
-        torch.testing.assert_close(actual, of_row, rtol=1e-5, atol=0)
-    # They write nothing into what they are given, which may be the logits that others are shown.
-    assert torch.equal(scores, before)
-    # Where tokens tie for the last place, all of them are kept, and how many they are says the whole row alone.
-    assert (0 < shortened < 20) if ties else shortened == 20
+    # All tokens that tie for the last place are kept, and only the whole row shows how many these are.
+    known = sum(one is not None for one in rows)
+    assert (0 < known < 20) if ties else known == 20
 
 
-def test_where_too_little_is_known_the_whole_row_is_processed():
+def test_the_whole_row_is_processed_if_too_little_is_known():
     scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(0))
     top_k = TopKLogitsWarper(11)
-    assert few_of(ProcessorsByValue([top_k]), scores) != [None]
+    assert sparse_rows(ProcessorsByValue([top_k]), scores) != [None]
     for processors in (
         [],
         [TemperatureLogitsWarper(0.5)],
@@ -643,148 +622,43 @@ def test_where_too_little_is_known_the_whole_row_is_processed():
         [top_k, TopPLogitsWarper(0.7, filter_value=-9.0)],
     ):
         assert ProcessorsByValue(processors).most_looked_at is None
-    for column, value in ((0, torch.nan), (7, torch.inf)):
-        spoilt = scores.clone()
-        spoilt[0, column] = value
-        assert few_of(ProcessorsByValue([top_k]), spoilt) == [None]
     forbidden = torch.full_like(scores, -torch.inf)
     forbidden[0, :5] = 1.0
-    assert few_of(ProcessorsByValue([top_k]), forbidden) == [None]
-
-
-@pytest.mark.parametrize("shortlist_is_few", [False, True])
-@pytest.mark.parametrize("q_of", ["all tokens", "few tokens"])
-def test_a_chain_is_verified_alike_by_few_weights_and_by_all(q_of, shortlist_is_few):
-    """Speculative sampling over a wide vocabulary of which a top-k leaves six tokens: accepted, refused and drawn anew
-    in the target's proportions, whether it is shown the row or what is left of it; and what is left of the draft's."""
-    torch.manual_seed(21)
-    width, rounds = 1200, 3000
-    left = torch.tensor([3, 40, 41, 700, 1100, 1199])
-    of_left = torch.tensor([1.0, 0.2, 2.0, 1.5, -1.0, 0.0])
-    row = torch.full((1, width), -torch.inf).index_copy_(1, left, of_left.unsqueeze(0))
-    logits = torch.full((width,), -torch.inf) if q_of == "few tokens" else torch.full((width,), -3.0)
-    logits[torch.tensor([3, 40, 900, 1100])] = torch.tensor([3.0, 4.0, 4.0, 1.0])
-    expected = of_left.softmax(-1).double() * rounds
-    possible = (logits > -torch.inf).nonzero().squeeze(1)
-    few = SparseDistribution(possible.tolist(), logits[possible].exp().tolist())
-    drawn_from = (few if shortlist_is_few else None,)
-    for processed in (row, SparseDistribution(left.tolist(), of_left.exp().tolist())):
-        counts, accepted = torch.zeros(len(left)), 0
-        for _ in range(rounds):
-            drafted = draw(logits.softmax(-1))
-            chain = Candidates(drafted, (Shortlist(torch.arange(width), 0),), (logits,), drawn_from=drawn_from)
-            outcome = verify(chain, lambda row, path, processed=processed: processed, True)
-            counts += outcome.token_ids[0] == left
-            accepted += outcome.accepted
-        assert int(counts.sum()) == rounds and 0 < accepted < rounds
-        assert chi_square(counts, expected, at_least=6) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("processed_is_few", [False, True])
-@pytest.mark.parametrize("shortlist_is_few", [False, True])
-def test_drafts_of_a_drafter_that_computes_no_numbers_have_no_say(shortlist_is_few, processed_is_few):
-    """As one of 16 bits whose hidden states overflow: its logits are NaN."""
-    torch.manual_seed(21)
-    rounds, drafted, p = 2000, torch.tensor([0, 2, 3]), torch.tensor([0.3, 0.1, 0.4, 0.2])
-    logits = torch.full((4,), -torch.inf).index_fill(0, drafted, torch.nan)
-    few = SparseDistribution(drafted.tolist(), [torch.nan] * 3) if shortlist_is_few else None
-    chain = Candidates(drafted[:1], (Shortlist(torch.arange(4), 0),), (logits,), drawn_from=(few,))
-    processed = SparseDistribution([0, 1, 2, 3], p.tolist()) if processed_is_few else p.log().unsqueeze(0)
-    drawn = [verify(chain, lambda row, path: processed, True).token_ids[0] for _ in range(rounds)]
-    assert chi_square(torch.bincount(torch.stack(drawn), minlength=4), p.double(), at_least=4) > FALSE_ALARM
-
-
-class BarsAll(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf)
-
-
-def one_row(value: float) -> Callable[[PreTrainedModel], None]:
-    return lambda target: target.lm_head.weight[7].fill_(value)
-
-
-@pytest.mark.parametrize("looks", [True, False], ids=["looks at numbers", "waits for none"])
-@pytest.mark.parametrize("top_k", [0, 20])
-@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize(
-    "spoil", [one_row(torch.nan), one_row(torch.inf), None], ids=["NaN", "infinity", "all barred"]
-)
-def test_where_plain_generate_has_nothing_to_draw_from_neither_is_anything_drawn(
-    spoil, tree, top_k, looks, monkeypatch
-):
-    """As by fp16 logits that overflow. The next call goes on as if nothing had happened."""
-    if not looks:
-        monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
-    target, drafter = tiny("llama", tie_word_embeddings=False), tiny("llama")
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
-    sound = target.lm_head.weight.detach().clone()
-    barred = LogitsProcessorList([] if spoil else [BarsAll()])
-    settings = {"max_new_tokens": 6, "do_sample": True, "top_k": top_k, "logits_processor": barred}
-    with torch.no_grad():
-        if spoil:
-            spoil(target)
-        with pytest.raises(RuntimeError, match="probability"):
-            target.generate(prompt(), **settings)
-        with pytest.raises(TargetError, match="no token can be drawn"):
-            target.generate(prompt(), assistant_model=assistant, **settings)
-        # Criteria that look tokens up are not shown what stands for none.
-        stops = {"stop_strings": ["zz"], "tokenizer": AutoTokenizer.from_pretrained(POCKET / "target")}
-        with pytest.raises(TargetError, match="no token can be drawn"):
-            target.generate(prompt(), assistant_model=assistant, **settings, **stops)
-        target.lm_head.weight.copy_(sound)
-    plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
-    assert torch.equal(target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant), plain)
+    spoilt = [
+        scores.index_fill(1, torch.tensor([place]), number) for place, number in ((0, torch.nan), (7, torch.inf))
+    ]
+    for row in (forbidden, *spoilt):
+        assert sparse_rows(ProcessorsByValue([top_k]), row) == [None]
 
 
 # The draw itself -----------------------------------------------------------------------------------------------------
 
 
-def test_draw_follows_the_softmax_and_never_takes_what_is_impossible():
-    torch.manual_seed(3)
-    logits = torch.tensor([-torch.inf, 0.0, 1.5, -torch.inf, -1.0, 2.0, -torch.inf])
-    counts = torch.bincount(torch.cat([draw(logits.softmax(-1)) for _ in range(4000)]), minlength=7)
-    expected = logits.softmax(-1).double() * 4000
-    possible = expected > 0
-    assert not counts[~possible].any()
-    assert scipy_stats.chisquare(counts[possible].numpy(), expected[possible].numpy()).pvalue > FALSE_ALARM
+@pytest.mark.parametrize("n", [7, 700, 1024, 4099])
+def test_a_draw_follows_the_weights_and_never_takes_what_is_impossible(n):
+    """Rows of more than 1,024 weights are drawn by blocks: the few that are above 0 lie in the first block, at its
+    end, and in the last one."""
+    torch.manual_seed(0)
+    possible = torch.tensor([0, 255, 256, n // 2, n - 2, n - 1]) if n > 256 else torch.tensor([0, 1, 2, 4, 5, 6])
+    weights = torch.zeros(n).index_copy_(0, possible, torch.tensor([0.1, 1.0, 0.5, 2.0, 0.3, 0.7]))
+    drawn = torch.cat([draw(weights) for _ in range(4000)])
+    assert chi_square(torch.bincount(drawn, minlength=n), weights, at_least=5) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0 - 2**-53])
-def test_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
+@pytest.mark.parametrize(("n", "first", "second"), [(5, 1, 3), (3001, 700, 2999)])
+def test_a_draw_at_the_edges_of_the_uniform_number(n, first, second, value, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, value, dtype=torch.float64))
-    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-    assert int(draw(logits.softmax(-1))) == (1 if value < 0.5 else 3)
+    weights = torch.zeros(n).index_fill(0, torch.tensor([first, second]), 0.25)
+    assert int(draw(weights)) == (first if value < 0.5 else second)
 
 
 def test_few_possible_tokens_are_looked_at_alone():
     possible = torch.tensor([0, 7, 1999, 3998, 3999])
-    is_possible = torch.zeros(4000, dtype=torch.bool).index_fill(0, possible, True)
-    assert few_columns(is_possible).tolist() == possible.tolist()
-    # Where many are possible, none, or a device would be waited for, nothing is looked at.
-    assert few_columns(torch.ones(4000, dtype=torch.bool)) is None
-    assert few_columns(torch.zeros(4000, dtype=torch.bool)) is None
-    assert few_columns(torch.zeros(4000, dtype=torch.bool, device="meta")) is None
-
-
-@pytest.mark.parametrize("n", [700, 1024, 4000, 4096 + 3])
-def test_a_wide_draw_by_blocks_follows_the_weights(n):
-    """Among few tokens that weigh something, in the first block, at its end, in the last one and in what is none."""
-    torch.manual_seed(0)
-    possible = torch.tensor([0, 255, 256, n // 2, n - 2, n - 1])
-    weights = torch.zeros(n).index_copy_(0, possible, torch.tensor([0.1, 1.0, 0.5, 2.0, 0.3, 0.7]))
-    drawn = torch.cat([draw(weights) for _ in range(4000)])
-    counts = (drawn.unsqueeze(1) == possible).sum(0)
-    assert int(counts.sum()) == 4000
-    expected = weights[possible].double() / weights.sum() * 4000
-    assert chi_square(counts, expected, at_least=5) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("value", [0.0, 0.5, 1.0 - 2**-53])
-def test_a_wide_draw_at_the_edges_of_the_uniform_number(value, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, value, dtype=torch.float64))
-    weights = torch.zeros(3001)
-    weights[[700, 2999]] = 0.25
-    assert int(draw(weights)) == (700 if value < 0.5 else 2999)
+    assert few_columns(torch.zeros(4000, dtype=torch.bool).index_fill(0, possible, True)).tolist() == possible.tolist()
+    # Nothing is looked at if many are possible, or none, or if a device would be waited for.
+    for columns in (torch.ones(4000), torch.zeros(4000), torch.zeros(4000, device="meta")):
+        assert few_columns(columns.bool()) is None
 
 
 def test_several_draws_follow_one_another_without_replacement():
@@ -794,13 +668,12 @@ def test_several_draws_follow_one_another_without_replacement():
         weights = torch.rand(columns) ** 3
         weights[[1, 4]] = 0.0
         weights = weights / weights.sum()
-        drawn = draw_several(weights.expand(20000, -1), 3, block)
+        drawn = draw_several(weights.expand(100_000, -1), 3, block)
         counts = torch.zeros(columns, columns, columns).index_put(tuple(drawn.T), torch.ones(()), accumulate=True)
         expected = torch.zeros_like(counts, dtype=torch.float64)
         w = weights.double()
-        for a, b, c in torch.cartesian_prod(*[torch.arange(columns)] * 3).tolist():
-            if len({a, b, c}) == 3:
-                expected[a, b, c] = w[a] * w[b] / (1 - w[a]) * w[c] / (1 - w[a] - w[b])
+        for a, b, c in itertools.permutations(range(columns), 3):
+            expected[a, b, c] = w[a] * w[b] / (1 - w[a]) * w[c] / (1 - w[a] - w[b])
         assert chi_square(counts, expected, at_least=6) > FALSE_ALARM
 
 
@@ -826,12 +699,3 @@ def test_a_draw_has_no_say_in_whether_it_is_made():
         assert torch.equal(tree_module.chances_of_draws(changed)[0][:, : place + 1], asked[:, : place + 1])
     probabilities[:, 5:] = 0.0
     assert tree_module.chances_of_draws(probabilities)[0][:, 5:].eq(-torch.inf).all()
-
-
-def test_sampling_is_reproducible_from_torchs_seed(target, drafter):
-    assistant = DynSpecAssistant(drafter, POLICIES["union"](), target=target)
-    outputs = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        outputs.append(sample(target, prompt(3, vocabulary=12), assistant, {}, 60).tolist())
-    assert outputs[0] == outputs[1] != outputs[2]

@@ -1,6 +1,8 @@
 """Sessions: what is kept from call to call is bounded, holds no text, and may be used in any mode of torch."""
 
 import contextlib
+import copy
+import functools
 import gc
 import itertools
 import os
@@ -8,18 +10,21 @@ import os
 import psutil
 import pytest
 import torch
-from models import POLICY_CASES, perturbed, prompt, tiny
+from calls import SHAPES, generate
+from cases import representatives
+from models import POLICY_CASES, perturbed, prompt
 from transformers import PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant, TreeConfig
+from hf_dynspec import DynSpecAssistant
 from hf_dynspec.shortlists import POLICIES
 
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "neither": torch.enable_grad}
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
+# Each mode follows each other one.
+TURNS = ("inference", "no_grad", "neither", "inference", "neither", "no_grad", "inference")
+MODE_CASES = [
+    (policy, *case)
+    for policy, case in zip(POLICY_CASES, itertools.cycle(itertools.product(SHAPES, MODES)), strict=False)
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +32,22 @@ def drafter(target) -> PreTrainedModel:
     return perturbed(target)
 
 
-def greedy(target, assistant=None, seed=0, **arguments) -> torch.Tensor:
-    named = {"max_new_tokens": 12, "do_sample": False, "assistant_model": assistant}
-    return target.generate(prompt(seed=seed), **named | arguments)
+@functools.cache
+def plain(target: PreTrainedModel, turn: int) -> torch.Tensor:
+    return generate(target, None, prompt(seed=turn), max_new_tokens=6, repetition_penalty=1.2)
 
 
-@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("policy", POLICY_CASES)
-def test_modes_of_torch_follow_each_other_in_any_order(policy, tree, target, drafter):
-    for order in itertools.permutations(MODES):
-        with MODES[order[0]]():
-            assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, tree=tree)
-        conversation = assistant.conversation()
-        for turn, mode in enumerate((*order, *order)):
-            with MODES[mode]():
-                for one in (assistant, conversation):
-                    penalty = {"repetition_penalty": 1.2, "do_sample": turn == 3}
-                    output = greedy(target, one, turn, **penalty)
-                    assert turn == 3 or torch.equal(output, greedy(target, None, turn, **penalty)), (order, mode)
+@pytest.mark.parametrize(("policy", "shape", "made_in"), representatives("families", MODE_CASES, keep=len(POLICIES)))
+def test_modes_of_torch_follow_each_other_in_any_order(policy, shape, made_in, target, drafter):
+    with MODES[made_in]():
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, tree=SHAPES[shape])
+    conversation = assistant.conversation()
+    for turn, mode in enumerate(TURNS):
+        with MODES[mode]():
+            for one in (assistant, conversation):
+                output = generate(target, one, prompt(seed=turn), max_new_tokens=6, repetition_penalty=1.2)
+                assert torch.equal(output, plain(target, turn))
+    generate(target, assistant, do_sample=True)
 
 
 @contextlib.contextmanager
@@ -60,15 +63,14 @@ def default_dtype(dtype: torch.dtype):
 DEFAULTS = {"bfloat16": lambda: default_dtype(torch.bfloat16), "another device": lambda: torch.device("meta")}
 
 
-@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_torchs_defaults_have_no_say(policy, tree, target, drafter):
+@pytest.mark.parametrize(("policy", "shape"), list(zip(POLICIES, itertools.cycle(SHAPES))))
+def test_torchs_defaults_have_no_say(policy, shape, target, drafter):
     """Another thread may set the default dtype at any time, as transformers does while it loads a model, and many set
     the default device once for all."""
 
     def texts() -> list[list[int]]:
-        assistant = DynSpecAssistant(drafter, made, target=target, tree=tree)
-        arguments = {"max_new_tokens": 9, "assistant_model": assistant, "repetition_penalty": 1.1}
+        assistant = DynSpecAssistant(drafter, made, target=target, tree=SHAPES[shape])
+        arguments = {"max_new_tokens": 6, "assistant_model": assistant, "repetition_penalty": 1.1}
         torch.manual_seed(3)
         return [
             target.generate(text, do_sample=top_k is not None, top_k=top_k, **arguments)[0].tolist()
@@ -82,9 +84,9 @@ def test_torchs_defaults_have_no_say(policy, tree, target, drafter):
             assert texts() == expected, name
 
 
-def tensors_in(thing, seen: set[int]) -> int:
-    """The bytes of all tensors that are reached from an object, but for the models'."""
-    total, waiting = 0, [thing]
+def tensor_bytes(thing) -> int:
+    """The bytes of all tensors that are reached from an object of this package, but for the models'."""
+    total, seen, waiting = 0, set(), [thing]
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
@@ -103,26 +105,24 @@ def tensors_in(thing, seen: set[int]) -> int:
 
 @pytest.mark.parametrize("policy", POLICY_CASES)
 def test_idle_sessions_hold_no_text(policy, target, drafter):
-    """What they hold after a long text is what they held after a short one, buffers of the shortlist apart."""
+    """After a long text they hold what they held after a short one, buffers of the shortlist apart."""
     held = []
     for length in (4, 300):
         assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target)
-        text = prompt(length)
-        target.generate(text, assistant_model=assistant, max_new_tokens=8, do_sample=False)
+        generate(target, assistant, prompt(length), max_new_tokens=8)
         (session,) = assistant._sessions._idle
         assert session._prefix.numel() == 0 and session._backbone.length == 0 and session._features.rows is None
-        held.append(tensors_in([session._backbone, session._features, session._prefix, session._candidates], set()))
+        held.append(tensor_bytes([session._backbone, session._features, session._prefix, session._candidates]))
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "router"])
+@pytest.mark.parametrize("policy", representatives("families", ["router", "hybrid"]))
 def test_the_pool_is_bounded(policy, target, drafter):
-    """Sixty different sets of EOS ids, and as many threads as one likes."""
+    """By each set of EOS ids there is another session."""
     assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target)
     sizes = []
-    for ids in itertools.islice(itertools.combinations(range(3, 20), 2), 60):
-        output = greedy(target, assistant, eos_token_id=list(ids))
-        assert torch.equal(output, greedy(target, eos_token_id=list(ids)))
+    for ids in itertools.islice(itertools.combinations(range(3, 20), 2), 12):
+        generate(target, assistant, eos_token_id=list(ids), max_new_tokens=4)
         sizes.append(len(assistant._sessions._idle))
     assert max(sizes) <= 4
     assert len(assistant.drafter.head._blocks) <= 5
@@ -133,10 +133,10 @@ def resident() -> float:
     return psutil.Process(os.getpid()).memory_info().rss / 2**20
 
 
-@pytest.mark.parametrize("what", ["assistants", "bindings", "copies", "sets of EOS ids"])
-def test_nothing_grows(what, target, drafter):
-    import copy
-
+@pytest.mark.parametrize(
+    "what", representatives("simulation", ["assistants", "bindings", "copies", "sets of EOS ids"])
+)
+def test_memory_does_not_grow(what, target, drafter):
     assistant = DynSpecAssistant(drafter, target=target)
 
     def once(index: int) -> None:
@@ -148,11 +148,11 @@ def test_nothing_grows(what, target, drafter):
             one.bind(target)
         elif what == "copies":
             one = copy.deepcopy(assistant)
-        greedy(target, one, eos_token_id=3 + index if what == "sets of EOS ids" else 2, max_new_tokens=4)
+        generate(target, one, eos_token_id=3 + index if what == "sets of EOS ids" else 2, max_new_tokens=4)
 
-    for index in range(20):
+    for index in range(15):
         once(index)
     before = resident()
-    for index in range(60):
-        once(20 + index)
+    for index in range(30):
+        once(15 + index)
     assert resident() - before < 12
