@@ -42,23 +42,22 @@ def trace(
     device: options.Device = "auto",
     threads: options.Threads = None,
     seed: options.Seed = 0,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page that needs nothing else, with everything.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything to one HTML page.")] = None,
     json_file: options.JsonFile = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a round's time: .svg, .png or .pdf.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a profile of the rounds, a .json file for ui.perfetto.dev."),
     ] = None,
 ) -> None:
     """Generate once and show what the policy did: which tokens were out of vocabulary, what was retrieved there and in
-    which way, what of it was drafted and accepted later, and where a round's time went.
+    which way, and what of it was drafted and accepted later.
 
-    The tokens are those of a call that nobody traces.
+    The tokens are those of a call without a trace.
     """
     from ..errors import ConfigurationError
-    from ..evaluation.plots import require_plot_file
     from ..evaluation.prompts import WorkloadPrompt, read_workload
     from ..evaluation.trace.measure import trace_prompt
+    from ..evaluation.trace.report import to_dict, write_page
     from ..evaluation.trace.settings import TraceSettings
 
     if (prompts is None) == (prompt is None):
@@ -69,14 +68,18 @@ def trace(
     settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
-    if timeline is not None:
-        require_plot_file(timeline, "leave --timeline out")
+    if timeline is not None and timeline.suffix != ".json":
+        raise ConfigurationError(f"--timeline writes the JSON of a profile: name a .json file, not {timeline}")
     given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
     words = command_line(context)
     with progress_bar() as report:
-        result = trace_prompt(settings, prompts=given, report=report)
+        result = trace_prompt(settings, prompts=given, timeline=timeline, report=report)
     _print(result)
-    _write(result, words, html, json_file, timeline)
+    results = ResultsFile(json_file)
+    results.save(lambda: to_dict(result, words))
+    if html is not None:
+        write_page(html, result)
+    results.require_saved()
 
 
 def _print(result: "Trace") -> None:
@@ -90,21 +93,3 @@ def _print(result: "Trace") -> None:
     console.print(line, highlight=False)
     for part in text_report(result):
         console.print(part)
-
-
-def _write(
-    result: "Trace", words: list[str], html: Path | None, json_file: Path | None, timeline: Path | None
-) -> None:
-    from ..evaluation.trace.page import write_page
-    from ..evaluation.trace.report import to_dict
-    from ..evaluation.trace.timeline import write_timeline
-
-    results = ResultsFile(json_file)
-    results.save(lambda: to_dict(result, words))
-    if html is not None:
-        write_page(html, result)
-    if timeline is not None and result.timeline is not None:
-        write_timeline(timeline, result)
-    elif timeline is not None:
-        typer.echo(f"note: {timeline} was not drawn: no round after the first drafted anything", err=True)
-    results.require_saved()

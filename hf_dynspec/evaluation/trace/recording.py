@@ -1,14 +1,13 @@
-"""What is noted while a traced call runs, at the seams that every call has: what a policy is shown and selects, what
-retrieval says, and the sections of the stopwatch. Nothing is read from the device but what a change of the shortlist
-copies, so that the times stay those of a call that nobody traces, and everything else is worked out afterwards."""
+"""Notes of a traced call: what its policy observes and selects, and its retrievals. Everything else is worked out
+afterwards, so that the call takes little longer than usual."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from ...assistant import DynSpecAssistant
 from ...generation.generate_call import GenerateCall
@@ -24,100 +23,57 @@ class RecordedRound:
     """One round.
 
     Args:
-        has_begun: whether anything was to be drafted in it.
-        shortlists: what was selected before each of its draft steps, but for what was chosen for that step alone.
-        prompts: what the policy was shown of the prompt, in this round or before the first.
-        verdict: what came of it.
-        end: when the policy had seen the verdict, in seconds of `time.perf_counter`.
+        has_begun: whether it could draft.
+        shortlists: of each draft step, without the ids that were selected for that step alone; None if all were.
+        prompts: what the policy observed of the prompt, in this round or before the first.
+        verdict: of its verification.
     """
 
     has_begun: bool = False
     shortlists: list[Shortlist | None] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     verdict: Verdict | None = None
-    end: float = 0.0
 
 
-@dataclass(frozen=True)
-class RecordedSpan:
-    """A section of the stopwatch, from `start` to `end` in seconds of `time.perf_counter`."""
+class Recording:
+    """The notes of one call.
 
-    name: str
-    start: float
-    end: float
+    Attributes:
+        vocabulary: of the session.
+        first_ids: int64 `[n]`, the policy's shortlist without any context; None if it depends on the draft step.
+        rounds: in order. The last one may be empty.
+        heard: the retrievals of each part of the policy that retrieves.
+    """
 
-
-class SpanStopwatch(Stopwatch):
-    """A stopwatch that keeps each section's beginning and end, beside the sums."""
-
-    def __init__(self, devices: tuple[torch.device, ...] = ()):
-        super().__init__(True, devices)
-        self.spans: list[RecordedSpan] = []
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        start = self.now()
-        try:
-            with super().section(name):
-                yield
-        finally:
-            self.spans.append(RecordedSpan(name, start, self.now()))
+    def __init__(self):
+        self.vocabulary: VocabularyInfo | None = None
+        self.first_ids: torch.Tensor | None = None
+        self.rounds = [RecordedRound()]
+        self.heard: list[HeardRetrievals] = []
 
 
 class HeardRetrievals(RetrievalListener):
-    """What one part of a policy told of its retrievals.
+    """The retrievals of one part of a policy, in order, and the rounds that used the first of them (`taken`)."""
 
-    Attributes:
-        retrievals: what was retrieved, in order.
-        taken: for each of the first of them the round that took it up.
-    """
-
-    def __init__(self, recording: "Recording"):
+    def __init__(self, recording: Recording):
         self.retrievals: list[Retrieval] = []
         self.taken: list[int] = []
         self._recording = recording
 
     def hear(self, retrieval: Retrieval) -> None:
-        # By the worker's thread, while nobody else looks.
         self.retrievals.append(retrieval)
 
     def on_taken(self, count: int) -> None:
         self.taken += [len(self._recording.rounds) - 1] * count
 
 
-class Recording:
-    """What was noted of one call.
-
-    Attributes:
-        vocabulary: what the policy was told when the session began.
-        first_ids: int64 `[n]`, what the policy's shortlists hold before there is any context; None where they depend
-            on the draft step, so that no token ever comes in.
-        rounds: the rounds, in order. The last one may be empty.
-        heard: what each part of the policy told that retrieves.
-        stopwatch: the sections of the generating thread.
-    """
-
-    def __init__(self, devices: tuple[torch.device, ...] = ()):
-        self.vocabulary: VocabularyInfo | None = None
-        self.first_ids: torch.Tensor | None = None
-        self.rounds = [RecordedRound()]
-        self.heard: list[HeardRetrievals] = []
-        self.stopwatch = SpanStopwatch(devices)
-
-    def end_round(self, verdict: Verdict) -> None:
-        """Note what came of a round, and go on to the next."""
-        now = self.rounds[-1]
-        now.verdict, now.end = verdict, self.stopwatch.now()
-        self.rounds.append(RecordedRound())
-
-
 def recorded(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
-    """A policy that selects what another one does, and notes what goes in and out."""
+    """A policy that selects as another one does, and takes notes."""
     return _RecordedPolicy(_heard(policy, recording), recording)
 
 
 def _heard(policy: ShortlistPolicy, recording: Recording) -> ShortlistPolicy:
-    """The policy with those parts that retrieve telling what they do."""
+    """The policy with listeners on the parts that retrieve."""
     if isinstance(policy, RetrievalShortlist):
         recording.heard.append(HeardRetrievals(recording))
         return policy.heard_by(recording.heard[-1])
@@ -140,29 +96,25 @@ class _RecordedPolicy(ForwardingPolicy):
         return super().needs | Needs(out_of_vocabulary=True)
 
     def start(self, vocabulary: VocabularyInfo, memory: Any = None) -> "_RecordedState":
-        # Before the other one, which then shares what was made of the target's head.
+        # Before the other session, which then shares what is computed from the target's head.
         state = super().start(vocabulary, memory)
         self._recording.vocabulary, self._recording.first_ids = vocabulary, self._first_ids(vocabulary)
         return _RecordedState(state, self._recording)
 
     def _first_ids(self, vocabulary: VocabularyInfo) -> torch.Tensor | None:
-        """See `Recording`: what a session that is given up at once selects."""
         if self.policy.needs.draft_inputs or vocabulary.width is None:
             return None
         state = self.policy.start(vocabulary)
         try:
             state.begin_round()
             token = torch.zeros(1, dtype=torch.int64, device=vocabulary.device)
-            features = torch.zeros(1, vocabulary.width, device=vocabulary.device)
-            shortlist = state.select(0, token, features)
+            shortlist = state.select(0, token, torch.zeros(1, vocabulary.width, device=vocabulary.device))
             return None if shortlist.steady is None else shortlist.steady.ids().clone()
         finally:
             state.close()
 
 
 class _RecordedState(ForwardingState):
-    """Notes what a state is shown and what it selects."""
-
     def __init__(self, state: ShortlistState, recording: Recording):
         super().__init__(state)
         self._recording = recording
@@ -172,7 +124,7 @@ class _RecordedState(ForwardingState):
         shortlist = super().select(depth, token_ids, features)
         steady = shortlist.steady
         if steady is None or steady is not self._last[0]:
-            self._last = steady, _kept(steady)
+            self._last = steady, _copied(steady)
         self._recording.rounds[-1].shortlists.append(self._last[1])
         return shortlist
 
@@ -186,36 +138,34 @@ class _RecordedState(ForwardingState):
 
     def observe(self, verdict: Verdict) -> None:
         super().observe(verdict)
-        self._recording.end_round(verdict)
+        self._recording.rounds[-1].verdict = verdict
+        self._recording.rounds.append(RecordedRound())
 
 
-def _kept(steady: Shortlist | None) -> Shortlist | None:
-    """What of a shortlist stays after the draft step, as it is now, as slots may be changed in place."""
+def _copied(steady: Shortlist | None) -> Shortlist | None:
+    """A shortlist as it is now, as its slots may change in place."""
     if steady is None:
         return None
-    occupied = steady.scored_occupied
-    return Shortlist(
-        steady.scored_slots.clone(), steady.version, occupied=None if occupied is None else occupied.clone()
-    )
+    occupied = None if steady.scored_occupied is None else steady.scored_occupied.clone()
+    return Shortlist(steady.scored_slots.clone(), steady.version, occupied=occupied)
 
 
 class RecordedAssistant(DynSpecAssistant):
-    """An assistant whose calls are timed by a recording's stopwatch.
-
-    Args:
-        recording: of what the assistant's policy, `recorded`, does.
-    """
-
-    recording: Recording
+    """An assistant that shows its policy the last round too, and names the sections of a round in a profile."""
 
     def open_call(self) -> GenerateCall:
         return _RecordedCall(self)
 
 
 class _RecordedCall(GenerateCall):
-    # The last round is shown to the policy too, which otherwise nothing would follow.
+    # As if another call followed, for which the policy observes the last round.
     is_kept = True
 
     def __init__(self, assistant: RecordedAssistant):
         super().__init__(assistant)
-        self._stopwatch = assistant.recording.stopwatch
+        self._stopwatch = _NamedSections(enabled=False)
+
+
+class _NamedSections(Stopwatch):
+    def section(self, name: str) -> AbstractContextManager:
+        return record_function(name)

@@ -17,12 +17,12 @@ DEFAULT_POLICY = "retrieval"
 
 @dataclass(frozen=True)
 class TraceSettings(OneDrafterSettings):
-    """What to trace. `OneDrafterSettings` has the models and prompts; of the policies there is one.
+    """What to trace. `OneDrafterSettings` has the models and prompts.
 
     Args:
-        policies: one text that `parse_policy` understands, or one policy by the name to show.
+        policies: one text for `parse_policy`, or one policy by label.
         prompt_id: the identifier of the prompt among those of the files (None: the first).
-        tree: draft trees of this shape: a `TreeConfig`, or what `parse_tree` understands (None: chains).
+        tree: draft trees of this shape: a `TreeConfig`, or a text for `parse_tree` (None: chains).
         top_k: for sampling: draw from the so many most probable tokens (0: from all).
 
     Raises:
@@ -34,7 +34,7 @@ class TraceSettings(OneDrafterSettings):
     tree: str | TreeConfig | None = None
     top_k: int = 50
 
-    # The last token of a text is never drafted, nor the first where a head reads the target's states.
+    # The last token of a text is never drafted, nor the first by a head that reads the target's states.
     _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "max_new_tokens": 3, "top_k": 0}
 
     def __post_init__(self):
@@ -49,11 +49,7 @@ class TraceSettings(OneDrafterSettings):
         return None if self.tree is None else parse_trees([self.tree])[0]
 
     def resolved_policy(self) -> tuple[str, ShortlistPolicy]:
-        """The policy and what it is shown as.
-
-        Raises:
-            ConfigurationError: it is `full`, or no policy.
-        """
+        """The policy's label and the policy."""
         ((label, policy),) = named_policies(self.policies).items()
         require_no_choice([policy])
         if isinstance(policy, FullShortlist):
@@ -71,14 +67,12 @@ class TraceSettings(OneDrafterSettings):
         """
         if not prompts:
             raise ConfigurationError("there is no prompt to trace")
-        if self.prompt_id is None:
-            return prompts[0]
-        for prompt in prompts:
-            if prompt.identifier == self.prompt_id:
-                return prompt
-        known = ", ".join(prompt.identifier for prompt in prompts[:8])
-        more = ", …" if len(prompts) > 8 else ""
-        raise ConfigurationError(f"there is no prompt {self.prompt_id!r}; there are {known}{more}")
+        chosen = [one for one in prompts if self.prompt_id in (None, one.identifier)]
+        if not chosen:
+            known = ", ".join(prompt.identifier for prompt in prompts[:8])
+            more = ", …" if len(prompts) > 8 else ""
+            raise ConfigurationError(f"there is no prompt {self.prompt_id!r}; there are {known}{more}")
+        return chosen[0]
 
     def to_dict(self) -> dict[str, Any]:
         """See `PairSettings.to_dict`."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from .cache import TokenCache
 from .graph import WantedSuccessors
@@ -140,7 +141,8 @@ class Retriever:
         if self._listener is None:
             return self._take_in(event)[1]
         start = time.perf_counter()
-        found, changes = self._take_in(event)
+        with record_function("retrieval"):
+            found, changes = self._take_in(event)
         by_position = [] if found is None else found.by_position()
         self._listener.hear(Retrieval(event, by_position, changes, start, time.perf_counter()))
         return changes
