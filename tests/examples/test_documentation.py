@@ -315,7 +315,7 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         "doctor.json",
         "docs/speed.svg",
         "trace.html",
-        "round.svg",
+        "timeline.json",
         "evaluation/tables.md",
         "evaluation/speed-by-domain.svg",
         "microspec-2/tables.md",
