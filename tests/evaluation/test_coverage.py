@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -472,64 +471,25 @@ def test_acceptance_lengths_are_compared_prompt_by_prompt():
     assert [cells[1:] for cells in relative.rows] == [["100%", "100%"], ["94.00%\n±0.80%", "100.00%"]]
 
 
-def test_each_prompt_weighs_the_same_however_many_texts_it_has(target, drafter):
-    policies = {**FULL, "some": FrequencyShortlist(size=64)}
-    once, twice = (measure(target, drafter, policies, 2, continuations=count) for count in (1, 2))
+def test_texts_of_one_prompt_count_as_one(target, drafter):
+    once, twice = (measure(target, drafter, FULL, 2, continuations=count) for count in (1, 2))
     texts = [(f"words/{prompt_id}", text) for text in (0, 1) for prompt_id in (0, 1)]
-    assert [(row.prompt, row.continuation) for row in twice.measured[::2]] == list(twice.oracle_curves) == texts
+    assert [(row.prompt, row.continuation) for row in twice.measured] == list(twice.oracle_curves) == texts
     # The first texts are those of a run with one each, and the others are not.
-    assert twice.measured[:4] == once.measured
-    assert twice.measured[4].acceptance != twice.measured[0].acceptance
+    assert twice.measured[:2] == once.measured
+    assert twice.measured[2].acceptance != twice.measured[0].acceptance
     assert coverage_table(twice).title == "Coverage, temperature 0.5, 2 prompts, 4 texts"
-
-    def by_prompt(policy: str, value: Callable[[TextCoverage], float]) -> list[float]:
-        rows = [one for one in twice.measured if one.policy == policy]
-        return [fmean(value(one) for one in rows if one.prompt == f"words/{number}") for number in (0, 1)]
-
-    def check() -> None:
-        (row,) = (row for row in summarize(twice) if (row.policy, row.domain) == ("some", None))
-        assert row.prompts == 2
-        # As if there were two texts: those of one prompt are too similar.
-        expected = [(row.figures[name], by_prompt("some", attrgetter(name))) for name in FIGURES]
-        for depth, summary in enumerate(row.by_depth[:2]):
-            masses = by_prompt("some", lambda one, depth=depth: one.by_depth[depth].mass)
-            expected.append((summary.figures["mass"], masses))
-        lengths = (by_prompt(policy, attrgetter("acceptance_length")) for policy in ("some", "full"))
-        pairs = [(found, Estimate.of(values)) for found, values in expected]
-        for found, estimate in [*pairs, (row.relative_acceptance_length, Estimate.of_ratio(*lengths))]:
-            assert found.mean == pytest.approx(estimate.mean)
-            assert found.standard_error == pytest.approx(estimate.standard_error)
-        curves = {}
-        for (identifier, _), curve in twice.oracle_curves.items():
-            curves.setdefault(identifier, []).append(curve[3][1])
-        assert oracle_curve(twice)[3] == (8, pytest.approx(fmean(map(fmean, curves.values()))))
-
-    check()
     # A text that was left out does not make its prompt weigh less.
-    del twice.measured[6:]
-    del twice.oracle_curves["words/1", 1]
-    check()
-
-
-@pytest.mark.parametrize("name", representatives("families", ["eagle2", "independent"]))
-def test_the_depths_of_a_position_aware_shortlist(name, drafters):
-    policies = {"aware": FrequencyShortlist(size=250, position_aware=True), **FULL}
-    result = measure(*drafters[name], policies, 3, num_assistant_tokens=4, temperature=0.0)
-    for row in result.measured:
-        sizes = [position_aware_size(250, depth) if row.policy == "aware" else VOCABULARY for depth in range(4)]
-        assert [one.size for one in row.by_depth] == pytest.approx(sizes[: len(row.by_depth)])
-        drafted = [one.draft_steps for one in row.by_depth]
-        assert drafted == sorted(drafted, reverse=True) and drafted[0] <= row.rounds
-        assert len(drafted) < 4 or sum(drafted) == pytest.approx(row.draft_steps)
-        counts = [one.positions for one in row.by_depth]
-        assert counts == sorted(counts, reverse=True) and sum(counts) == row.positions
-        for figure in ("mass", "acceptance"):
-            whole = sum(getattr(one, figure) * one.positions for one in row.by_depth) / row.positions
-            assert whole == pytest.approx(getattr(row, figure), abs=1e-6)
-        # Greedily, accepted drafts of one depth are verified at the next, but at the end of a text.
-        for one, following in zip(row.by_depth, row.by_depth[1:], strict=False):
-            assert 0 <= round(one.acceptance * one.positions) - following.positions <= 1
-    assert max(len(row.by_depth) for row in result.measured) >= 3
+    del twice.measured[3], twice.oracle_curves["words/1", 1]
+    (row, _), (one, other, again) = summarize(twice), twice.measured
+    assert row.prompts == 2 and row.positions == pytest.approx(one.positions + other.positions + again.positions)
+    for name in FIGURES:
+        a, b, c = (getattr(text, name) for text in (one, other, again))
+        assert row.figures[name] == Estimate.of([(a + c) / 2, b])
+    masses = [text.by_depth[1].mass for text in (one, other, again)]
+    assert row.by_depth[1].figures["mass"] == Estimate.of([(masses[0] + masses[2]) / 2, masses[1]])
+    points = [curve[3][1] for curve in twice.oracle_curves.values()]
+    assert oracle_curve(twice)[3] == (8, pytest.approx(((points[0] + points[2]) / 2 + points[1]) / 2))
 
 
 def test_a_text_that_ends_at_once_is_left_out(target, drafter):
@@ -679,13 +639,13 @@ class SlowRounds:
             self._logits = lambda start, depth: said[start + depth - 1]
         self.vocabulary = VocabularyInfo(VOCABULARY, (), CPU, self.drafter.head.token_ids)
 
-    def measured(self, policy: ShortlistPolicy, *seeds: int | None, pooled: int = 1) -> list[RoundFigures]:
-        """The figures of each seed, or of each group of seeds; None computes expectations."""
+    def measured(self, policy: ShortlistPolicy, *seeds: int | None, draws: int = 1) -> list[RoundFigures]:
+        """The figures of each seed, or of so many together; None computes expectations."""
         text = forced_text(self.target, self.drafter, self.text, self.length, self.temperature)
         text.settings = replace(text.settings, recall_k=5)
-        figures = [RoundFigures(self.drafted, pooled) for _ in range(len(seeds) // pooled)]
+        figures = [RoundFigures(self.drafted, draws) for _ in range(len(seeds) // draws)]
         along = [
-            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, figures[place // pooled], seed)
+            RoundsAlongText(policy.start(self.vocabulary), policy.needs, text, figures[place // draws], seed)
             for place, seed in enumerate(seeds)
         ]
         for starts in text.blocks():
@@ -756,7 +716,14 @@ def test_rounds_of_a_policy_with_a_memory_are_drawn(name, drafters):
         assert measured[count] == expected[count]
     assert measured["positions"] > measured["rounds"] > 10
     assert measured == pytest.approx(expected, abs=SLOW)
-    assert measured != of_another.overall()
+    another = of_another.overall()
+    assert measured["rounds"] != another["rounds"]
+    # Pooled counts are those of one draw, and means weigh each draw by its rounds or positions.
+    (both,) = slow.measured(policy, seed, seed + 1, draws=2)
+    for figure, count in (("acceptance_length", "rounds"), ("acceptance", "positions"), ("mass", "positions")):
+        assert both.overall()[count] == (measured[count] + another[count]) / 2
+        mean = (measured[figure] * measured[count] + another[figure] * another[count]) / (2 * both.overall()[count])
+        assert both.overall()[figure] == pytest.approx(mean)
     with pytest.raises(ValueError, match="have to be drawn"):
         slow.measured(policy, None)
 
@@ -810,35 +777,6 @@ def test_greedy_rounds_are_not_drawn(target, drafter):
     result = measure(target, drafter, FULL, 2, draws=5)
     assert not result.drawn and {row.draws for row in result.measured} == {0}
     assert result.notes == ["nothing is drawn, however many draws: no policy learns from verdicts"]
-
-
-# Draws ---------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-@pytest.mark.statistical
-@pytest.mark.parametrize("name", ["independent", "eagle3"])
-def test_draws_converge_to_expectations(name, drafters):
-    """64 draws along one text. Chance exceeds four standard errors once in some 10,000 seeds."""
-    slow, draws = SlowRounds(name, drafters, new_tokens=60), 64
-    for policy in (FullShortlist(), FrequencyShortlist(size=200)):
-        exact = slow.measured(policy, None)[0].overall()
-        drawn = [one.overall() for one in slow.measured(policy, *range(draws))]
-        for count in ("rounds", "positions", "draft_steps"):
-            estimate = Estimate.of([one[count] for one in drawn])
-            assert 0 < estimate.standard_error < exact[count] / 20
-            assert abs(estimate.mean - exact[count]) <= 4 * estimate.standard_error
-        # Means weigh draws by their rounds and positions, as expectations do.
-        together = slow.measured(policy, *range(draws), pooled=draws)[0].overall()
-        for figure, count in (("acceptance_length", "rounds"), ("acceptance", "positions"), ("mass", "positions")):
-            ratio = Estimate.of_ratio([one[figure] * one[count] for one in drawn], [one[count] for one in drawn])
-            assert together[figure] == pytest.approx(ratio.mean)
-            assert abs(ratio.mean - exact[figure]) <= 4 * ratio.standard_error + 1e-6
-        assert together["rounds"] == pytest.approx(fmean(one["rounds"] for one in drawn))
-        # Eight draws have about a third of the error of one.
-        groups = [one.overall() for one in slow.measured(policy, *range(draws), pooled=8)]
-        for figure in ("rounds", "acceptance_length"):
-            assert stdev(one[figure] for one in groups) < 0.6 * stdev(one[figure] for one in drawn)
 
 
 def test_if_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):

@@ -40,39 +40,28 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DepthSummary:
-    """One policy at one draft depth, over the prompts on which it was verified; `figures` by `DEPTH_FIGURES`."""
+    """One policy at one draft depth, over the prompts on which it was verified."""
 
     depth: int
     prompts: int
-    positions: float
-    figures: dict[str, Estimate]
+    positions: float  # expected number
+    figures: dict[str, Estimate]  # by `DEPTH_FIGURES`
 
 
 @dataclass(frozen=True)
 class CoverageSummary:
-    """One policy on the prompts of a domain, which all weigh the same.
-
-    Args:
-        policy: the policy's label.
-        domain: the domain's label; None for all prompts.
-        prompts: how many prompts.
-        draws: as for `TextCoverage`.
-        positions: expected number of positions.
-        figures: those of `TextCoverage` that `FIGURES` names.
-        relative_acceptance_length: the ratio to the first policy's acceptance length on the same prompts. If either is
-            drawn, both are, with the same luck.
-        expected_acceptance_length: equation 1 for the mean acceptance probability, as if it were the same at all
-            positions and drafts were never cut short. `acceptance_length` assumes neither.
-        by_depth: from the first draft of a round to the last that was verified on any prompt.
-    """
+    """One policy on the prompts of a domain, which all weigh the same."""
 
     policy: str
-    domain: str | None
+    domain: str | None  # None for all prompts
     prompts: int
-    draws: int
-    positions: float
-    figures: dict[str, Estimate]
+    draws: int  # as in `TextCoverage`
+    positions: float  # expected number
+    figures: dict[str, Estimate]  # by `FIGURES`
+    # The ratio to the first policy's on the same prompts. If either is drawn, both are, with the same luck.
     relative_acceptance_length: Estimate
+    # Equation 1 for the mean acceptance probability, as if it were the same at all positions and no draft were cut
+    # short. `acceptance_length` assumes neither.
     expected_acceptance_length: float
     by_depth: list[DepthSummary]
 

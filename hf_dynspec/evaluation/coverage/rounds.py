@@ -39,15 +39,8 @@ _MEANS = DraftSteps._fields[:-1]
 def draft_steps(
     rows: Rows, shortlist: Shortlist, token_ids: torch.Tensor, recall_k: int, is_greedy: bool
 ) -> DraftSteps:
-    """Compare both models' predictions at `m` positions that share a shortlist.
-
-    Args:
-        rows: the predictions.
-        shortlist: the ids that the drafter may propose.
-        token_ids: int64 `[m]`: the text's tokens there.
-        recall_k: `k` of Recall@k.
-        is_greedy: the draft is the drafter's argmax, not a draw from its distribution.
-    """
+    """Compare both models' predictions at `m` positions that share a shortlist, where the text has `token_ids`, int64
+    `[m]`. Greedily, the draft is the drafter's argmax, and otherwise a draw from its distribution."""
     ids = shortlist.ids()
     on_shortlist, logits = rows.target.index_select(1, ids), rows.drafter.index_select(1, ids)
     # The place of each id of the vocabulary on the shortlist, or −1.
@@ -88,20 +81,13 @@ def rejected_draft(row: Rows, shortlist: Shortlist, is_greedy: bool, generator: 
 
 
 def expected_tokens(acceptance: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
-    """Expected tokens of one round, the target's own included: equation 1 without the assumption that all positions
-    are alike.
+    """Expected tokens of one round, the target's own included, fp32 `[]`: equation 1 without the assumption that all
+    positions are alike. `acceptance` and `is_draft` are those of the draft steps, fp32 `[k]`.
 
     A round has `1 + Σ_i P(drafts 0 … i accepted)` tokens. Averaged over texts drawn from the target,
     `is_draft_0 · … · is_draft_{i-1} · acceptance_i` is that probability, exactly: the text's tokens are the target's,
     and easier ones follow accepted drafts, for which `is_draft` weighs. If both are `α` at every step, the sum is
     equation 1.
-
-    Args:
-        acceptance: fp32 `[k]`: acceptance probability at each draft step.
-        is_draft: fp32 `[k]`: the probability that the draft is the text's token, given that token.
-
-    Returns:
-        fp32 `[]`, between 1 and `k + 1`.
     """
     reached = torch.cat([torch.ones_like(is_draft[:1]), is_draft[:-1].cumprod(0)])
     return 1.0 + (reached * acceptance).sum()
@@ -125,27 +111,16 @@ class RoundsAlongText:
     with probability `min(1, q(x) / p(x))`, given `x`. Accepted drafts decide where rounds start.
 
     - Without a seed, for a policy that learns nothing from verdicts: its shortlists are the same in every round that
-      starts at one token. All starts are visited in order, each weighted by the probability that a round starts there.
-      A start of probability `w` leads to the start `j + 1` tokens on with `w · P(exactly j drafts accepted)`. The
-      weighted sums are exact expectations.
+      starts at one token. All starts are visited in order. A start of probability `w` leads to the start `j + 1`
+      tokens on with `w · P(exactly j drafts accepted)`. Sums with these weights are exact expectations.
     - With a seed, for all policies: whether each token of the text would have been drafted is drawn, and the rounds
-      follow from that, each with the weight 1. Policies drawn with one seed have the same luck at the same token, so
-      that luck cancels in comparisons.
+      follow from that. Policies drawn with one seed have the same luck at the same token, so that luck cancels in
+      comparisons. The seed must not be that of the text.
 
     Rounds are as in `generate`, with two exceptions: a policy that learns observes one rejected draft per round, as
     the drafts after it follow a text that is not there; and draft steps after the rejected one select as if the text's
-    own tokens had been drafted.
-
-    Args:
-        state: of the policy, which may have observed other texts.
-        needs: of the policy.
-        text: the text.
-        figures: what the rounds are added to.
-        seed: of the draws, and not one that the text was drawn with. None computes expectations.
-        offset: the position of the text's first token in a stream of texts.
-
-    Raises:
-        ValueError: there is no seed, and the policy learns from verdicts.
+    own tokens had been drafted. The figures of the rounds are added to `figures`. `offset` is the position of the
+    text's first token in a stream of texts, whose `state` may have observed others.
     """
 
     def __init__(
@@ -253,13 +228,9 @@ class RoundsAlongText:
 
 
 class RoundFigures:
-    """Counts of rounds, and means over their draft steps, each weighted by its probability.
-
-    Args:
-        num_assistant_tokens: `k`, most draft steps of a round.
-        draws: how many draws are added. Counts are means over them. Means are over the rounds of all draws, as the
-            mean of the draws' own means would not converge to the expectation.
-    """
+    """Counts of rounds, and means over their at most `num_assistant_tokens` draft steps, each weighted by its
+    probability. Of several draws, counts are means over the draws, and means are over the rounds of all draws, as the
+    mean of the draws' own means would not converge to the expectation."""
 
     def __init__(self, num_assistant_tokens: int, draws: int = 1):
         self._draws = draws

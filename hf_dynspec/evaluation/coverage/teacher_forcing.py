@@ -38,19 +38,12 @@ def first_draft(drafter: Drafter, prompt_length: int) -> int:
 
 
 class Rows(NamedTuple):
-    """What both models predict at `m` consecutive positions. `R`: rows of the target's head.
+    """What both models predict at `m` consecutive positions. `R`: rows of the target's head."""
 
-    Args:
-        target: fp32 `[m, R]`: the target's distribution `p`.
-        oracle: fp32 `[m, R]`: entry `k - 1` is the mass of the `k` most probable tokens (DynaSpec, lemma 2: `H_k(p)`).
-        top_ids: int64 `[m, top_k]`: the target's most probable tokens, most probable first.
-        drafter: fp32 `[m, V]`: the drafter's logits, divided by the temperature; −inf for ids that its head lacks.
-    """
-
-    target: torch.Tensor
-    oracle: torch.Tensor
-    top_ids: torch.Tensor
-    drafter: torch.Tensor
+    target: torch.Tensor  # fp32 `[m, R]`: the target's distribution `p`
+    oracle: torch.Tensor  # fp32 `[m, R]`: entry `k - 1` is the mass of the `k` most probable tokens (lemma 2)
+    top_ids: torch.Tensor  # int64 `[m, top_k]`: the target's most probable tokens, most probable first
+    drafter: torch.Tensor  # fp32 `[m, V]`: logits, divided by the temperature; −inf for ids that its head lacks
 
     def part(self, start: int, end: int) -> "Rows":
         """Views of the rows `start … end - 1`."""

@@ -17,15 +17,7 @@ _CONTEXT = 8
 
 
 class Analysis:
-    """The trace of a recorded call.
-
-    Args:
-        recording: the notes.
-        pieces: what each token of the text, the prompt's too, adds to it.
-
-    Attributes:
-        events, entries, tokens: see `Trace`.
-    """
+    """The `events`, `entries` and `tokens` of a `Trace`. `pieces`: what each token, the prompt's too, adds to the text."""
 
     def __init__(self, recording: Recording, pieces: list[str]):
         self._recording, self._pieces = recording, pieces

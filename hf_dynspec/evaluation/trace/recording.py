@@ -20,36 +20,24 @@ from ...stats import Stopwatch
 
 @dataclass
 class RecordedRound:
-    """One round.
+    """One round."""
 
-    Args:
-        has_begun: whether it could draft.
-        shortlists: of each draft step, without the ids that were selected for that step alone; None if all were.
-        prompts: what the policy observed of the prompt, in this round or before the first.
-        verdict: of its verification.
-    """
-
-    has_begun: bool = False
+    has_begun: bool = False  # whether it could draft
+    # Of each draft step, without the ids that were selected for that step alone; None if all were.
     shortlists: list[Shortlist | None] = field(default_factory=list)
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)  # in this round or before the first
     verdict: Verdict | None = None
 
 
 class Recording:
-    """The notes of one call.
-
-    Attributes:
-        vocabulary: of the session.
-        first_ids: int64 `[n]`, the policy's shortlist without any context; None if it depends on the draft step.
-        rounds: in order. The last one may be empty.
-        heard: the retrievals of each part of the policy that retrieves.
-    """
+    """The notes of one call."""
 
     def __init__(self):
         self.vocabulary: VocabularyInfo | None = None
+        # int64 `[n]`: the policy's shortlist without any context; None if it depends on the draft step.
         self.first_ids: torch.Tensor | None = None
-        self.rounds = [RecordedRound()]
-        self.heard: list[HeardRetrievals] = []
+        self.rounds = [RecordedRound()]  # the last one may be empty
+        self.heard: list[HeardRetrievals] = []  # of each part of the policy that retrieves
 
 
 class HeardRetrievals(RetrievalListener):

@@ -60,11 +60,7 @@ class TraceSettings(OneDrafterSettings):
         return label, policy
 
     def chosen(self, prompts: list[WorkloadPrompt]) -> WorkloadPrompt:
-        """The prompt to trace.
-
-        Raises:
-            ConfigurationError: there is none of that identifier.
-        """
+        """The prompt to trace. Raises `ConfigurationError` if there is none of that identifier."""
         if not prompts:
             raise ConfigurationError("there is no prompt to trace")
         chosen = [one for one in prompts if self.prompt_id in (None, one.identifier)]
