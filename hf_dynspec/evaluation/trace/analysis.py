@@ -17,7 +17,7 @@ _CONTEXT = 8
 
 
 class Analysis:
-    """The `events`, `entries` and `tokens` of a `Trace`. `pieces`: what each token, the prompt's too, adds to the text."""
+    """The `events`, `entries` and `tokens` of a `Trace`. `pieces` is what each token adds to the text."""
 
     def __init__(self, recording: Recording, pieces: list[str]):
         self._recording, self._pieces = recording, pieces
