@@ -15,13 +15,14 @@ from transformers import LogitsProcessorList, PreTrainedModel
 FALSE_ALARM = 1e-4
 
 
-def processors_of(target: PreTrainedModel, **arguments: Any) -> LogitsProcessorList:
+def processors_of(target: PreTrainedModel, input_ids: Any = None, **arguments: Any) -> LogitsProcessorList:
     """The processors that `generate` makes of its arguments."""
+    input_ids = prompt(2, vocabulary=12) if input_ids is None else input_ids
     made = []
     get_logits_processor = target._get_logits_processor
     target._get_logits_processor = lambda *args, **named: made.append(get_logits_processor(*args, **named)) or made[0]
     try:
-        target.generate(prompt(2, vocabulary=12), do_sample=True, max_new_tokens=1, **arguments)
+        target.generate(input_ids, **{"do_sample": True, "max_new_tokens": 1, **arguments})
     finally:
         del target._get_logits_processor
     return made[0]

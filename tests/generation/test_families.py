@@ -1,122 +1,128 @@
-"""Every model family: exact output, and a fast path that drafts what the drafter itself would draft from scratch."""
+"""Families of models: exact output, and drafts that the drafter itself would make from scratch, round after round."""
+
+import functools
+import itertools
 
 import pytest
 import torch
+from calls import SHAPES, assert_same, generate
+from cases import representatives
+from draft_trees import assert_same_tree, over_shortlist, slow_tree
 from models import FAMILIES, POLICY_CASES, SLIDING_WINDOW, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant, UnsupportedError
+from hf_dynspec import DynSpecAssistant, TreeConfig, UnsupportedError
+from hf_dynspec.cache_names import CACHE
 from hf_dynspec.drafters import CausalLMDrafter
-from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.modeling.head import DynamicLMHead
 
 POLICIES = {name: POLICY_CASES[name] for name in ("full", "hybrid", "in_context")} | {"random": RandomShortlist}
-NEW_TOKENS = 40
+WINDOWED = ("gemma3", "mistral", "gemma2", "cohere2")
 # The incremental and the batched forward of these fp32 models differ by less than 2e-4 where logits reach about 30.
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request):
-    """A target of each family and a drafter that agrees with it in part."""
-    target = tiny(request.param)
-    return target, perturbed(target)
+@functools.cache
+def pair(family: str, noise: float = 0.05) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny(family, seed=3 if noise > 0.05 else 0)
+    return target, perturbed(target, noise)
 
 
-@pytest.fixture
-def rounds(monkeypatch) -> list:
-    """The (prefix, candidates) of every round that any session drafts."""
-    recorded = []
-    draft = DraftSession.draft_chain
-
-    def recording(self, prefix, count, choose, threshold=0.0):
-        candidates = draft(self, prefix, count, choose, threshold)
-        recorded.append((prefix.clone(), candidates))
-        return candidates
-
-    monkeypatch.setattr(DraftSession, "draft_chain", recording)
-    return recorded
-
-
-def recompute(drafter, prefix: torch.Tensor, candidates) -> list[torch.Tensor]:
-    """For each candidate the drafter's own full-vocabulary logits, from one forward over all tokens before it."""
-    text = torch.cat([prefix, candidates.token_ids])
-    with torch.no_grad():
-        logits = drafter(text.unsqueeze(0), use_cache=False).logits[0].float()
-    return list(logits[prefix.shape[0] - 1 : -1])
-
-
-def assert_drafted_as_from_scratch(drafter, rounds: list) -> None:
-    for prefix, candidates in rounds:
-        expected = recompute(drafter, prefix, candidates)
-        for token, own, shortlist, full in zip(
-            candidates.token_ids, candidates.logits, candidates.shortlists, expected, strict=True
+@torch.no_grad()
+def assert_drafted_as_from_scratch(drafter: PreTrainedModel, rounds: list) -> None:
+    """Each chain has the drafter's own logits, of one forward over all tokens before each candidate."""
+    assert rounds
+    for prefix, _, drafted in rounds:
+        text = torch.cat([prefix, drafted.token_ids])
+        expected = drafter(text[None], use_cache=False).logits[0, prefix.shape[0] - 1 : -1].float()
+        for token, own, shortlist, row in zip(
+            drafted.token_ids, drafted.logits, drafted.shortlists, expected, strict=True
         ):
-            assert bool(shortlist.contains(token))
             occupied = torch.isfinite(own)
             ids = shortlist.scored_slots[occupied]
-            torch.testing.assert_close(own[occupied], full[ids], **CLOSE)
-            assert set(ids.tolist()) == set(shortlist.ids().tolist())
-            # Equal to the restricted argmax, except where two logits are closer than rounding.
-            assert full[token] >= full[ids].max() - CLOSE["atol"]
+            torch.testing.assert_close(own[occupied], row[ids], **CLOSE)
+            assert bool(shortlist.contains(token)) and set(ids.tolist()) == set(shortlist.ids().tolist())
+            # The restricted argmax, except where two logits are closer than rounding.
+            assert row[token] >= row[ids].max() - CLOSE["atol"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_output_and_drafts(name, pair, rounds):
-    target, drafter = pair
+CHAINS = [("gemma3", "hybrid"), ("gpt2", "random"), ("gptj", "full"), ("granite", "in_context")]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    representatives("families", dict.fromkeys([*CHAINS, *itertools.product(FAMILIES, POLICIES)]), keep=len(CHAINS)),
+)
+def test_output_and_chains(family, name, rounds):
+    target, drafter = pair(family)
     assistant = DynSpecAssistant(drafter, POLICIES[name](), target=target)
-    input_ids = prompt(14)
-    expected = target.generate(input_ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=VOCABULARY - 1)
-    actual = target.generate(
-        input_ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=VOCABULARY - 1, assistant_model=assistant
-    )
-    assert torch.equal(actual, expected)
-    assert actual.shape[1] > SLIDING_WINDOW + 10, "the text never got past the sliding windows"
+    output = assert_same(target, assistant, prompt(14), eos_token_id=VOCABULARY - 1)
+    assert output.shape[1] > SLIDING_WINDOW + 10, "the text never got past the sliding windows"
     stats = assistant.stats
-    assert 0 < len(rounds) == stats.rounds - (stats.rounds > len(rounds))
-    if name == "full":
-        assert stats.accepted > 0
-    else:
-        assert stats.accepted < stats.drafted
+    assert (stats.accepted > 0) if name == "full" else (stats.accepted < stats.drafted)
     assert_drafted_as_from_scratch(drafter, rounds)
+    assistant.unbind()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "cohere2"])
-@pytest.mark.parametrize("prompt_length", [SLIDING_WINDOW - 1, SLIDING_WINDOW, 40])
+EAGER = [("gemma2", "eager"), ("llama", "eager"), ("gpt2", "eager"), ("gemma3", "eager")]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    representatives("families", [*EAGER[:1], *((one, "sdpa") for one in FAMILIES if one != "gemma2"), *EAGER[1:]], 2),
+)
+def test_output_and_trees(family, attention):
+    """With windows shorter than the text; as a target, and as a drafter that drafts what it would from scratch."""
+    target = tiny(family)
+    target.set_attn_implementation(attention)
+    drafter = perturbed(target)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(24, 4, 4))
+    output = assert_same(target, assistant, prompt(14), eos_token_id=VOCABULARY - 1)
+    assert len(assistant.stats.tokens_per_round) > 2, "no path was ever accepted"
+    text, shape = output[:, :32], TreeConfig(10, 2, 3)
+    assistant.tree = shape
+
+    def successors(path: tuple[int, ...]) -> dict[int, float]:
+        whole = torch.cat([text, torch.tensor([path], dtype=torch.int64)], dim=1)
+        with torch.no_grad():
+            return over_shortlist(drafter(whole, use_cache=False).logits[0, -1], torch.arange(VOCABULARY))
+
+    assert_same_tree(assistant.draft_round(text), slow_tree(successors, shape), tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt_length"),
+    representatives("families", itertools.product(WINDOWED, (SLIDING_WINDOW, SLIDING_WINDOW - 1, 40))),
+)
 def test_sliding_windows_are_rolled_back(family, prompt_length, rounds):
     """A rejected draft pushes states out of the window that the next round needs again."""
-    target = tiny(family, seed=3)
-    drafter = perturbed(target, noise=0.1)
+    target, drafter = pair(family, 0.1)
     assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=9)
-    input_ids = prompt(prompt_length)
-    arguments = {"max_new_tokens": 36, "do_sample": False, "eos_token_id": VOCABULARY - 1}
-    actual = target.generate(input_ids, assistant_model=assistant, **arguments)
-    assert torch.equal(actual, target.generate(input_ids, **arguments))
+    assert_same(target, assistant, prompt(prompt_length), max_new_tokens=36, eos_token_id=VOCABULARY - 1)
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
     assert_drafted_as_from_scratch(drafter, rounds)
+    assistant.unbind()
 
 
 def test_the_sliding_window_matters():
     """The windows above are short enough to change what the models say; otherwise the tests would show nothing."""
-    for family in ("mistral", "gemma2", "gemma3", "cohere2"):
-        input_ids = prompt(40)
-        windowed, whole = tiny(family), tiny(family, sliding_window=400)
+    for family in WINDOWED:
         with torch.no_grad():
-            first, second = windowed(input_ids).logits[0], whole(input_ids).logits[0]
+            first, second = (model(prompt(40)).logits[0] for model in (tiny(family), tiny(family, sliding_window=400)))
         torch.testing.assert_close(first[: SLIDING_WINDOW - 1], second[: SLIDING_WINDOW - 1], **CLOSE)
         assert not torch.allclose(first[-1], second[-1], atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "families", [("llama", "gpt2"), ("mistral", "llama"), ("gemma2", "qwen3"), ("phi", "mistral")]
-)
-def test_the_drafter_may_be_of_another_family(families, rounds):
+OTHERS = [("gemma2", "qwen3"), ("llama", "gpt2"), ("mistral", "llama"), ("phi", "mistral"), ("gpt2", "llama")]
+
+
+@pytest.mark.parametrize(("families", "shape"), representatives("families", itertools.product(OTHERS, SHAPES), 2))
+def test_the_drafter_may_be_of_another_family(families, shape, rounds):
     target, drafter = tiny(families[0]), tiny(families[1], seed=9)
-    assistant = DynSpecAssistant(drafter, POLICIES["hybrid"](), target=target)
-    arguments = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": VOCABULARY - 1}
-    assert torch.equal(
-        target.generate(prompt(), assistant_model=assistant, **arguments), target.generate(prompt(), **arguments)
-    )
-    assert_drafted_as_from_scratch(drafter, rounds)
+    assistant = DynSpecAssistant(drafter, POLICIES["hybrid"](), target=target, tree=SHAPES[shape])
+    assert_same(target, assistant, eos_token_id=VOCABULARY - 1)
+    if shape == "chain":
+        assert_drafted_as_from_scratch(drafter, rounds)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,19 +136,35 @@ def test_the_head_follows_the_model(family):
     CausalLMDrafter(model)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_target_that_prepares_its_inputs_under_the_older_name(shape):
+    """As models from elsewhere may."""
+
+    class Older(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, **inputs):
+            prepared = super().prepare_inputs_for_generation(input_ids, **inputs)
+            return {"past_key_values" if name == CACHE else name: value for name, value in prepared.items()}
+
+    target = tiny()
+    older = Older(target.config).eval()
+    older.load_state_dict(target.state_dict())
+    older.generation_config = target.generation_config
+    assistant = DynSpecAssistant(perturbed(target), target=older, tree=SHAPES[shape])
+    assert torch.equal(generate(older, assistant), generate(target))
+    assert assistant.stats.drafted > 0
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"])
-def test_damaged_weights_are_called_that(where, number):
-    target, drafter = tiny(), perturbed(tiny())
-    for model in (drafter, target):
+@pytest.mark.parametrize("place", ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"])
+def test_damaged_weights_are_refused_by_name(place, number):
+    """A tree is looked at more closely than a chain. Nothing compares a target's head before it generates."""
+    for role in ("drafter", "target")[: 1 if place == "lm_head" else 2]:
+        models = {"target": tiny(), "drafter": perturbed(tiny())}
         with torch.no_grad():
-            model.get_submodule(where).weight[-1, -1] = number
-        with pytest.raises(UnsupportedError, match=f"holds NaN or infinity in {where}.weight"):
-            # A tree, as it is looked at more closely. Of a target's head nothing is compared before it generates.
-            DynSpecAssistant(drafter, target=target, tree=True)
-        drafter = perturbed(tiny())
-        if where == "lm_head":
-            break
+            models[role].get_submodule(place).weight[-1, -1] = number
+        with pytest.raises(UnsupportedError, match=f"holds NaN or infinity in {place}.weight"):
+            DynSpecAssistant(models["drafter"], target=models["target"], tree=True)
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():

@@ -1,8 +1,13 @@
-"""Processors with a memory: they are shown what comes out, once for each token and in order, and never a draft."""
+"""Processors with a memory: they see what comes out, once for each token and in order, and never a draft."""
+
+import itertools
 
 import pytest
 import torch
-from models import EOS, POLICY_CASES, REMEMBERING, TERRIBLE, Counting, perturbed, prompt, tiny
+from calls import SHAPES, generate, padded
+from cases import pairwise, representatives
+from models import EOS, POLICY_CASES, REMEMBERING, TERRIBLE, Counting, perturbed, prompt
+from sampled_texts import processors_of
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -12,16 +17,13 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from hf_dynspec import DynSpecAssistant, TreeConfig, devices
+from hf_dynspec import DynSpecAssistant, devices
 from hf_dynspec.drafting import draft_processors
+from hf_dynspec.drafting.token_choice import TokenChoice
+from hf_dynspec.shortlists import POLICIES
 
-SHAPES = {"chain": False, "tree": TreeConfig(16, 3, 4)}
 ALL_POLICIES = POLICY_CASES | TERRIBLE
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
+LOOKS = (True, False)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def drafter(target) -> PreTrainedModel:
     return perturbed(target)
 
 
-@pytest.fixture(params=[True, False], ids=["cpu", "elsewhere"])
+@pytest.fixture
 def looks(request, monkeypatch) -> bool:
     """Whether a value can be looked at without waiting for a device."""
     if not request.param:
@@ -37,13 +39,9 @@ def looks(request, monkeypatch) -> bool:
     return request.param
 
 
-def generate(target, assistant=None, **arguments) -> torch.Tensor:
-    named = {"max_new_tokens": 24, "do_sample": False, "assistant_model": assistant}
-    return target.generate(prompt(), **named | arguments)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize(
+    ("kind", "shape", "looks"), pairwise("families", list(REMEMBERING), list(SHAPES), LOOKS), indirect=["looks"]
+)
 def test_greedy_output_is_the_targets_own(kind, shape, looks, target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
     expected = generate(target, logits_processor=[REMEMBERING[kind](target)])
@@ -52,12 +50,20 @@ def test_greedy_output_is_the_targets_own(kind, shape, looks, target, drafter):
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_every_policy(policy, target, drafter):
+# Each policy of the table with one processor by default, in turn; then all of each other one.
+OF_THE_TABLE = list(zip(POLICIES, itertools.cycle(REMEMBERING), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    representatives(
+        "families", dict.fromkeys([*OF_THE_TABLE, *itertools.product(ALL_POLICIES, REMEMBERING)]), len(OF_THE_TABLE)
+    ),
+)
+def test_every_policy(policy, kind, target, drafter):
     assistant = DynSpecAssistant(drafter, ALL_POLICIES[policy](), target=target)
-    for kind, make in REMEMBERING.items():
-        expected = generate(target, logits_processor=[make(target)])
-        assert torch.equal(generate(target, assistant, logits_processor=[make(target)]), expected), kind
+    expected = generate(target, logits_processor=[REMEMBERING[kind](target)])
+    assert torch.equal(generate(target, assistant, logits_processor=[REMEMBERING[kind](target)]), expected)
 
 
 ARGUMENTS = {
@@ -69,17 +75,21 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("name", "shape", "looks"), pairwise("families", list(ARGUMENTS), list(SHAPES), LOOKS), indirect=["looks"]
+)
 def test_what_arguments_of_generate_make(name, shape, looks, target, drafter):
     assistant = DynSpecAssistant(drafter, target=target, tree=SHAPES[shape])
     assert torch.equal(generate(target, assistant, **ARGUMENTS[name]), generate(target, **ARGUMENTS[name]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("end", ["length", "token", "criterion"])
+@pytest.mark.parametrize(
+    ("end", "shape", "looks"),
+    pairwise("families", ("length", "token", "criterion"), list(SHAPES), LOOKS),
+    indirect=["looks"],
+)
 def test_a_processor_is_asked_once_for_each_token_in_order(end, shape, looks, target, drafter):
-    """Also where the text ends within an accepted draft. Stopping criteria are asked as often."""
+    """Also if the text ends within an accepted draft. Stopping criteria are asked as often."""
 
     class Third(StoppingCriteria):
         def __init__(self):
@@ -95,7 +105,7 @@ def test_a_processor_is_asked_once_for_each_token_in_order(end, shape, looks, ta
             return scores
 
     plain = generate(target)[0].tolist()
-    for place in range(12, 20):
+    for place in range(12, 18):
         criterion, processor = Third(), Silent()
         stop = {"length": {"max_new_tokens": place - 8}, "token": {"eos_token_id": plain[place]}, "criterion": {}}[end]
         assistant = DynSpecAssistant(target, "full", target=target, tree=SHAPES[shape])
@@ -107,7 +117,7 @@ def test_a_processor_is_asked_once_for_each_token_in_order(end, shape, looks, ta
 
 
 def test_processors_in_transformers_own_loop(target, drafter):
-    """That loop shows them every candidate, so there are none; without such a processor there are."""
+    """That loop shows them every candidate, so nothing is drafted."""
     for make in REMEMBERING.values():
         expected = generate(target, logits_processor=[make(target)])
         assistant = DynSpecAssistant(drafter, target=target)
@@ -131,25 +141,15 @@ DRAFTED_UNDER = {
 
 
 @pytest.mark.parametrize("name", DRAFTED_UNDER)
-def test_twins_say_on_a_shortlist_what_processors_say_of_the_vocabulary(name, target):
-    """Along a text with padding before it, at each draft step of two rounds."""
-    made = []
+def test_a_processors_twin_computes_on_a_shortlist_what_it_computes_on_the_vocabulary(name, target):
+    """Along a text with padding before it, at each draft step of three rounds."""
     config = GenerationConfig(**DRAFTED_UNDER[name], max_new_tokens=3, eos_token_id=EOS, pad_token_id=0)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt()], dim=1)
-    mask = (padded != 0).long()
-    get_logits_processor = type(target)._get_logits_processor
-
-    def keep(self, *args, **kwargs):
-        made.append(get_logits_processor(self, *args, **kwargs))
-        return made[-1]
-
-    type(target)._get_logits_processor = keep
-    try:
-        target.generate(padded, attention_mask=mask, generation_config=config, do_sample=False)
-    finally:
-        type(target)._get_logits_processor = get_logits_processor
-    processors, twins = made[0], draft_processors.draft_processors(made[0])
-    assert len(processors) == len(twins) > 0
+    text_of_call, mask = padded(3, prompt())
+    made = processors_of(
+        target, text_of_call, attention_mask=mask, generation_config=config, do_sample=False, max_new_tokens=3
+    )
+    twins = draft_processors.draft_processors(made)
+    assert len(made) == len(twins) > 0
     context = draft_processors.DraftContext(target.config.vocab_size, 3, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     text = torch.cat([prompt()[0], prompt()[0, 3:7], torch.tensor([9, 40, 9])])
@@ -167,7 +167,7 @@ def test_twins_say_on_a_shortlist_what_processors_say_of_the_vocabulary(name, ta
                 actual = twin(actual, slots, context)
             whole = torch.cat([torch.zeros(3, dtype=torch.int64), text[:verified], *drafted])
             wide = torch.zeros(1, target.config.vocab_size).scatter(1, slots[None], logits[None])
-            expected = processors(whole[None], wide)[0, slots]
+            expected = made(whole[None], wide)[0, slots]
             torch.testing.assert_close(actual, expected)
             changed = changed or not torch.equal(actual, logits)
             drafted.append(slots[5:6] if len(drafted) % 2 else text[4:5])
@@ -188,8 +188,6 @@ def test_no_draft_step_looks_at_the_whole_vocabulary(target, drafter, monkeypatc
             return result
 
         monkeypatch.setattr(torch, name, watched)
-    from hf_dynspec.drafting.token_choice import TokenChoice
-
     choose = TokenChoice.__call__
 
     def chosen(*args):
