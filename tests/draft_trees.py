@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_dynspec import TreeConfig, devices
 from hf_dynspec.generation.verification import Outcome, ProcessRow, outcome_of, walk, walk_unseen
@@ -62,6 +63,27 @@ def assert_same_tree(candidates: Candidates, expected: dict[Path, float], tolera
 def over_shortlist(logits: torch.Tensor, ids: torch.Tensor) -> dict[int, float]:
     """The log-probability of each id of a shortlist, given logits `[V]`."""
     return dict(zip(ids.tolist(), logits.float()[ids].log_softmax(-1).tolist(), strict=True))
+
+
+@torch.no_grad()
+def slow_draft(
+    drafter: PreTrainedModel, text: torch.Tensor, config: TreeConfig, ids: torch.Tensor | None = None
+) -> dict[Path, float]:
+    """The tree that the drafter's own forwards make, each over a whole path from the beginning of the text.
+
+    Args:
+        drafter: a whole model.
+        text: `[1, n]`.
+        config: the shape.
+        ids: the shortlist (None: all tokens).
+    """
+    ids = torch.arange(drafter.config.vocab_size) if ids is None else ids
+
+    def successors(path: Path) -> dict[int, float]:
+        whole = torch.cat([text, torch.tensor([path], dtype=torch.int64)], dim=1)
+        return over_shortlist(drafter(whole, use_cache=False).logits[0, -1], ids)
+
+    return slow_tree(successors, config)
 
 
 def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outcome:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from calls import SHAPES, assert_same, generate
 from cases import representatives
-from draft_trees import assert_same_tree, over_shortlist, slow_tree
+from draft_trees import assert_same_tree, slow_draft
 from models import FAMILIES, POLICY_CASES, SLIDING_WINDOW, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -79,15 +79,9 @@ def test_output_and_trees(family, attention):
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(24, 4, 4))
     output = assert_same(target, assistant, prompt(14), eos_token_id=VOCABULARY - 1)
     assert len(assistant.stats.tokens_per_round) > 2, "no path was ever accepted"
-    text, shape = output[:, :32], TreeConfig(10, 2, 3)
-    assistant.tree = shape
-
-    def successors(path: tuple[int, ...]) -> dict[int, float]:
-        whole = torch.cat([text, torch.tensor([path], dtype=torch.int64)], dim=1)
-        with torch.no_grad():
-            return over_shortlist(drafter(whole, use_cache=False).logits[0, -1], torch.arange(VOCABULARY))
-
-    assert_same_tree(assistant.draft_round(text), slow_tree(successors, shape), tolerance=2e-3)
+    text, assistant.tree = output[:, :32], TreeConfig(10, 2, 3)
+    expected = slow_draft(drafter, text, assistant.tree)
+    assert_same_tree(assistant.draft_round(text), expected, tolerance=2e-3)
 
 
 @pytest.mark.parametrize(

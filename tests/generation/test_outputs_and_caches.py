@@ -78,7 +78,8 @@ def test_everything_that_can_be_returned(family, kind, shape):
     arguments = EVERYTHING | CALL | {"repetition_penalty": 1.3}
     actual = generate(target, assistant, **arguments)
     assert_same_output(actual, generate(target, None, **arguments))
-    assert len(actual.scores) == actual.sequences.shape[1] - 12 and not torch.allclose(actual.scores[5], actual.logits[5])
+    assert len(actual.scores) == actual.sequences.shape[1] - 12
+    assert not torch.allclose(actual.scores[5], actual.logits[5])
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
