@@ -14,7 +14,6 @@ import torch
 from cases import representatives
 from eagle_heads import (
     DRAFTABLE,
-    LAYOUTS,
     Head,
     SlowHead,
     agreeing_head,
@@ -23,7 +22,7 @@ from eagle_heads import (
     target_features,
     trimmed_head,
 )
-from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, EosOnlyShortlist, perturbed, prompt, tiny, word_tokenizer
+from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
@@ -356,33 +355,13 @@ def test_acceptance_agrees_with_real_runs_at_a_temperature(name, size, drafters)
 # Whole measurements --------------------------------------------------------------------------------------------------
 
 
-def test_extreme_pairs_and_shortlists(target, drafter):
+def test_a_target_that_drafts_for_itself(target):
     found = figures(measure(target, target, FULL, 2, num_assistant_tokens=4), "full")
     exact = {"size": VOCABULARY, "mass": 1.0, "oracle_mass": 1.0, "recall": 1.0, "oov": 0.0, "acceptance": 1.0}
     assert {name: found[name] for name in exact} == pytest.approx(exact, abs=1e-4)
     assert found["expected_acceptance_length"] == pytest.approx(5.0, abs=1e-2)
     # 24 tokens are four rounds of five and one of four, whose last draft `generate` leaves out too.
     assert found["acceptance_length"] == pytest.approx(24 / 5, abs=1e-2)
-    found = figures(measure(target, drafter, {"eos": EosOnlyShortlist()}), "eos")
-    assert found["size"] == 1.0 and found["mass"] == pytest.approx(found["acceptance"])  # q is 1 on it
-    assert found["mass"] < 0.05 < found["oracle_mass"]
-    assert found["acceptance_length"] == pytest.approx(1.0 + found["acceptance"], abs=0.1)
-
-
-def test_the_acceptance_probability_of_the_full_vocabulary_by_hand(target, drafter):
-    """Two new tokens: one is drafted, and the second is the target's own in the same round or in the next."""
-    result = measure(target, drafter, FULL, 4, temperature=0.7, max_new_tokens=2)
-    for seed, row in enumerate(result.measured):
-        with torch.no_grad():
-            p, q = ((model(prompt(12, seed=seed)).logits[0, -1] / 0.7).softmax(-1) for model in (target, drafter))
-            torch.manual_seed(seed)
-            config = generation_config(target, 2, temperature=0.7)
-            token = target.generate(prompt(12, seed=seed), generation_config=config)[0, 12]
-        overlap = torch.minimum(p, q).sum().item()
-        assert row.positions == 1 and row.acceptance == pytest.approx(overlap, abs=1e-4)
-        # The second token has a round of its own if the first draft is rejected.
-        assert row.rounds == pytest.approx(2.0 - min(1.0, (q[token] / p[token]).item()), abs=1e-4)
-        assert row.acceptance_length == pytest.approx(1 + overlap / row.rounds, abs=1e-4)
 
 
 def test_nothing_covers_more_than_the_oracle(target, drafter):
@@ -578,31 +557,6 @@ def slow_logits(head: Head, target: PreTrainedModel, drafter: EagleDrafter, text
         return torch.full((VOCABULARY,), -torch.inf).index_put((drafter.head.token_ids,), scores)
 
     return logits
-
-
-HEADS_OF_FAMILIES = [("trimmed", "llama"), ("eagle2", "gemma3"), *((layout, "llama") for layout in LAYOUTS)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("length", [1, 9])
-@pytest.mark.parametrize(("name", "family"), representatives("families", HEADS_OF_FAMILIES, keep=2))
-def test_heads_are_led_along_the_text_from_everywhere(name, family, length, monkeypatch):
-    monkeypatch.setattr(teacher_forcing, "CHUNK", 7)
-    target = soft(family)
-    head = head_of(name, target)
-    drafter, text = drafter_of(head, target), prompt(22, seed=3)[0]
-    expected = slow_logits(head, target, drafter, text)
-    forced, drafted = forced_text(target, drafter, text, length, 0.5), []
-    assert forced.first_draft == length + 1
-    for starts in forced.blocks():
-        assert len(starts) <= 7 // 3
-        for start in range(max(starts.start, length + 1), min(starts.stop, 21)):
-            drafted.append(start)
-            rows = forced.round(start, min(3, 21 - start))
-            for depth, logits in enumerate(rows.drafter):
-                # Logits reach about 20 after the division by the temperature.
-                torch.testing.assert_close(logits, expected(start, depth) / 0.5, rtol=1e-4, atol=2e-3)
-    assert drafted == list(range(length + 1, 21))
 
 
 # Rounds, against the formulas ----------------------------------------------------------------------------------------
@@ -899,13 +853,6 @@ def test_a_stream_keeps_states_in_the_order_of_the_prompts(target, drafter, temp
     assert coverage_table(stream).title.endswith("3 prompts, as a stream")
     measure(target, drafter, {"window": noting}, stream=True, prompts=prompts[::-1])
     assert noting.used[-1].prompts == given[::-1]
-
-
-def test_a_window_of_one_call_forgets_each_text_of_a_stream(target, drafter):
-    noting, prompts = NotingShortlist(window=250, prompt_top_k=0, verify_top_k=0, memory="call"), words(3)
-    measure(target, drafter, {"window": noting}, stream=True, prompts=prompts)
-    (state,) = noting.used
-    assert state.first == [{*map(int, (word[1:] for word in one.text.split())), EOS} for one in prompts]
 
 
 def test_every_draw_and_every_round_of_texts_is_a_stream_of_its_own(target, drafter):

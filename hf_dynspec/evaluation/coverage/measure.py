@@ -154,7 +154,12 @@ class _Measurement:
             oracle += text.oracle(starts)[:, [size - 1 for size in sizes]].double().sum(0).cpu()
             for rounds in along:
                 rounds.follow(starts)
-        self._keep((prompt.identifier, continuation, prompt.domain), expected, drawn)
+        where, draws = (prompt.identifier, continuation, prompt.domain), settings.draws if self._is_drawn else 0
+        of_drawn = {label: _row(where, label, draws, figures) for label, figures in drawn.items()}
+        rows = of_drawn | {label: _row(where, label, 0, figures) for label, figures in expected.items()}
+        # All policies at once, so that an interrupt leaves a prompt out of all of them.
+        self._result.measured += [rows[label] for label in self._result.policies]
+        self._result.drawn += of_drawn.values() if self._is_drawn else []
         masses = oracle / (token_ids.shape[0] - len(prompt_ids))
         self._result.oracle_curves[prompt.identifier, continuation] = list(zip(sizes, masses.tolist(), strict=True))
 
@@ -163,17 +168,6 @@ class _Measurement:
         self._states.clear()
         while self._started:
             self._started.pop().close()
-
-    def _keep(
-        self, where: tuple[str, int, str], expected: dict[str, RoundFigures], drawn: dict[str, RoundFigures]
-    ) -> None:
-        """Add the figures of one text to the result: `where` is its prompt, continuation and domain."""
-        draws = self._settings.draws if self._is_drawn else 0
-        of_drawn = {label: _row(where, label, draws, figures) for label, figures in drawn.items()}
-        of_expected = {label: _row(where, label, 0, figures) for label, figures in expected.items()}
-        # All policies at once, so that an interrupt leaves a prompt out of all of them.
-        self._result.measured += [of_expected.get(label) or of_drawn[label] for label in self._result.policies]
-        self._result.drawn += of_drawn.values() if self._is_drawn else []
 
     def _text(self, number: int, prompt_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
         """A prompt with its continuation, int64 `[n]`, and the seeds of the draws along it."""
