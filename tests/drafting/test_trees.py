@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from calls import Pieces, assert_same, generate
+from calls import assert_same, generate
 from cases import pairwise, representatives
 from draft_trees import assert_same_tree, paths_of, slow_draft, slow_tree, verify
 from models import (
@@ -398,51 +398,6 @@ def test_nodes_come_from_their_shortlists(name, target, drafter, rounds):
         for depth, shortlist in enumerate(tree.shortlists):
             assert shortlist.contains(tree.token_ids[counts & (tree.depths == depth)]).all()
             assert EOS in shortlist.ids().tolist()
-
-
-# Statistics ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["random", "full", "frequency, position-aware"])
-def test_counts(name, target, drafter, rounds):
-    """Counted here a second time, from the trees and the tokens that came out."""
-
-    policy = RandomShortlist(30) if name == "random" else POLICY_CASES[name]()
-    assistant = DynSpecAssistant(drafter, policy, target=target, tree=SHAPE, measure_coverage=True)
-    streamer = Pieces()
-    output = generate(target, assistant, max_new_tokens=39, streamer=streamer, eos_token_id=VOCABULARY - 1)
-    stats, pieces = assistant.stats, streamer.pieces[1:]
-    trees = {prefix.shape[0]: tree for prefix, _, tree in rounds}
-    assert stats.rounds == len(pieces) and stats.tokens == output.shape[1] - 12
-    assert stats.accepted == stats.tokens - stats.rounds
-    assert stats.drafted == sum(tree.token_ids.shape[0] for tree in trees.values())
-    deepest = max(len(tree.shortlists) for tree in trees.values())
-    drafted_at = [sum(tree.depths.tolist().count(depth) for tree in trees.values()) for depth in range(deepest)]
-    assert stats.drafted_at == drafted_at and sum(stats.drafted_at) == stats.drafted
-    accepted_at = [sum(len(piece) > depth + 1 for piece in pieces) for depth in range(deepest)]
-    assert stats.acceptance_rate_by_position == [
-        accepted / drafted for accepted, drafted in zip(accepted_at, drafted_at, strict=True)
-    ]
-    assert all(0.0 <= rate <= 1.0 for rate in stats.acceptance_rate_by_position)
-    assert stats.accepted_per_round == [accepted / stats.rounds for accepted in accepted_at]
-    assert "tree nodes accepted" in str(stats) and "acceptance rate" not in str(stats)
-    assert stats.acceptance_rate == stats.accepted / stats.drafted
-    checked, missed, length, covered, mass = 0, 0, 12, 0, 0.0
-    with torch.no_grad():
-        probabilities = target(output).logits[0].float().softmax(-1)
-    for piece in pieces:
-        shortlists = trees[length].shortlists if length in trees else ()
-        for place, (token, shortlist) in enumerate(zip(piece, shortlists, strict=False)):
-            checked += 1
-            missed += token not in shortlist.ids().tolist()
-            covered += 1
-            mass += float(probabilities[length - 1 + place, shortlist.ids()].sum())
-        length += len(piece)
-    assert stats.oov_rate == pytest.approx(missed / checked) and (missed > 0) == (name != "full")
-    assert stats.coverage == pytest.approx(mass / covered, abs=1e-3)
-    sizes = [one.ids().shape[0] for tree in trees.values() for one in tree.shortlists]
-    assert stats.active_vocabulary == pytest.approx(sum(sizes) / len(sizes))
-    assert stats.active_vocabulary_max == max(sizes)
 
 
 # Targets that cannot -------------------------------------------------------------------------------------------------

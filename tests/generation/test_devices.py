@@ -1,15 +1,16 @@
-"""What torch is told of a GPU's attention, and that it is as it was afterwards."""
+"""cuDNN's attention is switched off while a GPU takes part in a call, and afterwards torch is as it was."""
 
 import threading
 
 import pytest
 import torch
-from models import perturbed, prompt, tiny
+from calls import SHAPES, generate
+from models import perturbed, tiny
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessorList
 
-from hf_dynspec import DynSpecAssistant, TreeConfig, devices
+from hf_dynspec import DynSpecAssistant, devices
 from hf_dynspec.devices import without_attention_plans
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -17,7 +18,6 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def plans():
-    """As torch is by itself."""
     assert cuda.cudnn_sdp_enabled()
     yield
     assert cuda.cudnn_sdp_enabled()
@@ -61,19 +61,18 @@ def test_threads_that_come_and_go_leave_it_as_it_was():
     assert len(seen) == 2000 and not any(seen)
 
 
-@pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-def test_rounds_read_without_plans(tree, monkeypatch):
-    """The target and the drafter, and also where an error ends the call."""
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounds_read_without_plans(shape, monkeypatch):
+    """The target and the drafter, also if an error ends the call."""
     monkeypatch.setattr(devices, "HOST_MEMORY", frozenset())
     target = tiny()
     drafter, seen = perturbed(target), {"target": [], "drafter": []}
-    assistant = DynSpecAssistant(drafter, target=target, tree=tree)
+    assistant = DynSpecAssistant(drafter, target=target, tree=SHAPES[shape])
     hooks = [
         model.model.register_forward_pre_hook(lambda *_, name=name: seen[name].append(cuda.cudnn_sdp_enabled()))
         for name, model in (("target", target), ("drafter", drafter))
     ]
-    call = {"assistant_model": assistant, "max_new_tokens": 20, "do_sample": False}
-    target.generate(prompt(), **call)
+    generate(target, assistant)
     assert all(len(forwards) > 3 and not any(forwards) for forwards in seen.values())
     assert cuda.cudnn_sdp_enabled()
 
@@ -81,6 +80,6 @@ def test_rounds_read_without_plans(tree, monkeypatch):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        target.generate(prompt(), logits_processor=LogitsProcessorList([fail]), **call)
+        generate(target, assistant, logits_processor=LogitsProcessorList([fail]))
     for hook in hooks:
         hook.remove()

@@ -1,5 +1,4 @@
-"""What is left behind by calls that end in an error, by calls within calls, by forks and by copies: nothing that
-changes a later token, and nothing that is waited for."""
+"""Calls that fail, calls within calls, forks and copies change no later token, and nothing waits for them."""
 
 import copy
 import os
@@ -11,23 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from calls import SHAPES, assert_same, generate
+from cases import pairwise
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, VOCABULARY, perturbed, prompt, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, RetrievalShortlist, UnsupportedError
 from hf_dynspec.cache_names import CACHE
-from hf_dynspec.drafting.tree_config import TreeConfig
-from hf_dynspec.generation.call import Bindable
 
-SHAPES = pytest.mark.parametrize("tree", [False, TreeConfig(12, 2, 4)], ids=["chain", "tree"])
-
-
-def greedy(
-    target: PreTrainedModel, input_ids: torch.Tensor, assistant: Bindable | None = None, **arguments: Any
-) -> torch.Tensor:
-    arguments = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCABULARY - 1} | arguments
-    return target.generate(input_ids, assistant_model=assistant, **arguments)
+CALL = {"max_new_tokens": 12, "eos_token_id": VOCABULARY - 1}
+CALLERS = ("streamer", "criterion", "processor")
 
 
 class Stop(Exception):
@@ -35,11 +28,10 @@ class Stop(Exception):
 
 
 class Caller:
-    """A streamer, criterion and processor that calls something each time, and keeps what is streamed."""
+    """A streamer, criterion or processor that calls something each time."""
 
     def __init__(self, call: Callable[[], None]):
         self._call = call
-        self.streamed: list[int] = []
         self.arguments: dict[str, dict[str, Any]] = {
             "streamer": {"streamer": self},
             "criterion": {"stopping_criteria": [self._criterion]},
@@ -47,7 +39,6 @@ class Caller:
         }
 
     def put(self, token_ids: torch.Tensor) -> None:
-        self.streamed += token_ids.flatten().tolist()
         self._call()
 
     def end(self) -> None:
@@ -62,8 +53,8 @@ class Caller:
         return scores
 
 
-def _stops(at: int) -> Callable[[], None]:
-    """Raises `Stop` when it is called for the so many-th time."""
+def stops(at: int) -> Callable[[], None]:
+    """Raises `Stop` in call number `at`."""
     calls = iter(range(1, at + 1))
 
     def call() -> None:
@@ -73,78 +64,68 @@ def _stops(at: int) -> Callable[[], None]:
     return call
 
 
-PAIRS: dict[str, Callable[[], tuple[PreTrainedModel, Any]]] = {
-    "llama": lambda: _with_copy(tiny()),
-    # Its cache forgets what lies before the windows.
-    "gemma3": lambda: _with_copy(tiny("gemma3")),
-    "eagle3": lambda: _with_head(soft(), "eagle3"),
+# gemma3's cache forgets what lies before the windows.
+TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny,
+    "gemma3": lambda: tiny("gemma3"),
+    "eagle3": soft,
 }
 
 
-def _with_copy(target: PreTrainedModel) -> tuple[PreTrainedModel, Any]:
-    return target, perturbed(target, 0.2)
-
-
-def _with_head(target: PreTrainedModel, layout: str) -> tuple[PreTrainedModel, Any]:
-    return target, drafter_of(agreeing_head(layout), target)
-
-
-@SHAPES
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("raises", ["streamer", "criterion", "processor"])
-def test_a_cache_of_a_call_that_was_ended_by_an_error(raises, pair, tree):
-    """As of a chat whose streamer raises where the user stops the text, and goes on with the cache."""
-    target, drafter = PAIRS[pair]()
-    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=tree)
-    text = greedy(target, prompt())
-    drafts_were_there = 0
+@pytest.mark.parametrize(("kind", "raises", "shape"), pairwise("families", list(TARGETS), CALLERS, list(SHAPES)))
+def test_going_on_with_the_cache_of_a_call_that_an_error_ended(kind, raises, shape):
+    """As in a chat whose streamer raises an error when the user stops the text."""
+    target = TARGETS[kind]()
+    drafter = drafter_of(agreeing_head(kind), target) if kind == "eagle3" else perturbed(target, 0.2)
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=SHAPES[shape])
+    text, drafted = generate(target, **CALL), 0
     for at in (1, 3, 4):
         cache = DynamicCache(config=target.config.get_text_config())
         with pytest.raises(Stop):
-            greedy(target, prompt(), assistant, **{CACHE: cache}, **Caller(_stops(at)).arguments[raises])
-        drafts_were_there += assistant.stats.drafted > 0
+            generate(target, assistant, **CALL, **{CACHE: cache}, **Caller(stops(at)).arguments[raises])
+        drafted += assistant.stats.drafted
         assert cache.get_seq_length() < text.shape[1]
         assert len({layer.get_seq_length() for layer in cache.layers if layer.is_initialized}) <= 1
-        text_so_far = text[:, : cache.get_seq_length() + 1]
-        following = torch.cat([text_so_far, prompt(9, seed=5)], dim=1)
-        assert torch.equal(greedy(target, following, assistant, **{CACHE: cache}), greedy(target, following))
-    assert drafts_were_there
+        following = torch.cat([text[:, : cache.get_seq_length() + 1], prompt(9, seed=5)], dim=1)
+        output = generate(target, assistant, following, **CALL, **{CACHE: cache})
+        assert torch.equal(output, generate(target, None, following, **CALL))
+    assert drafted
 
 
-@SHAPES
-def test_a_cache_of_a_call_that_was_interrupted_within_a_forward(tree, target, drafter):
-    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=tree)
-    cache, stop = DynamicCache(config=target.config), _stops(3)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_going_on_with_the_cache_of_a_call_that_an_error_ended_within_a_forward(shape, target, drafter):
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target, tree=SHAPES[shape])
+    cache, stop = DynamicCache(config=target.config), stops(3)
     # One layer has read the candidates then, and the other has not.
     hook = target.model.layers[0].register_forward_hook(lambda *unused: stop())
     with pytest.raises(Stop):
-        greedy(target, prompt(), assistant, **{CACHE: cache})
+        generate(target, assistant, **{CACHE: cache})
     hook.remove()
     following = torch.cat([prompt(), prompt(9, seed=5)], dim=1)
-    assert torch.equal(greedy(target, following, assistant, **{CACHE: cache}), greedy(target, following))
+    assert torch.equal(generate(target, assistant, following, **{CACHE: cache}), generate(target, None, following))
 
 
-@SHAPES
-@pytest.mark.parametrize("caller", ["streamer", "criterion", "processor"])
-@pytest.mark.parametrize("inner", ["plain", "assistant", "conversation"])
-def test_a_call_within_a_call(inner, caller, tree, target):
-    assistant = DynSpecAssistant(perturbed(target), "hybrid", target=target, tree=tree)
+@pytest.mark.parametrize(
+    ("inner", "caller", "shape"),
+    pairwise("families", ("plain", "assistant", "conversation"), CALLERS, list(SHAPES)),
+)
+def test_a_call_within_a_call(inner, caller, shape, target):
+    assistant = DynSpecAssistant(perturbed(target), "hybrid", target=target, tree=SHAPES[shape])
     conversation = assistant.conversation()
-    expected = {seed: greedy(target, prompt(20, seed=seed)) for seed in (0, 1)}
+    expected = {seed: generate(target, None, prompt(20, seed=seed), **CALL) for seed in (0, 1)}
     model = {"plain": None, "assistant": assistant, "conversation": conversation}[inner]
     within: list[torch.Tensor] = []
 
     def call():
         if len(within) < 2:
-            within.append(greedy(target, prompt(20, seed=1), model))
+            within.append(generate(target, model, prompt(20, seed=1), **CALL))
 
     for outer in (assistant, conversation):
         within.clear()
-        output = greedy(target, prompt(20), outer, **Caller(call).arguments[caller])
+        output = generate(target, outer, prompt(20), **CALL, **Caller(call).arguments[caller])
         assert torch.equal(output, expected[0])
         assert len(within) == 2 and all(torch.equal(one, expected[1]) for one in within)
-    following = torch.cat([expected[0], prompt(5, seed=3)], dim=1)
-    assert torch.equal(greedy(target, following, conversation), greedy(target, following))
+    assert_same(target, conversation, torch.cat([expected[0], prompt(5, seed=3)], dim=1))
     assert assistant.stats.accepted > 0
 
 
@@ -152,7 +133,7 @@ def test_a_call_within_a_call(inner, caller, tree, target):
 
 
 def in_a_fork(run: Callable[[], bool]) -> bool:
-    """Whether it is so in a forked process, within a minute."""
+    """Whether a function returns True in a forked process, within a minute."""
     child = os.fork()
     if not child:
         signal.alarm(60)
@@ -164,47 +145,47 @@ def in_a_fork(run: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("policy", ["hybrid", "retrieval"])
 def test_a_forked_process_waits_for_no_thread_of_the_other(policy, target, drafter):
     retrieval = RetrievalShortlist(size=40, dynamic=20, likely=8)
     assistant = DynSpecAssistant(drafter, retrieval if policy == "retrieval" else policy, target=target)
     conversation = assistant.conversation()
-    text = greedy(target, prompt(), conversation)
-    following = torch.cat([text, prompt(9, seed=5)], dim=1)
-    expected = greedy(target, following)
+    following = torch.cat([generate(target, conversation, **CALL), prompt(9, seed=5)], dim=1)
+    expected = generate(target, None, following, **CALL)
     # Leaves a session that waits, with its thread.
-    greedy(target, prompt(), assistant)
+    generate(target, assistant, **CALL)
 
     def goes_on() -> bool:
-        is_same = all(torch.equal(greedy(target, following, one), expected) for one in (conversation, assistant))
+        outputs = [generate(target, one, following, **CALL) for one in (conversation, assistant)]
         assistant.unbind()
-        return is_same
+        return all(torch.equal(one, expected) for one in outputs)
 
     def forks() -> None:
         if not forked:
             forked.append(in_a_fork(goes_on))
 
     forked: list[bool] = []
-    output = greedy(target, following, conversation, **Caller(forks).arguments["criterion"])
+    output = generate(target, conversation, following, **CALL, **Caller(forks).arguments["criterion"])
     assert forked[0] and in_a_fork(goes_on)
-    assert torch.equal(output, expected) and torch.equal(greedy(target, following, conversation), expected)
+    assert torch.equal(output, expected)
+    assert torch.equal(generate(target, conversation, following, **CALL), expected)
 
 
-@pytest.mark.parametrize("policy", POLICY_CASES)
-def test_policies_are_immutable_and_so_are_their_copies(policy):
-    policy = POLICY_CASES[policy]()
-    assert copy.deepcopy([policy])[0] is policy
+def test_policies_are_immutable_and_so_are_their_copies():
+    for make in POLICY_CASES.values():
+        policy = make()
+        assert copy.deepcopy([policy])[0] is policy
 
 
-def test_what_belongs_to_models_is_not_pickled_and_copies_of_a_conversation_reset_after_fork(target, drafter):
+def test_what_belongs_to_models_is_not_pickled_and_a_copied_conversation_begins_anew(target, drafter):
     assistant = DynSpecAssistant(drafter, "hybrid", target=target)
     conversation = assistant.conversation()
-    text = greedy(target, prompt(), conversation)
+    following = torch.cat([generate(target, conversation), prompt(9, seed=5)], dim=1)
     for one in (assistant, conversation):
         with pytest.raises(UnsupportedError, match="in the other process"):
             pickle.dumps(one)
     for twin in (copy.copy(conversation), copy.deepcopy(conversation)):
         assert twin.session is None is not conversation.session
-        following = torch.cat([text, prompt(9, seed=5)], dim=1)
-        assert torch.equal(greedy(target, following, twin), greedy(target, following))
+        assert_same(target, twin, following)

@@ -1,10 +1,9 @@
 """Sampling follows the target's distribution exactly, under processors, whatever the drafter and the policy.
 
-Three kinds of evidence, all with fixed seeds and with a false-alarm probability of `FALSE_ALARM` for each test:
+Two kinds of evidence, both with fixed seeds and with a false-alarm probability of `FALSE_ALARM` for each test:
 
-- What the acceptance functions return in 100,000 rounds over tables of probabilities, which are known.
+- Tokens of 100,000 rounds of the acceptance functions are counted against tables of probabilities.
 - Every token of long texts becomes a uniform number (`sampled_texts`).
-- The first new tokens of many calls are counted against their probabilities, which are enumerated.
 """
 
 import itertools
@@ -454,39 +453,6 @@ def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
     assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=2, tree=is_tree and TREE)
     processors = PROCESSORS["top-k" if lie == "names other weights" else "plain"]
     assert uniformity(sampled_numbers(target, drafter, assistant, **processors)) < FALSE_ALARM
-
-
-@torch.no_grad()
-def enumerated_pairs(target: PreTrainedModel, processors, input_ids: torch.Tensor) -> torch.Tensor:
-    """`[V, V]`: the probability of each pair of first new tokens."""
-
-    def after(text: torch.Tensor) -> torch.Tensor:
-        return processors(text, target(text).logits[:, -1].float()).softmax(-1)[0].double()
-
-    texts = [torch.cat([input_ids, torch.tensor([[token]])], dim=1) for token in range(VOCABULARY)]
-    return torch.stack([p * after(text) for p, text in zip(after(input_ids), texts, strict=True)])
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize(
-    ("policy", "processors", "tree"),
-    [("union", "temperature", False), ("random", "everything", False), ("full", "everything", TREE)],
-)
-def test_the_first_two_tokens(policy, processors, tree, target, drafter):
-    torch.manual_seed(11)
-    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=tree)
-    arguments, input_ids = PROCESSORS[processors], prompt(3, vocabulary=12)
-    of_generate = processors_of(target, logits_processor=LogitsProcessorList([ForbidEos()]), **arguments)
-    expected = enumerated_pairs(target, of_generate, input_ids)
-    counts = torch.zeros(VOCABULARY, VOCABULARY)
-    for _ in range(600):
-        first, second, _ = sample(target, input_ids, assistant, 3, **arguments)[0, 3:].tolist()
-        counts[first, second] += 1
-    assert chi_square(counts, expected, at_least=8) > FALSE_ALARM
-    assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
-    # The test has power: it tells as many draws from the drafter's distribution from the target's.
-    foreign = enumerated_pairs(drafter, of_generate, input_ids)
-    assert chi_square(torch.distributions.Multinomial(600, foreign.flatten()).sample(), expected) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("tree", [TREE, TreeConfig(3, 4, 3), TreeConfig(2, 0, 1), TreeConfig(40, 3, 1)])
