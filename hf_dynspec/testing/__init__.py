@@ -1,4 +1,4 @@
-"""What users check their own parts with: see `check_policy`."""
+"""Checks for policies of your own: see `check_policy`."""
 
 from .policies import PolicyReport, check_policy
 

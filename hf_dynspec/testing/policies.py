@@ -1,7 +1,4 @@
-"""`check_policy`: the contract of policies, tried on anybody's policy. It takes seconds, and no test framework.
-
-Half of the checks lead a state through made-up rounds; the other half draft with the policy, for tiny random models.
-"""
+"""`check_policy`: the contract of policies, checked on any policy. It takes seconds, and no test framework."""
 
 import threading
 import time
@@ -13,49 +10,21 @@ import torch
 from ..fields import FieldError, WholeNumber
 from ..shortlists import ShortlistPolicy
 from .case import SMALLEST_VOCABULARY, WIDTH_UNIT, PolicyCase
-from .draft_checks import check_drafting, check_unions, check_weights
-from .state_checks import (
-    check_memory,
-    check_needs,
-    check_restart,
-    check_settings,
-    check_shortlists,
-    check_states_are_apart,
-)
+from .checks import CHECKS, check_settings
 
 # How long a thread may take to end after its state was closed, in seconds.
 _PATIENCE = 5.0
 
-_CHECKS = (
-    check_needs,
-    check_shortlists,
-    check_states_are_apart,
-    check_restart,
-    check_memory,
-    check_settings,
-    check_drafting,
-    check_unions,
-    check_weights,
-)
-
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What `check_policy` found in order.
+    """The checks that a policy passed."""
 
-    Args:
-        policy: the name of the policy's class.
-        checks: what was checked, one sentence each.
-        acceptance_length: tokens per round with the tiny random models, which says nothing about others.
-        active_vocabulary: mean number of ids on a shortlist there.
-        seconds: how long the checks took.
-    """
-
-    policy: str
-    checks: tuple[str, ...]
-    acceptance_length: float
-    active_vocabulary: float
-    seconds: float
+    policy: str  # the name of its class
+    checks: tuple[str, ...]  # one sentence each
+    acceptance_length: float  # tokens per round with the tiny random models, which says nothing about others
+    active_vocabulary: float  # mean number of ids on a shortlist there
+    seconds: float  # how long the checks took
 
     def __str__(self) -> str:
         lines = [f"{self.policy}: in order, after {self.seconds:.1f} s", *(f"  {check}" for check in self.checks)]
@@ -69,16 +38,13 @@ def check_policy(
 
     Args:
         policy: one with settings that are small enough for the vocabulary.
-        vocabulary_size: of the tiny models, at least 100; give another one to a policy that was made for one.
+        vocabulary_size: of the tiny models, at least 100; for policies that were made for a certain one.
         hidden_size: of both models' hidden states, a multiple of 8; likewise.
         is_stored: whether `settings()` and `tensors()` have to rebuild the policy.
 
-    Returns:
-        What was checked.
-
     Raises:
-        PolicyError: the contract is broken. The message says where, what is wrong and how to mend it. What the policy
-            itself raises goes through as it is.
+        PolicyError: the contract is broken. The message says where, what is wrong and how to mend it. Errors that the
+            policy itself raises are not caught.
         ConfigurationError: there can be no tiny models of these sizes.
     """
     WholeNumber(SMALLEST_VOCABULARY).require("vocabulary_size", vocabulary_size)
@@ -87,11 +53,12 @@ def check_policy(
         raise FieldError("hidden_size", f"must be a multiple of {WIDTH_UNIT}, got {hidden_size}", "Give one")
     started, threads = time.perf_counter(), set(threading.enumerate())
     case = PolicyCase(policy, vocabulary_size, hidden_size)
-    checks = [one for one in _CHECKS if is_stored or one is not check_settings]
+    checks = [one for one in CHECKS if is_stored or one is not check_settings]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the tokenizers of target and drafter")
         for check in checks:
             check(case)
+            case.close_states()
     _check_threads(case, threads)
     return PolicyReport(
         case.label,

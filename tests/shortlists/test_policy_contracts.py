@@ -262,7 +262,7 @@ class Unstored(Recent):
 SEEN_THROUGH = {
     "asked twice for one draft step": lambda: policy_of(RecentState),
     r"after restart\(\) it remembers": lambda: policy_of(Forgetless),
-    "what one state was told changes what another": lambda: policy_of(Sharing),
+    "the observations of one state change what another": lambda: policy_of(Sharing),
     "the thread 'left behind' runs": lambda: policy_of(Threaded),
     "cannot be rebuilt from settings": lambda: Unstored(3),
     r"settings\(\) is not JSON": lambda: policy_of(Constant, settings=lambda self: {"ids": {1, 2}}),
