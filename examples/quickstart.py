@@ -3,9 +3,8 @@
     make quickstart
     make quickstart TARGET=path/to/target DRAFTER=path/to/drafter EAGLE=path/to/eagle-head
 
-Or `python examples/quickstart.py --help`, where hf_dynspec is installed. With the embedded pair it takes about a
-minute on two processor cores and downloads nothing. Everything is measured on the CPU, in fp32; `hf-dynspec bench`
-measures on other devices too.
+Or `python examples/quickstart.py --help` if hf_dynspec is installed. The embedded pair takes about a minute on two
+cores and downloads nothing. All of it runs on the CPU in fp32; `hf-dynspec bench` measures on other devices too.
 """
 
 import time
@@ -32,18 +31,18 @@ from hf_dynspec.loading import load_model, load_tokenizer
 
 POCKET = Path(__file__).parent / "pocket"
 PLAIN, TRANSFORMERS = "plain generate", "transformers' assisted"
-# Drafts are verified by a faster product of the target's head than torch's, where there is one. Plain generation could
-# have that too, so what it gains by it is no merit of drafts.
+# Drafts are verified by a product of the target's head that is faster than torch's. Plain generation could use it too,
+# so what it gains by it is not due to drafts.
 HEAD_PRODUCT = "plain, our LM head"
 POLICIES = ("full", "frequency", "in_context", "hybrid")
 EAGLE_POLICIES = ("full", "hybrid")
-# All systems draft as many, so that their rounds compare; for the embedded pair as many as pay with a shortlist.
+# The same for all systems, so that their rounds compare. Eight pay for the embedded pair with a shortlist.
 NUM_ASSISTANT_TOKENS, POCKET_NUM_ASSISTANT_TOKENS = 5, 8
-# Greedy text of a model as small as the embedded one goes round in circles, which would make drafts too easy.
+# Greedy text of a model as small as the embedded one repeats itself, which would make drafts too easy.
 POCKET_NO_REPEAT_NGRAM_SIZE = 8
-POCKET_NOTE = f"""(So tiny a model goes round in circles: all systems generate with
-no_repeat_ngram_size={POCKET_NO_REPEAT_NGRAM_SIZE}, so that nothing is easier to draft than it looks.)"""
-# It ends where a token of the pocket pair ends: the line break and the indentation after it are one.
+POCKET_NOTE = f"""(So small a model repeats itself, which is easy to draft: all systems generate
+with no_repeat_ngram_size={POCKET_NO_REPEAT_NGRAM_SIZE}.)"""
+# It ends with the colon, as the line break and the indentation after it are one token.
 PROMPT = """class Node:
     def __init__(self, name, value, parent=None):
         self.name = name
@@ -68,29 +67,29 @@ Try a pair of yours:
 
 @dataclass
 class System:
-    """One way to generate, and what was measured of it.
+    """One way to generate, and its figures.
 
     Attributes:
-        assistant: what `generate` gets as its assistant model: nothing, a drafter, or an assistant of hf_dynspec.
-        surroundings: what it generates in.
+        assistant: `generate`'s assistant model: nothing, a drafter, or an assistant of hf_dynspec.
+        context: makes the context manager in which it generates.
         acceptance_length: tokens per forward of the target.
-        speeds: tokens per second, one for each repeat.
+        speeds: tokens per second of each repeat.
         tokens: the new tokens, which are the same in every repeat.
     """
 
     assistant: Any
-    surroundings: Callable[[], AbstractContextManager] = nullcontext
+    context: Callable[[], AbstractContextManager] = nullcontext
     acceptance_length: float = 0.0
     speeds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the fastest repeat: whatever else runs on the computer only makes others slower."""
+        """Tokens per second of the fastest repeat, as other work on the computer can only slow it down."""
         return max(self.speeds)
 
     def active_vocabulary(self, vocabulary_size: int) -> str:
-        """How many tokens a draft step scores, on average."""
+        """The mean number of tokens that a draft step scores."""
         if self.assistant is None:
             return ""
         is_ours = isinstance(self.assistant, DynSpecAssistant)
@@ -98,7 +97,7 @@ class System:
 
 
 def silence_libraries() -> None:
-    """Keep what libraries say about themselves off the screen. What hf_dynspec warns of stays."""
+    """Hide the messages of all libraries but hf_dynspec."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
@@ -109,7 +108,7 @@ def silence_libraries() -> None:
 def make_systems(
     target: PreTrainedModel, drafter: PreTrainedModel | None, eagle: EagleDrafter | None, num_assistant_tokens: int
 ) -> dict[str, System]:
-    """All ways to generate that are compared, by what the table calls them."""
+    """All systems by their names in the table."""
 
     def assistant(drafts: Any, policy: str) -> System:
         return System(DynSpecAssistant(drafts, policy, target=target, num_assistant_tokens=num_assistant_tokens))
@@ -118,7 +117,7 @@ def make_systems(
     if why_not_head_product(target) is None:
         systems[HEAD_PRODUCT] = System(None, lambda: head_product(target))
     if drafter is not None:
-        # What transformers' own assisted generation reads, so that all draft the same number of tokens.
+        # transformers' own assisted generation reads its settings here.
         drafter.generation_config.num_assistant_tokens = num_assistant_tokens
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
         drafter.generation_config.assistant_confidence_threshold = 0.0
@@ -132,8 +131,7 @@ def make_systems(
 def load(
     target: str, drafter: str | None, eagle: str | None, num_assistant_tokens: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, System]]:
-    """The target, its tokenizer and all ways to generate with it, in fp32 on the CPU, where greedy tokens must be the
-    same to the last one."""
+    """The target, its tokenizer and all systems, on the CPU in fp32, so that greedy tokens must be identical."""
     model = load_model(target, device="cpu", dtype="float32", role="target")
     tokenizer = load_tokenizer(target)
     small = load_model(drafter, device="cpu", dtype="float32", role="drafter") if drafter else None
@@ -142,9 +140,9 @@ def load(
 
 
 def generate(target: PreTrainedModel, inputs: dict, system: System, max_new_tokens: int) -> tuple[list[int], float]:
-    """Generate greedily. Returns the new tokens and the seconds that it took."""
+    """The new tokens of a greedy call, and its seconds."""
     settings = {"assistant_model": system.assistant, "max_new_tokens": max_new_tokens, "do_sample": False}
-    with system.surroundings():
+    with system.context():
         start = time.perf_counter()
         output = target.generate(**inputs, **settings)
         tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
@@ -152,7 +150,7 @@ def generate(target: PreTrainedModel, inputs: dict, system: System, max_new_toke
 
 
 def warm_up(target: PreTrainedModel, inputs: dict, systems: dict[str, System], max_new_tokens: int) -> None:
-    """Let each system generate once, and count the target's forwards."""
+    """Generate once with each system, and count the target's forwards."""
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -170,7 +168,7 @@ def warm_up(target: PreTrainedModel, inputs: dict, systems: dict[str, System], m
 
 
 def show_table(console: Console, systems: dict[str, System], vocabulary_size: int) -> None:
-    """Print what was measured, a row for each system."""
+    """Print a row for each system."""
     plain = systems[PLAIN]
     caption = f"tokens/s: of the fastest of {len(plain.speeds)} calls"
     if HEAD_PRODUCT in systems:
@@ -192,7 +190,7 @@ def show_table(console: Console, systems: dict[str, System], vocabulary_size: in
 
 
 def closing_sentence(systems: dict[str, System]) -> str:
-    """What the table says, in one sentence, in which the faster of both ways of plain generation is plain."""
+    """The table in one sentence, in which plain is the faster way of plain generation."""
     prefix = "" if "hybrid" in systems else "EAGLE, "
     hybrid = systems[f"{prefix}hybrid"]
     plain = max((systems[name] for name in (PLAIN, HEAD_PRODUCT) if name in systems), key=lambda system: system.speed)

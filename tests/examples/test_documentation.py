@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from accelerate.commands.launch import launch_command_parser
+from cases import representatives
 from eagle_heads import random_head
 from models import random_router
 from pocket import DRAFTER_WIDTH, POCKET, TARGET_SHAPE
@@ -84,70 +85,73 @@ def run(page: Path, block: tuple[int, str], namespace: dict[str, Any]) -> None:
     exec(compile("\n" * line + source, page, "exec"), namespace)
 
 
-def write_policy(folder: Path, policy: ShortlistPolicy) -> None:
+def write_policy(folder: str, policy: ShortlistPolicy) -> None:
     tokenizer = fingerprint_tokenizer(AutoTokenizer.from_pretrained(POCKET / "target"))
     write_artifact(
-        folder, DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=tokenizer), policy.tensors()
+        Path(folder),
+        DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=tokenizer),
+        policy.tensors(),
     )
 
 
-@pytest.fixture
-def hub_on_disk(monkeypatch, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def hub_on_disk(tmp_path_factory) -> Iterator[None]:
     """A working folder with what the pages call `path/to/…`, in which the Hub is what `LOCAL` says."""
-    monkeypatch.chdir(tmp_path)
-    for loader in (AutoModelForCausalLM, AutoTokenizer, DynSpecAssistant):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("pages"))
+        for loader in (AutoModelForCausalLM, AutoTokenizer, DynSpecAssistant):
 
-        def load(name: Any, *, original: Any = loader.from_pretrained, **options: Any) -> Any:
-            loaded = original(LOCAL.get(name, name), **options)
-            if hasattr(loaded, "name_or_path"):
-                loaded.name_or_path = name
-            return loaded
+            def load(name: Any, *, original: Any = loader.from_pretrained, **options: Any) -> Any:
+                loaded = original(LOCAL.get(name, name), **options)
+                if hasattr(loaded, "name_or_path"):
+                    loaded.name_or_path = name
+                return loaded
 
-        monkeypatch.setattr(loader, "from_pretrained", load)
-    monkeypatch.setattr("hf_dynspec.artifacts.hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
+            patch.setattr(loader, "from_pretrained", load)
+        patch.setattr("hf_dynspec.artifacts.hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
 
-    def push(directory: str, repo_id: str, **_: Any) -> None:
-        shutil.copytree(directory, LOCAL[repo_id])
+        def push(directory: str, repo_id: str, **_: Any) -> None:
+            shutil.copytree(directory, LOCAL[repo_id])
 
-    monkeypatch.setattr(assistants, "push_artifact", create_autospec(push_artifact, side_effect=push))
-    size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
-    write_policy(tmp_path / "path/to/ranking", FrequencyShortlist(torch.arange(size)))
-    shutil.copytree(tmp_path / "path/to/ranking", tmp_path / "ranking")
-    write_policy(tmp_path / "router", RouterShortlist(random_router(64, DRAFTER_WIDTH, vocabulary=size)))
-    of_head = random_router(64, TARGET_SHAPE["hidden_size"], vocabulary=size)
-    write_policy(tmp_path / "router-of-the-head", RouterShortlist(of_head))
-    random_head("eagle3", size, draft_vocabulary=8192, **TARGET_SHAPE).write(tmp_path / "path/to/eagle-head")
-    shortlist = read_static_shortlist("path/to/ranking", engine="transformers", size=8192)
-    write_custom_generate(tmp_path / "path/to/shortlist", shortlist)
-    return tmp_path
+        patch.setattr(assistants, "push_artifact", create_autospec(push_artifact, side_effect=push))
+        size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
+        for folder in ("path/to/ranking", "ranking"):
+            write_policy(folder, FrequencyShortlist(torch.arange(size)))
+        for folder, width in (("router", DRAFTER_WIDTH), ("router-of-the-head", TARGET_SHAPE["hidden_size"])):
+            write_policy(folder, RouterShortlist(random_router(64, width, vocabulary=size)))
+        random_head("eagle3", size, draft_vocabulary=8192, **TARGET_SHAPE).write(Path("path/to/eagle-head"))
+        shortlist = read_static_shortlist("path/to/ranking", engine="transformers", size=8192)
+        write_custom_generate(Path("path/to/shortlist"), shortlist)
+        yield
 
 
-def test_the_readmes_first_block_writes_what_plain_generate_writes(hub_on_disk, capsys):
+@pytest.fixture(scope="module")
+def shared(hub_on_disk) -> dict[str, Any]:
+    """The names that the README's first block defines. Every other block goes on from them."""
     namespace: dict[str, Any] = {}
     run(README, blocks(README, "python")[0], namespace)
-    target, inputs, output = (namespace[name] for name in ("target", "inputs", "output"))
-    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS)
-    assert output.tolist() == plain.tolist()
-    assert namespace["tokenizer"].decode(plain[0]) in capsys.readouterr().out
-    assert namespace["assistant"].stats.accepted > 0
+    return namespace
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in (README, *DOCS) if page.name not in NOT_RUN_HERE and blocks(page, "python")],
-    ids=name_of,
-)
-def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, capsys):
-    (first, *others), shared = blocks(README, "python"), {}
-    run(README, first, shared)
-    plain = shared["output"].tolist()
-    ran = 0
-    for block in others if page == README else blocks(page, "python"):
+def test_the_readmes_first_block_writes_what_plain_generate_writes(shared):
+    plain = shared["target"].generate(**shared["inputs"], max_new_tokens=NEW_TOKENS)
+    assert shared["output"].tolist() == plain.tolist()
+    assert shared["assistant"].stats.accepted > 0
+
+
+RUN_HERE = [page for page in (README, *DOCS) if page.name not in NOT_RUN_HERE and blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", representatives("process", RUN_HERE), ids=name_of)
+def test_every_python_block_goes_on_from_the_readmes_first(page, shared, capsys):
+    found = blocks(page, "python")[page == README :]
+    assert found
+    assistants.push_artifact.reset_mock()
+    for block in found:
         own = dict(shared)
         run(page, block, own)
-        ran += 1
         if "output =" in block[1]:
-            assert own["output"].tolist() == plain
+            assert own["output"].tolist() == shared["output"].tolist()
         if "draft_round" in block[1]:
             assert own["candidates"].token_ids.shape == own["candidates"].parents.shape
         if "from_pretrained(" in block[1] and "DynSpecAssistant" in block[1]:
@@ -156,10 +160,10 @@ def test_every_python_block_goes_on_from_the_readmes_first(page, hub_on_disk, ca
             printed = capsys.readouterr().out
             share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", printed)
             assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
-    assert ran > 0
-    assert assistants.push_artifact.call_count == sum("push_to_hub(" in source for _, source in blocks(page, "python"))
+    assert assistants.push_artifact.call_count == sum("push_to_hub(" in source for _, source in found)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", [page for page in CARDS if blocks(page, "python")], ids=name_of)
 def test_the_python_of_a_card_stands_for_itself(page, hub_on_disk):
     namespace: dict[str, Any] = {}
@@ -297,6 +301,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.process
 def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
     ran = []
     for words, added in in_order():
@@ -420,7 +425,7 @@ def ratio(row: dict[str, Any], base: str) -> str:
 
 
 @pytest.mark.parametrize(("temperature", "heading"), [(0.0, "| greedy |"), (0.8, "| temperature 0.8, top-k 50 |")])
-def test_the_data_of_the_picture_is_the_table_of_the_measured_pair(temperature, heading):
+def test_the_measured_pairs_table_shows_the_data_of_the_picture(temperature, heading):
     table = rows(ROOT / "model_cards/measured-pair.md", heading)
     for system, row in measured(temperature).items():
         (name,) = _NAMES[system] & set(table)
