@@ -4,9 +4,9 @@
     accelerate launch --num_processes 4 examples/batch_generation.py --target T --drafter D \\
         --prompts prompts.jsonl --out completions.jsonl                                        # a GPU for each
 
-On CPUs, `accelerate launch` starts several with `--multi_gpu`. Every process takes every n-th prompt and writes a file
-of its own, and the first puts them together in the order of the prompts. A prompt's seed is its number, so that the
-file is the same whatever the number of processes, drawn texts too.
+On CPUs, `accelerate launch` starts several with `--multi_gpu`. Each process completes every n-th prompt and writes its
+own file, and the first process merges these in the order of the prompts. A prompt's seed is its number, so that the
+output does not depend on the number of processes, even when sampling.
 """
 
 import sys
@@ -30,7 +30,7 @@ POCKET = Path(__file__).parent / "pocket"
 def complete(
     assistant: DynSpecAssistant, tokenizer: Any, text: str, max_new_tokens: int, temperature: float, seed: int
 ) -> dict[str, Any]:
-    """Complete one prompt. Returns the new text, how many tokens it has, and the acceptance length."""
+    """Complete one prompt. Returns the new text, its number of tokens and the acceptance length."""
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -47,7 +47,7 @@ def part_of(out: Path, process: int) -> Path:
     return out.with_name(f".{out.name}.{process}.part")
 
 
-def put_together(out: Path, processes: int) -> None:
+def merge(out: Path, processes: int) -> None:
     """Replace the processes' files by one, in the order of the prompts."""
     parts = [path for path in (part_of(out, process) for process in range(processes)) if path.exists()]
     lines = {line.pop("number"): line for path in parts for line in read_whole_lines(path)}
@@ -78,7 +78,7 @@ def main(
         for role, name in (("target", target), ("drafter", drafter))
     }
     tokenizer = load_tokenizer(target)
-    # A fixed number of tokens: nothing that is written goes by the clock then.
+    # A fixed number of tokens, so that the output does not depend on the clock.
     assistant = DynSpecAssistant(
         models["drafter"], shortlists, target=models["target"], tokenizer=tokenizer, num_assistant_tokens=5
     )
@@ -90,9 +90,9 @@ def main(
         append_json_line(part, {"number": number, "prompt": rows[number].identifier, **done})
     state.wait_for_everyone()
     if state.is_main_process:
-        put_together(out, state.num_processes)
+        merge(out, state.num_processes)
         typer.echo(f"{out}: {len(rows)} prompts, {state.num_processes} processes")
-    # An interpreter that ends while the processes are connected aborts now and then.
+    # An interpreter that ends while the processes are connected sometimes aborts.
     state.destroy_process_group()
 
 

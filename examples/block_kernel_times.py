@@ -1,8 +1,8 @@
 """Time the kernel that scores chosen blocks of an LM head on the CPU against a matrix product of packed rows.
 
-The product is `torch.nn.functional.linear(hidden, packed)`, where `packed` holds the rows of the chosen blocks side by
-side already: what a step would cost if its rows need not be gathered. Both run in turn, so that whatever else the
-machine does meets both. Run with `python examples/block_kernel_times.py --threads 1`; it takes a few minutes.
+The product is `torch.nn.functional.linear(hidden, packed)`, where `packed` holds the chosen rows already, so that
+its time is that of a step without gathering rows. The two take turns, so that other load affects them alike. Run with
+`python examples/block_kernel_times.py --threads 1`; it takes a few minutes.
 """
 
 import statistics
@@ -19,22 +19,22 @@ from rich.table import Table
 from hf_dynspec.kernels import block_scores_for, prepare_kernels
 
 BLOCK_ROWS = 16
-# Clusters of tokens fill a few blocks that lie side by side.
+# A cluster of tokens fills a few adjacent blocks.
 BLOCKS_IN_A_RUN = 5
-# Together with the limits on their number: about as many calls for each size as take a second.
+# About a second of calls for each size, within the limits on their number.
 PRODUCTS_TIMED = 4 * 10**9
 FEWEST_CALLS, MOST_CALLS = 15, 300
 WARM_UP_CALLS = 3
 
 
 def random_blocks(count: int, chosen: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 `[chosen]`: runs of neighbouring blocks, of `count` in all, in any order and none twice."""
+    """int64 `[chosen]`: distinct blocks among `count`, in runs of adjacent ones, in random order."""
     starts = BLOCKS_IN_A_RUN * torch.randperm(count // BLOCKS_IN_A_RUN, generator=generator)
     return (starts.unsqueeze(1) + torch.arange(BLOCKS_IN_A_RUN)).flatten()[:chosen]
 
 
 def median_seconds(functions: list[Callable[[], object]], calls: int) -> list[float]:
-    """The median time of a call of each function, called in turn."""
+    """The median seconds of a call of each function. They take turns."""
     seconds: list[list[float]] = [[] for _ in functions]
     for call in range(WARM_UP_CALLS + calls):
         for function, taken in zip(functions, seconds, strict=True):
@@ -54,7 +54,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     seed: int = 0,
 ) -> None:
-    """Print the medians in microseconds and their ratio, which is what the gathering of rows costs."""
+    """Print the medians in microseconds and their ratio, which is the cost of gathering rows."""
     if any(size < 1 for size in (*queries, *columns, *threads)):
         raise typer.BadParameter("queries, columns and threads must be at least 1.")
     if not all(BLOCK_ROWS <= n <= vocabulary and n % BLOCK_ROWS == 0 for n in rows):

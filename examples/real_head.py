@@ -1,4 +1,4 @@
-"""What a shortlist saves of a draft step at real size, measured on this computer in fp32 with random weights."""
+"""The gain of a shortlist in a draft step of real size, measured on this computer in fp32 with random weights."""
 
 import statistics
 import time
@@ -15,17 +15,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import Shortlist
 
-# Those of Qwen3-0.6B, of which the layers are also the size of an EAGLE head's one layer.
+# Qwen3-0.6B. An EAGLE head has one layer of this size.
 VOCABULARY_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE, LAYERS = 151_936, 1024, 3072, 28
 # A core of 1,024 tokens and a window of 4,096: the default of `hybrid`.
 SHORTLIST_SIZE = 5120
 REPEATS = 15
-# Beside the head's weights: those of a layer, the shortlist's rows, logits and what torch keeps.
+# Besides the head's weights: a layer, the shortlist's rows, logits and torch's own buffers.
 _OTHER_BYTES = 400 * 2**20
 
 
 def available_bytes() -> int | None:
-    """Memory that programs can still have, or None where the system does not say."""
+    """Free memory, or None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -46,8 +46,8 @@ def median_seconds(run: Callable[[], object]) -> float:
 
 
 def head_seconds() -> tuple[float, float]:
-    """Seconds of one hidden state's scores and the choice among them: of the whole vocabulary, of a shortlist."""
-    # A tile over and over: random numbers for all rows would take longer than what is measured.
+    """Seconds to score one hidden state and choose a token: over the whole vocabulary, and over a shortlist."""
+    # A repeated tile, as random numbers for all rows would take longer than the measurement.
     tile = torch.randn(VOCABULARY_SIZE // 32, HIDDEN_SIZE)
     head = DynamicLMHead(tile.repeat(32, 1))
     hidden = torch.randn(1, HIDDEN_SIZE)
@@ -81,7 +81,7 @@ def layer_seconds() -> float:
 
 
 def show_real_head(console: Console) -> None:
-    """Measure and print what a shortlist saves of a draft step of real size, if there is memory for it."""
+    """Measure and print the gain of a shortlist in a draft step of real size, if there is memory for it."""
     needed = VOCABULARY_SIZE * HIDDEN_SIZE * torch.float32.itemsize + _OTHER_BYTES
     available = available_bytes()
     if available is not None and available < needed:

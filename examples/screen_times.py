@@ -1,8 +1,8 @@
-"""Time a draft step of the policy `screen` on the CPU against the full head: rough scores of all tokens, the choice of
-the best, and their exact scores, beside the scores of all rows as the policy `full` computes them, and as torch does.
+"""Time a draft step of the policy `screen` on the CPU against the full head, by the policy `full` and by torch.
 
-Heads are random, which is as fast as any other. Both run in turn, so that whatever else the machine does meets both.
-Run with `python examples/screen_times.py`; it takes a minute or two.
+A step of `screen` computes low-rank scores of all tokens, chooses the best, and scores these exactly. Heads are
+random. The systems take turns, so that other load affects them alike. Run with `python examples/screen_times.py`; it
+takes a minute or two.
 """
 
 import statistics
@@ -26,7 +26,7 @@ WARM_UP_CALLS = 3
 
 
 def draft_step(state: ShortlistState, head: DynamicLMHead, queries: int) -> Callable[[], object]:
-    """What a draft step does between the drafter's layers and the choice of a token."""
+    """A draft step between the drafter's layers and the choice of a token."""
     rows, token_ids = PackedRows(), torch.zeros(queries, dtype=torch.int64)
 
     def step() -> object:
@@ -37,7 +37,7 @@ def draft_step(state: ShortlistState, head: DynamicLMHead, queries: int) -> Call
 
 
 def median_seconds(functions: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """The median time of a call of each function, called in turn."""
+    """The median seconds of a call of each function. They take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for call in range(WARM_UP_CALLS + calls):
         for name, function in functions.items():
@@ -51,15 +51,15 @@ def median_seconds(functions: dict[str, Callable[[], object]], calls: int) -> di
 def main(
     columns: Annotated[list[int], typer.Option("--columns", "-d")] = [256, 2048],  # noqa: B006
     queries: Annotated[list[int], typer.Option("--queries", "-m")] = [1],  # noqa: B006
-    threads: Annotated[int | None, typer.Option(help="The default is torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Default: torch's.")] = None,
     vocabulary: Annotated[int, typer.Option(help="Rows of the head.")] = 151_936,
     candidates: int = 2048,
-    rank: Annotated[int | None, typer.Option(help="The default is the policy's.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Default: the policy's.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     calls: int = 40,
     seed: int = 0,
 ) -> None:
-    """Print the medians in microseconds and their ratios, and the seconds that making the factor took."""
+    """Print the medians in microseconds, their ratios, and the seconds to compute the low-rank factor."""
     if min(*columns, *queries, calls) < 1:
         raise typer.BadParameter("columns, queries and calls must be at least 1.")
     if dtype not in ("float32", "bfloat16", "float16"):
