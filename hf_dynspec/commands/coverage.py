@@ -25,16 +25,10 @@ def coverage(
     temperature: Annotated[float, typer.Option(help="Of both models; 0 is greedy.")] = 0.0,
     max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
-    recall_k: Annotated[int, typer.Option(help="k of Recall@k: of the target's so many likeliest tokens.")] = 10,
-    continuations: Annotated[
-        int, typer.Option(help="Texts that the target draws for each prompt, where --temperature is above 0.")
-    ] = 1,
-    draws: Annotated[
-        int, typer.Option(help="Courses of rounds drawn along each text, for policies that learn from verdicts.")
-    ] = 1,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Keep what policies have learned from prompt to prompt, in their order.")
-    ] = False,
+    recall_k: Annotated[int, typer.Option(help="k of Recall@k.")] = 10,
+    continuations: Annotated[int, typer.Option(help="Texts for each prompt, at a temperature above 0.")] = 1,
+    draws: Annotated[int, typer.Option(help="Draws of the rounds, for policies that learn from verdicts.")] = 1,
+    stream: Annotated[bool, typer.Option("--stream", help="Keep the policies' states from prompt to prompt.")] = False,
     limit: options.Limit = None,
     chat_template: options.ChatTemplate = False,
     max_prompt_tokens: options.MaxPromptTokens = None,
@@ -46,22 +40,18 @@ def coverage(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot mass against shortlist size: .png, .pdf or .svg.")
     ] = None,
-    by_domain: Annotated[
-        bool, typer.Option("--by-domain", help="Show mass and acceptance length by domain too.")
-    ] = False,
-    by_depth: Annotated[
-        bool, typer.Option("--by-depth", help="Show size, mass and acceptance by draft depth too.")
-    ] = False,
+    by_domain: Annotated[bool, typer.Option("--by-domain", help="Show mass and acceptance length by domain.")] = False,
+    by_depth: Annotated[bool, typer.Option("--by-depth", help="Show size, mass and acceptance by depth.")] = False,
 ) -> None:
-    """Measure which share of the target's probability mass the shortlists hold, and how often drafts are accepted.
+    """Measure the target's probability mass on the shortlists, and how often drafts are accepted.
 
-    The target continues each prompt, and all policies are led along its text. Acceptance lengths are compared with
-    that of the policy that is named first. To sweep a policy's sizes, name it several times. In a policy, {domain}
-    stands for the domain of a prompt: frequency:ranking=rankings/without-{domain} takes a folder for each. A run that
-    is interrupted shows and saves what it has.
+    The target continues each prompt, and all policies follow its text. Acceptance lengths are compared with that of
+    the first policy. To compare sizes of a policy, name it several times. In a policy, {domain} stands for the domain
+    of a prompt: frequency:ranking=rankings/without-{domain} uses a folder for each. An interrupted run shows and saves
+    what it has.
     """
     from ..evaluation.coverage.measure import measure_coverage
-    from ..evaluation.coverage.report import to_dict, write_plot
+    from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict, write_plot
     from ..evaluation.coverage.settings import CoverageSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
@@ -79,26 +69,16 @@ def coverage(
 
     with progress_bar() as report:
         result = measure_coverage(settings, prompts=workload, report=report, save=save)
-    _print(result, by_domain, by_depth)
-    if plot is not None and result.measured:
-        write_plot(plot, result)
+    tell_notes(result.notes)
+    if result.measured:
+        console = wide_console()
+        line = about(result.models, result.threads, settings.max_new_tokens, settings.num_assistant_tokens)
+        console.print(line, highlight=False)
+        by_domains = domain_tables(result) if by_domain else []
+        for table in (coverage_table(result), *by_domains, *([depth_table(result)] if by_depth else [])):
+            console.print(table)
+        if plot is not None:
+            write_plot(plot, result)
     results.require_saved()
     if not result.complete:
         results.end_interrupted(is_empty=not result.measured)
-
-
-def _print(result: "CoverageResult", by_domain: bool, by_depth: bool) -> None:
-    from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables
-
-    tell_notes(result.notes)
-    if not result.measured:
-        return
-    console, settings = wide_console(), result.settings
-    line = about(result.models, result.threads, settings.max_new_tokens, settings.num_assistant_tokens)
-    console.print(line, highlight=False)
-    console.print(coverage_table(result))
-    if by_domain:
-        for table in domain_tables(result):
-            console.print(table)
-    if by_depth:
-        console.print(depth_table(result))

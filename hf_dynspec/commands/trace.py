@@ -1,16 +1,13 @@
 """`hf-dynspec trace`: what a policy did for one prompt, token by token."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from . import options
 from .common import ResultsFile, about, command_line, progress_bar
 from .running import claim_file
-
-if TYPE_CHECKING:
-    from ..evaluation.trace.result import Trace
 
 
 def trace(
@@ -24,13 +21,10 @@ def trace(
     prompt_id: Annotated[
         str | None, typer.Option(metavar="FILE/QUESTION_ID", help="Which of the prompts. Default: the first.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself, in place of a file.")] = None,
-    policy: Annotated[
-        str, typer.Option(metavar=options.POLICY, help="The policy to trace, as for bench.")
-    ] = "retrieval",
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself, instead of a file.")] = None,
+    policy: Annotated[str, typer.Option(metavar=options.POLICY, help="The policy, as for bench.")] = "retrieval",
     tree: Annotated[
-        str | None,
-        typer.Option(metavar=options.TREE_SHAPE, help="Draft trees of this shape; the word default means 60/5/10."),
+        str | None, typer.Option(metavar=options.TREE_SHAPE, help="Draft trees of this shape; default means 60/5/10.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
@@ -45,19 +39,18 @@ def trace(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything to one HTML page.")] = None,
     json_file: options.JsonFile = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a profile of the rounds, a .json file for ui.perfetto.dev."),
+        Path | None, typer.Option(metavar="FILE", help="Write a profile of the rounds: .json, for ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Generate once and show what the policy did: which tokens were out of vocabulary, what was retrieved there and in
-    which way, and what of it was drafted and accepted later.
-
-    The tokens are those of a call without a trace.
+    """Generate once and show what the policy did: which tokens were out of vocabulary, what was retrieved there and
+    how, and which of these tokens were drafted and accepted later. The tokens are those of a call without a trace.
     """
+    from rich.console import Console
+
     from ..errors import ConfigurationError
     from ..evaluation.prompts import WorkloadPrompt, read_workload
     from ..evaluation.trace.measure import trace_prompt
-    from ..evaluation.trace.report import to_dict, write_page
+    from ..evaluation.trace.report import text_report, to_dict, write_page
     from ..evaluation.trace.settings import TraceSettings
 
     if (prompts is None) == (prompt is None):
@@ -74,22 +67,12 @@ def trace(
     words = command_line(context)
     with progress_bar() as report:
         result = trace_prompt(settings, prompts=given, timeline=timeline, report=report)
-    _print(result)
+    console, chain_length = Console(), None if tree is not None else num_assistant_tokens
+    console.print(about(result.models, result.threads, max_new_tokens, chain_length), highlight=False)
+    for part in text_report(result):
+        console.print(part)
     results = ResultsFile(json_file)
     results.save(lambda: to_dict(result, words))
     if html is not None:
         write_page(html, result)
     results.require_saved()
-
-
-def _print(result: "Trace") -> None:
-    from rich.console import Console
-
-    from ..evaluation.trace.report import text_report
-
-    console, settings = Console(), result.settings
-    chain_length = None if settings.tree is not None else settings.num_assistant_tokens
-    line = about(result.models, result.threads, settings.max_new_tokens, chain_length)
-    console.print(line, highlight=False)
-    for part in text_report(result):
-        console.print(part)

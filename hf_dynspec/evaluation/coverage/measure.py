@@ -43,10 +43,7 @@ def measure_coverage(
 
     Args:
         settings: what to measure.
-        target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model or EAGLE head.
-        tokenizer: the tokenizer of both.
-        prompts: prompts that are not read from files.
+        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
         report: called before each text with its prompt's identifier, how many are done and how many there are.
         save: called after each text and at the end, so that a killed process loses one text at most.
 

@@ -40,10 +40,7 @@ def trace_prompt(
 
     Args:
         settings: what to trace.
-        target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model or EAGLE head.
-        tokenizer: the tokenizer of both.
-        prompts: prompts that are not read from files.
+        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
         timeline: write a profile of the call here, for Perfetto or chrome://tracing: the sections of each round and
             the retrievals. It slows the call down.
         report: called with the activity, how much is done and how much there is.
