@@ -39,7 +39,8 @@ def measure_coverage(
 ) -> CoverageResult:
     """Measure what the policies cover on the target's own continuations of the prompts.
 
-    Settings, prompts and the policies of every domain are checked before any model is loaded.
+    Settings, prompts and the policies of every domain are checked before any model is loaded. The target's logits of
+    one text are held in memory, `max_new_tokens` rows.
 
     Args:
         settings: what to measure.

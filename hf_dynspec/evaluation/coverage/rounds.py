@@ -160,7 +160,7 @@ class RoundsAlongText:
         count = count if start >= self._text.first_draft else 0
         rows = self._text.round(start, count)
         if count:
-            # Time stands still here, and a thread of the policy has as long as a verification takes.
+            # In a session, a policy's thread has the time of a verification, and here it has none.
             self._state.finish_background_work()
             self._state.begin_round()
         shortlists = [self._select(start, depth) for depth in range(count)]
