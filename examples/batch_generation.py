@@ -48,7 +48,7 @@ def part_of(out: Path, process: int) -> Path:
 
 
 def merge(out: Path, processes: int) -> None:
-    """Replace the processes' files by one, in the order of the prompts."""
+    """Merge the processes' files in the order of the prompts."""
     parts = [path for path in (part_of(out, process) for process in range(processes)) if path.exists()]
     lines = {line.pop("number"): line for path in parts for line in read_whole_lines(path)}
     with replacing(out) as scratch:

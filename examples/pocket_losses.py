@@ -1,4 +1,4 @@
-"""What the pocket models learn from: the next token, and for those that draft, what the target says of it."""
+"""Losses of the pocket models: on the next token, and for drafters also on the target's distribution of it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,25 +12,24 @@ from transformers import Qwen3ForCausalLM
 
 from hf_dynspec import EagleDrafter
 
-# Of the drafters' losses, the share of the cross entropy on the text; the rest is divergence from the target.
+# The share of the cross entropy on the text in the drafters' losses; the rest is divergence from the target.
 DATA_SHARE = 0.2
-# Draft steps that an EAGLE head is trained for, reading its own outputs after the first.
+# Draft steps that an EAGLE head is trained for. After the first it reads its own outputs.
 EAGLE_STEPS = 3
 
-# Of token ids and the target's hidden states there, `[windows, length]` and `[windows, length, hidden]`: for each
-# window a drafter's own hidden states, `[rows, hidden]` for each of its steps. A step's rows belong to the last so
-# many tokens.
+# From token ids `[windows, length]` and the target's hidden states `[windows, length, hidden]`: for each window and
+# each draft step the drafter's hidden states `[rows, hidden]`, which belong to the last `rows` tokens.
 Draft = Callable[[Tensor, Tensor], Iterable[list[Tensor]]]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens that one training step scores, and how to make their softmax stand for the whole vocabulary's.
+    """The tokens that one training step scores, and weights by which their softmax estimates the vocabulary's.
 
     Attributes:
         token_ids: unique ids, `[candidates]`.
-        log_weights: the log of how many tokens each candidate stands for, `[candidates]`; added to its logit.
-        labels: where in `token_ids` each label of the step lies, in the shape of the labels.
+        log_weights: `[candidates]`, added to the logits: the log of the number of tokens that each stands for.
+        labels: the index in `token_ids` of each label of the step, in the shape of the labels.
     """
 
     token_ids: Tensor
@@ -39,10 +38,10 @@ class Candidates:
 
 
 class CandidateSampler:
-    """Draws the tokens to score in a training step, because scoring all 98,304 would take most of the time.
+    """Draws the tokens to score in a training step, as scoring all 98,304 would take most of the time.
 
     The most common tokens and the step's labels are always scored. A uniform sample of the others estimates their part
-    of the softmax's denominator: each sampled token stands for as many as were left out.
+    of the softmax's denominator.
     """
 
     def __init__(self, counts: Tensor, common: int, sampled: int, seed: int):
@@ -93,7 +92,7 @@ def drafting_loss(drafted: Tensor, wanted: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         drafted, wanted: log probabilities of the drafter and the target, `[rows, candidates]`.
-        positions: where among the candidates the text's own tokens lie, `[rows]`.
+        positions: the index among the candidates of the text's own tokens, `[rows]`.
     """
     divergence = functional.kl_div(drafted, wanted, reduction="batchmean", log_target=True)
     return DATA_SHARE * functional.nll_loss(drafted, positions) + (1 - DATA_SHARE) * divergence
@@ -107,7 +106,7 @@ def distillation_loss(
 ) -> Tensor:
     """The mean loss of a drafter's steps on windows of the text."""
     candidates = sampler.draw(windows[:, 1:])
-    # The drafters have the target's embedding, which stays as it is.
+    # The drafters share the target's embedding, which they do not train.
     weight = target.lm_head.weight.detach()[candidates.token_ids]
     with torch.no_grad():
         features = hidden_states(target, windows[:, :-1])
@@ -123,13 +122,13 @@ def distillation_loss(
 
 
 def independent_drafts(drafter: Qwen3ForCausalLM) -> Draft:
-    """What a small model says after every prefix of the windows."""
+    """The hidden states of a small model after every prefix of the windows."""
     return lambda token_ids, _: ([hidden] for hidden in hidden_states(drafter, token_ids))
 
 
 def eagle_drafts(head: EagleDrafter) -> Draft:
-    """What an EAGLE head drafts after every prefix of the windows, step by step (EAGLE-3's training-time test; Li et
-    al., 2025, section 3.2). It drafts nothing after a single token."""
+    """The hidden states of an EAGLE head after every prefix of the windows but the first token, step by step (EAGLE-3's
+    training-time test; Li et al., 2025, section 3.2)."""
 
     def draft(token_ids: Tensor, features: Tensor) -> Iterator[list[Tensor]]:
         for window, hidden in zip(token_ids, features, strict=True):

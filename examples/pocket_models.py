@@ -1,4 +1,4 @@
-"""The pocket models: how they are made, how they start, and how they lie on the disk."""
+"""The pocket models: architecture, initial weights and files."""
 
 import filecmp
 import json
@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from hf_dynspec import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
-# Wide and shallow, as far as 24 MB of files allow: the projection over the vocabulary is a large part of a draft step
-# then, as it is at real sizes, and the calls of many thin layers are not what a round spends its time on.
+# Wide and shallow within 24 MB of files: as at real sizes, the projection over the vocabulary is a large part of a
+# draft step, and not the launches of many thin layers.
 HIDDEN_SIZE = 96
 TARGET_LAYERS, TARGET_INTERMEDIATE_SIZE = 4, 320
 DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE = 1, 288
@@ -50,7 +50,7 @@ def make_model(layers: int, intermediate_size: int, seed: int) -> Qwen3ForCausal
 
 
 def count_neighbours(rows: list[Tensor], reach: int = 3) -> tuple[Tensor, Tensor]:
-    """Which tokens occur within `reach` of each other, `[2, pairs]`, and how often, `[pairs]`; symmetric."""
+    """Pairs of tokens within `reach` of each other, `[2, pairs]`, and their counts, `[pairs]`; symmetric."""
     keys = []
     for row in rows:
         for distance in range(1, reach + 1):
@@ -61,14 +61,14 @@ def count_neighbours(rows: list[Tensor], reach: int = 3) -> tuple[Tensor, Tensor
 
 
 def start_embedding(model: Qwen3ForCausalLM, rows: list[Tensor], seed: int) -> None:
-    """Starts a model's embedding from which tokens stand near which: a factorisation of their mutual information.
+    """Initialise a model's embedding by a factorisation of the mutual information of neighbouring tokens.
 
-    In the minutes that training has, most of the vocabulary is seen a handful of times. Counting neighbours covers all
-    of the text at once and gives rare tokens a place among similar ones before the first step.
+    Training lasts minutes, in which most of the vocabulary occurs a few times. Counts of neighbours use all of the
+    text, and place rare tokens among similar ones before the first step.
     """
     pairs, counts = count_neighbours(rows)
     occurrences = torch.zeros(VOCABULARY_SIZE).index_add(0, pairs[0], counts)
-    # The power makes rare neighbours less surprising than their counts alone would say.
+    # The power reduces the information of rare neighbours.
     expected = occurrences**0.75
     information = torch.log(counts / (occurrences[pairs[0]] * (expected / expected.sum())[pairs[1]])).clamp(min=0)
     size = (VOCABULARY_SIZE, VOCABULARY_SIZE)
@@ -82,7 +82,7 @@ def start_embedding(model: Qwen3ForCausalLM, rows: list[Tensor], seed: int) -> N
 
 
 def make_drafter(target: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
-    """A model with few layers of its own and the target's embedding and projection, which stay as they are."""
+    """A model with few layers of its own and the target's embedding and projection, which are not trained."""
     drafter = make_model(DRAFTER_LAYERS, DRAFTER_INTERMEDIATE_SIZE, seed)
     drafter.set_input_embeddings(target.get_input_embeddings())
     drafter.tie_weights()
@@ -91,8 +91,7 @@ def make_drafter(target: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
 
 
 def make_eagle_head(target: Qwen3ForCausalLM, seed: int) -> EagleDrafter:
-    """An EAGLE-2 head with random weights, of the official layout, that drafts with the target's embedding and
-    projection."""
+    """An EAGLE-2 head with random weights, in the official layout, without an embedding or projection of its own."""
     torch.manual_seed(seed)
     width, inner = HIDDEN_SIZE, DRAFTER_INTERMEDIATE_SIZE
     config = {
@@ -126,7 +125,7 @@ def make_eagle_head(target: Qwen3ForCausalLM, seed: int) -> EagleDrafter:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes the place of `folder` when all of it is written."""
+    """A temporary folder that replaces `folder` when all of it is written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -140,7 +139,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the tokenizer's files, with `tokenizer.json` unindented: indentation would triple it."""
+    """Write the tokenizer's files, with `tokenizer.json` unindented, as indentation would triple it."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -155,12 +154,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Writes a model's files, the embedding as one of its own. The weights are rounded to bfloat16 in place."""
+    """Write a model's files, the embedding as a separate one. Rounds the weights to bfloat16 in place."""
     model.bfloat16().save_pretrained(folder, max_shard_size=model.get_input_embeddings().weight.nbytes)
-    # safetensors lets nobody else read what it writes.
+    # safetensors makes files that only their owner can read.
     for path in folder.glob("*.safetensors"):
         path.chmod(0o644)
-    # Half precision is for the disk: not every processor computes with it.
+    # Half precision is for the disk only, as not every processor computes with it.
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = "float32"
@@ -168,7 +167,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def share_with_target(folder: Path, target: Path) -> None:
-    """Puts links in the place of what a drafter's folder has in common with the target's: embedding and tokenizer."""
+    """Replace the embedding and the tokenizer of a drafter's folder by links to the target's."""
     embedding = min(folder.glob("model-*.safetensors")).name
     if not filecmp.cmp(folder / embedding, target / embedding, shallow=False):
         raise SystemExit(f"{embedding} of the drafter is not the target's.")
@@ -178,5 +177,5 @@ def share_with_target(folder: Path, target: Path) -> None:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files under `folder`, without what links lead to."""
+    """Bytes of all files under `folder`, not following links."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,23 +1,22 @@
 """Trains the pocket models: a small target and what drafts for it, which complete Python code, on a CPU.
 
-Speculative decoding with a large vocabulary is easier to look at when nothing has to be downloaded. This script makes
-everything that a demonstration needs out of source code that is installed:
+For demonstrations of speculative decoding with a large vocabulary that need no download. Everything is made from
+source code that is installed:
 
 1. a byte-level BPE tokenizer with 98,304 entries, words and indentation, from the running Python's standard library
    and from packages that `hf_dynspec` needs anyway (torch, transformers, sympy, numpy, networkx),
-2. a target, trained on the standard library's text alone, which uses less than half of these entries,
+2. a target, trained on the standard library alone, whose text uses less than half of these entries,
 3. a drafter of one layer, distilled from the target on the same text,
 4. an EAGLE-2 head, distilled likewise.
 
-Drafter and head draft with the target's embedding, tied to its projection over the whole vocabulary: nearly all that
-they compute, and nothing that they take on the disk. Shortening that projection is what `hf_dynspec` is about.
+Drafter and head share the target's embedding, which is also its projection over the whole vocabulary. So they have
+little of their own on the disk, and nearly all their computation is the projection, which `hf_dynspec` shortens.
 
     python examples/train_pocket.py --out pocket
 
-Step counts, not a clock, decide when training ends, so the same seed, thread count, processor and versions give the
+Training ends after a number of steps, not at a time, so the same seed, thread count, processor and versions give the
 same models. Those in `examples/pocket` were made with Python 3.11.7, torch 2.13.0, transformers 5.24.0, sympy 1.14.0,
-numpy 2.4.6 and networkx 3.6.1. It needs a C++ compiler. A run that was ended goes on with the first model that is not
-there yet.
+numpy 2.4.6 and networkx 3.6.1. A C++ compiler is required. An interrupted run continues with the first missing model.
 """
 
 import argparse
@@ -87,15 +86,14 @@ def schedule(step: int, steps: int, warm_up_share: float = 0.05) -> float:
 
 
 def prepare(model: Qwen3ForCausalLM) -> None:
-    """Makes a model several times as fast in training: its layers are so thin that most time goes to reading and
-    writing between operations, which a compiler joins. Needs a C++ compiler."""
+    """Compile a model, which makes training of thin layers several times as fast."""
     model.set_attn_implementation("eager")
     model.model.compile(dynamic=False)
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 itself: that is several times as fast as fp32, and what
-    stands in for it elsewhere several times as slow."""
+    """Whether this processor has matrix products of bfloat16; they are several times as fast as fp32, emulated ones as
+    much slower."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
 
@@ -110,7 +108,7 @@ def train(
     learning_rate: float,
     console: Console,
 ) -> None:
-    """Runs `steps` optimizer steps on `model` under a progress bar."""
+    """Train a model for some optimizer steps, with a progress bar."""
     optimizer = make_optimizer(model, learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     columns = (
@@ -142,7 +140,7 @@ def train(
 
 
 class Workshop:
-    """What all models are trained on, and how."""
+    """Trains all models on the same text."""
 
     def __init__(self, arguments: argparse.Namespace, training: list[Tensor], console: Console):
         self.arguments, self.training, self.console = arguments, training, console
@@ -158,7 +156,7 @@ class Workshop:
         learning_rate: float,
         number: int,
     ) -> None:
-        """Train one model; `number` tells the seeds of the models apart."""
+        """Train one model; each has another `number`, which is added to the seed."""
         seed = self.arguments.seed + number
         sampler = CandidateSampler(self._counts, common=2048, sampled=3072, seed=seed)
         batches = Batches(*self.training, self.arguments.window, self.arguments.batch, seed)
@@ -210,7 +208,7 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What held-out text says; losses are nats per token over the whole vocabulary.
+    """Figures of held-out text; losses are nats per token over the whole vocabulary.
 
     Attributes:
         agreement: for the drafter and the EAGLE head, the share of positions at which its most probable token is the
@@ -224,14 +222,14 @@ class Measurement:
 
 @torch.inference_mode()
 def measure(target: Qwen3ForCausalLM, drafter: Qwen3ForCausalLM, head: EagleDrafter, windows: Tensor) -> Measurement:
-    """The target's loss on `windows`, and how often those that draft agree with it one token ahead."""
+    """The target's loss on `windows`, and how often drafter and head agree with it on the next token."""
     loss, agreed, tokens = 0.0, [0, 0], 0
     for window in windows:
         hidden = hidden_states(target, window[None, :-1])[0]
         (step,) = head.unroll(window[:-1], hidden, 1)
         # From the second token on, which is the first that an EAGLE head can draft.
         drafted = (hidden_states(drafter, window[None, :-1])[0][1:], step.hidden)
-        # A few rows at a time: the logits of a whole window would be allocated afresh, page by page.
+        # Some rows at a time, as the logits of a whole window would be allocated again for each.
         parts = (hidden[1:].split(128), *(one.split(128) for one in drafted), window[2:].split(128))
         for of_target, *of_drafters, labels in zip(*parts, strict=True):
             logits = target.lm_head(of_target)
@@ -243,7 +241,7 @@ def measure(target: Qwen3ForCausalLM, drafter: Qwen3ForCausalLM, head: EagleDraf
 
 
 def report(folders: dict[str, Path], held_out: dict[str, Tensor], console: Console) -> None:
-    """Measures the models as they lie on disk and prints the figures."""
+    """Load the saved models, measure them and print the figures."""
     target, drafter = (
         AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).eval()
         for name in ("target", "drafter")
@@ -288,7 +286,7 @@ def with_version(package: str) -> str:
 
 
 def main() -> None:
-    """Trains what is not there yet, writes the folders and prints what held-out text says."""
+    """Train the models that are missing, save them and print figures of held-out text."""
     arguments = parse_arguments()
     folders = {name: arguments.out / name for name in ("target", "drafter", "eagle")}
     started = time.monotonic()
@@ -317,7 +315,7 @@ def main() -> None:
         with models.whole_folder(folders["target"]) as folder:
             models.save_model(workshop.make_target(), folder)
             models.save_tokenizer(tokenizer, folder)
-    # As it lies on the disk, rounded: what drafts is to follow that one.
+    # Drafters learn from the saved, rounded target.
     target = AutoModelForCausalLM.from_pretrained(folders["target"], dtype=torch.float32).eval()
     if not folders["drafter"].exists():
         with models.whole_folder(folders["drafter"]) as folder:

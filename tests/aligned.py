@@ -1,4 +1,4 @@
-"""What the tests of online alignment share: settings, requests, real or made up, and what became of weights."""
+"""Shared by the tests of online alignment: settings, real and invented requests, and digests of weights."""
 
 import hashlib
 
@@ -10,18 +10,18 @@ from hf_dynspec import DynSpecAssistant, OnlineAlignment, TreeConfig
 from hf_dynspec.alignment import Trajectory
 from hf_dynspec.drafters import Drafter
 
-# Learns fast, always the same, and is served as soon as there is anything.
+# Learns fast and reproducibly, and is served at once.
 QUICK = {"synchronous": True, "learning_rate": 3e-3, "steps": 4, "rank": 8, "gate": False}
-# Of a learner alone.
+# For tests of the learner alone.
 LORA = OnlineAlignment(learning_rate=1e-2, rank=4, horizon=3)
 WHOLE = OnlineAlignment.osd(learning_rate=1e-3)
 TREE = TreeConfig(20, 3, 4)
-# Of a request that is made up: its tokens, those before the first verified one, and the target's ids at each place.
+# An invented request: its tokens, those before the first verified one, and the target's ids at each place.
 LENGTH, FIRST, KEPT = 14, 6, 7
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all weights, to the bit."""
+    """A digest of all weights, to the bit."""
     total = hashlib.sha256()
     for name, one in sorted(model.state_dict().items()):
         total.update(name.encode() + one.detach().contiguous().view(torch.uint8).numpy().tobytes())
@@ -29,7 +29,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def quick_assistant(drafter, target, tree: TreeConfig | bool = False, **changes) -> DynSpecAssistant:
-    """Drafts from the whole vocabulary, and is aligned as `QUICK` says but for these changes."""
+    """An assistant that drafts from the whole vocabulary, and is aligned by `QUICK` with these changes."""
     return DynSpecAssistant(drafter, "full", target=target, tree=tree, alignment=OnlineAlignment(**QUICK | changes))
 
 
@@ -42,7 +42,7 @@ def generated(target, assistant=None, seed=0, **arguments) -> torch.Tensor:
 
 
 def stream(target, assistant, requests: int, **arguments) -> list[float]:
-    """The acceptance length of each of so many requests about three texts."""
+    """The acceptance length of each request, about three texts in turn."""
     lengths = []
     for index in range(requests):
         output = generated(target, assistant, index % 3, **arguments)
@@ -53,7 +53,7 @@ def stream(target, assistant, requests: int, **arguments) -> list[float]:
 
 
 def recorded(assistant: DynSpecAssistant) -> list[Trajectory]:
-    """The requests that are remembered."""
+    """The requests in the replay buffer."""
     return list(assistant.alignment._training.active_adapter.buffer)
 
 

@@ -1,11 +1,11 @@
-"""Settings for all tests: nothing is downloaded, and one thread each, as several tests run side by side."""
+"""Settings and fixtures of all tests. Nothing is downloaded; each process has one thread, as several run at once."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Workers of pytest-xdist have it; tests of tables choose a width themselves.
+# pytest-xdist sets it for its workers; tests of tables choose a width themselves.
 os.environ.pop("COLUMNS", None)
 
 import functools
@@ -20,7 +20,7 @@ import torch
 
 torch.set_num_threads(1)
 
-# Shells start what runs in the background with interrupts ignored, and so would be the commands that tests interrupt.
+# Shells start background jobs with interrupts ignored, and the commands that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,7 +47,7 @@ def drafts_as_shipped(monkeypatch):
 
 @pytest.fixture
 def poisoned_memory():
-    """Memory that torch hands out empty holds NaN, so that reading it shows."""
+    """Uninitialised memory holds NaN, so that reading it shows."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -60,8 +60,8 @@ def poisoned_memory():
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether a C++ compiler is at hand that makes a shared library. Asked of the compiler, and not of the package, as
-    tests of what is compiled are left out where there is none, and nowhere else."""
+    """Whether a C++ compiler makes a shared library here. Only if it does not are tests of compiled kernels skipped; a
+    failure of the package to compile them is an error."""
     named = os.environ.get("CXX")
     found = [path for path in map(shutil.which, [named] if named else ["g++", "clang++"]) if path]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def has_compiler() -> bool:
 
 @pytest.fixture
 def compiled_kernels():
-    """The CPU's compiled kernels are what runs; without a C++ compiler the test is left out."""
+    """The CPU's compiled kernels, which run in this test; it is skipped without a C++ compiler."""
     from hf_dynspec.kernels import cpu
 
     if not has_compiler():
@@ -87,7 +87,7 @@ def compiled_kernels():
 
 @pytest.fixture(scope="module")
 def target():
-    """A random target, for tests that leave it as it was. Where tests need another one, they have one of that name."""
+    """A random target for tests that do not change it. Other targets override this fixture."""
     from models import tiny
 
     return tiny()
@@ -95,7 +95,7 @@ def target():
 
 @pytest.fixture
 def drafter(target):
-    """A drafter that has gone stale: it agrees with the target now and then."""
+    """A drafter that sometimes agrees with the target."""
     from models import perturbed
 
     return perturbed(target, 0.3)

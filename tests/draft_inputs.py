@@ -1,4 +1,4 @@
-"""Remembers what draft steps start from."""
+"""Remembers the inputs of draft steps."""
 
 import torch
 

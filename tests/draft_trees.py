@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic tree in plain lists, and what tests read off a tree of candidates."""
+"""EAGLE-2's dynamic tree in plain lists, and checks of trees of candidates."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def slow_tree(successors: Callable[[Path], dict[int, float]], config: TreeConfig
 
 
 def paths_of(candidates: Candidates) -> list[Path]:
-    """The path of tokens that leads to each node, after a look at whether it is a tree at all."""
+    """The path of tokens that leads to each node, after a check that it is a tree."""
     paths: list[Path] = []
     for node, (token, parent, depth) in enumerate(
         zip(candidates.token_ids.tolist(), candidates.parents.tolist(), candidates.depths.tolist(), strict=True)
@@ -87,8 +87,7 @@ def slow_draft(
 
 
 def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outcome:
-    """What the target accepts, by a walk that looks at values as it goes or by one that does not, as
-    `is_host_memory` says."""
+    """The accepted tokens, by the walk for the host's memory or by the one for devices, as `is_host_memory` says."""
     device = candidates.token_ids.device
     if devices.is_host_memory(device):
         return outcome_of(list(walk(candidates, process, do_sample, device)))

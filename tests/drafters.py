@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 
-# Of a target that all of these heads can read.
+# Layers of a target that all of these heads can read.
 LAYERS = 6
-# What `random_head` takes.
+# Arguments of `random_head`.
 HEADS = {
     "eagle2": {"layout": "eagle2"},
     "eagle2-no-bias": {"layout": "eagle2", "bias": False},
@@ -30,8 +30,8 @@ HEADS = {
 
 
 def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
-    """All of it: transformers computes these norms in fp32 whatever the weights are, whose rounding would drown the
-    differences of a loss."""
+    """The model in fp64, its norms too: transformers computes these in fp32, whose rounding would hide the differences
+    of a loss."""
     for module in model.double().modules():
         if type(module).__name__.endswith("RMSNorm"):
             eps = getattr(module, "variance_epsilon", None) or module.eps
@@ -45,7 +45,7 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def drafter_named(kind: str, target: PreTrainedModel) -> Drafter:
-    """The head of that name, or an independent drafter of that family; in fp64 where the target is."""
+    """The head of that name, or an independent drafter of that family; in fp64 if the target is."""
     if kind in HEADS:
         return drafter_of(random_head(**HEADS[kind]), target)
     model = tiny(kind, seed=3)
@@ -53,7 +53,7 @@ def drafter_named(kind: str, target: PreTrainedModel) -> Drafter:
 
 
 def features_for(drafter: Drafter, length: int, dtype: torch.dtype = torch.float64) -> torch.Tensor | None:
-    """`[length, d · layers]`, random: what a head reads of a target; None for an independent drafter."""
+    """`[length, d · layers]`: random features for a head; None for an independent drafter."""
     if not drafter.reads:
         return None
     width = drafter.settings.target_hidden_size * len(drafter.reads)

@@ -17,7 +17,7 @@ from hf_dynspec import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
 LAYOUTS = ("eagle2", "eagle3", "speculators")
-# Ids that `trimmed_head` drafts.
+# The number of ids that `trimmed_head` drafts.
 DRAFTABLE = 110
 SHAPE = {
     "hidden_size": 32,
@@ -83,7 +83,7 @@ def random_head(layout: str, vocabulary: int = 301, draft_vocabulary: int | None
     head = Head(layout, config, {})
 
     def add(name: str, *shape: int) -> None:
-        # Outputs as large as inputs, so that what is fed back neither dies nor explodes.
+        # Outputs as large as inputs, so that outputs that are fed back neither vanish nor explode.
         values = torch.randn(shape, generator=generator) * (shape[1] ** -0.5 if len(shape) > 1 else 0.2)
         head.tensors[name] = values + 1 if "norm" in name else values
 
@@ -126,8 +126,8 @@ def random_head(layout: str, vocabulary: int = 301, draft_vocabulary: int | None
 
 
 def agreeing_head(layout: str, **changes: Any) -> Head:
-    """A head that often agrees with a target whose layers hardly change what they are given: it passes the embedding
-    of the last token on, an EAGLE-3 head by attention to that token itself."""
+    """A head that often agrees with `soft` targets: it passes the embedding of the last token on, an EAGLE-3 head by
+    attention to that token itself."""
     head = random_head(layout, num_key_value_heads=4, **changes)
     tensors, eye, none = head.tensors, torch.eye(32), torch.zeros(32, 32)
     attention = f"{head.prefix}self_attn."
@@ -147,7 +147,7 @@ def agreeing_head(layout: str, **changes: Any) -> Head:
 
 
 def soft(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
-    """A target of four layers that hardly change what they are given, so that `agreeing_head` agrees with it."""
+    """A target of four layers that hardly change their input, so that `agreeing_head` agrees with it."""
     if family == "gemma3":
         changes = {"layer_types": ["sliding_attention", "full_attention"] * 2, **changes}
     target = tiny(family, seed=seed, num_hidden_layers=4, **changes)
@@ -176,7 +176,7 @@ def trimmed_head(layout: str, target: PreTrainedModel) -> Head:
 
 
 class SlowHead(nn.Module):
-    """A head as the papers draw it: every call computes the whole text anew, with an explicit mask.
+    """A head as in the papers: every call computes the whole text again, with an explicit mask.
 
     In the dtype of the embedding, which is the target's.
     """
@@ -219,7 +219,7 @@ class SlowHead(nn.Module):
         return self.linear(f"{name}o_proj", (weights @ v).transpose(0, 1).reshape(n, -1))
 
     def rows(self, features: torch.Tensor, guesses: list[torch.Tensor], ids: torch.Tensor, start: int) -> torch.Tensor:
-        """`[n, H]`: the outputs of all rows: first those of true features, then those of the head's own guesses."""
+        """`[n, H]`: the outputs of all rows, first for true features and then for the head's own guesses."""
         embedded = self.embedding[ids]
         if self.head.layout == "eagle2":
             hidden = self.linear("fc", torch.cat([embedded, torch.cat([features, *guesses])], -1))
@@ -239,7 +239,7 @@ class SlowHead(nn.Module):
 
     @torch.no_grad()
     def after(self, text: torch.Tensor, features: torch.Tensor, path: list[int]) -> torch.Tensor:
-        """`[H]`: what predicts the token after a text and a path of drafted tokens.
+        """`[H]`: the hidden state that predicts the token after a text and a path of drafted tokens.
 
         Args:
             text: `[n]`.

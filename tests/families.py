@@ -8,7 +8,7 @@ from models import BOS, EOS, PAD, SLIDING_WINDOW, VOCABULARY, with_clear_prefere
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# By every name that families have for it. A family takes those that its configuration declares.
+# Under every name that families use. A family takes the names that its configuration declares.
 _SHAPE: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 64),
@@ -39,7 +39,7 @@ _LATENT = _ALL_HEADS | {"head_dim": 8}
 _DECODER = {"is_decoder": True}
 _UNTIED = {"tie_word_embeddings": False}
 
-# What a family needs beside the common shape. Windows of attention are shorter than the texts of the tests.
+# Settings of a family beside the common shape. Attention windows are shorter than the texts of the tests.
 SETTINGS: dict[str, dict[str, Any]] = {
     # Llama and its kin.
     "llama": {},
@@ -170,7 +170,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": SLIDING_WINDOW},
     "rwkv": {},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
-    # Encoders that can be told to look back only.
+    # Encoders with a setting to attend to earlier tokens only.
     "bert": _DECODER,
     "bert-generation": _DECODER,
     "electra": _DECODER,

@@ -1,4 +1,4 @@
-"""What a full disk does, by the system's own limit of file sizes."""
+"""Fills the disk, by the system's limit of file sizes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """The system refuses to make a file larger than so many bytes, as it does where the disk is full."""
+    """The system refuses to make a file larger than so many bytes, as if the disk were full."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

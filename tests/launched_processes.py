@@ -1,4 +1,4 @@
-"""Scripts in two processes that accelerate's launcher starts, which must leave nothing running at their end."""
+"""Runs scripts in two processes by accelerate's launcher. They must leave nothing running at their end."""
 
 import os
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# The processes see that they are two: accelerate's launcher can start a single one on a CPU and say nothing.
-# An interpreter that ends while threads of the exchange between processes live on aborts now and then. Only Linux
-# tells of them, and for a moment also of those that have ended.
+# The processes check that they are two, as accelerate's launcher may start a single one on a CPU without a message.
+# An interpreter sometimes aborts if it ends while gloo's threads are alive. Only Linux lists threads, and for a moment
+# also those that have ended.
 PARTED = """
 import contextlib, time
 from pathlib import Path
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 def launch(script: Path, *words: object) -> subprocess.CompletedProcess:
     """Run a script in two processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    # Whatever this computer's accelerate is configured for; without "--multi_gpu" only one is started.
+    # This overrides the computer's configuration of accelerate; without "--multi_gpu" only one process starts.
     command += ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(script), *map(str, words)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 @dataclass
 class Repository:
-    """Commits in the order they were made, each with all of its files, and the branches that point to them."""
+    """Commits in order, each with all of its files, and the branches that point to them."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Repository:
 
 
 class Hub:
-    """What the server knows, and a log of what it was asked."""
+    """The server's repositories and files, and a log of its requests."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
@@ -195,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
-    """A running server. The client may reach it whatever the environment says, and keeps its cache to itself."""
+    """A running server. The client reaches it whatever the environment says, and has a cache of its own."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -62,7 +62,7 @@ _GPT_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _WINDOW = {"sliding_window": SLIDING_WINDOW}
 _UNTIED = {"tie_word_embeddings": False}
 
-# What families differ in: attention, normalisation, and what happens between hidden states and logits.
+# Families differ in attention, in normalisation, and between hidden states and logits.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, _SHAPE),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _SHAPE),
@@ -105,16 +105,16 @@ def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **c
 
 
 def with_clear_preferences(model: PreTrainedModel, bias: float = 0.5) -> PreTrainedModel:
-    """The model with other random weights, by torch's default generator: large enough to prefer some tokens clearly.
+    """The model with random weights by torch's default generator, large enough to prefer some tokens clearly.
 
-    Biases have the spread `bias`; in some families large ones drown what depends on the text.
+    Biases have the standard deviation `bias`; in some families large ones hide the influence of the text.
     """
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
-                # A tied head likes to repeat the last token unless the layers speak louder than the embedding.
+                # A tied head would repeat the last token if the layers were not larger than the embedding.
                 spread = 0.5 if tied else 0.2
                 parameter.copy_(
                     torch.randn_like(parameter) * (spread if parameter is not embedding else 1 - tied * 0.9)
@@ -127,8 +127,7 @@ def with_clear_preferences(model: PreTrainedModel, bias: float = 0.5) -> PreTrai
 
 
 def perturbed(model: PreTrainedModel, noise: float = 0.05, seed: int = 100) -> PreTrainedModel:
-    """A drafter that often agrees with the model and often does not: a copy with noise, relative to each weight's
-    own spread."""
+    """A drafter that often agrees with the model: a copy with noise in units of each parameter's deviation."""
     drafter = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -145,7 +144,7 @@ def prompt(length: int = 12, seed: int = 0, vocabulary: int = VOCABULARY) -> tor
 
 
 def word_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A tokenizer of `size` entries: token `i` is the word `t<i>`, so that text and ids tell each other."""
+    """A tokenizer of `size` entries, in which token `i` is the word `t<i>`."""
     vocabulary = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{f"t{i}": i for i in range(3, size)}}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -155,7 +154,7 @@ def word_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
 
 
 def character_tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A tokenizer of `size` entries, each of which is one character, so that strings are found across tokens."""
+    """A tokenizer of `size` entries, each of one character, so that strings span tokens."""
     letters = {chr(ord("a") + i if i < 26 else 0x400 + i): i + 3 for i in range(size - 3)}
     backend = Tokenizer(models.BPE({"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **letters}, merges=[]))
     backend.decoder = decoders.Fuse()
@@ -185,7 +184,7 @@ class ForwardCounter:
 
 
 class Counting(LogitsProcessor):
-    """Favours another token in each call, whatever it is shown."""
+    """Favours another token in each call, whatever the text is."""
 
     def __init__(self):
         self.texts: list[list[int]] = []
@@ -198,7 +197,7 @@ class Counting(LogitsProcessor):
 
 
 class Tiring(LogitsProcessor):
-    """Counts what its own scores made likeliest, and holds it against those tokens. Writes into what it is given."""
+    """Lowers the scores of tokens that were likeliest before. Writes into the scores that it is given."""
 
     def __init__(self):
         self.weariness: torch.Tensor | None = None
@@ -211,7 +210,7 @@ class Tiring(LogitsProcessor):
         return scores
 
 
-# What a processor may remember; each is made from the target.
+# Processors that remember; each is made for a target.
 REMEMBERING: dict[str, Callable[[PreTrainedModel], LogitsProcessor]] = {
     "counting": lambda target: Counting(),
     "tiring": lambda target: Tiring(),
@@ -231,7 +230,7 @@ REMEMBERING: dict[str, Callable[[PreTrainedModel], LogitsProcessor]] = {
 
 
 class RandomShortlist(ShortlistPolicy):
-    """A terrible policy: other random tokens at every draft step, which the context has no say in."""
+    """A terrible policy: other random tokens at every draft step, whatever the context is."""
 
     name = "random"
 
@@ -259,7 +258,7 @@ class RandomState(ShortlistState):
 
 
 class EosOnlyShortlist(ShortlistPolicy):
-    """The most terrible policy: all it ever drafts is the end of the text."""
+    """The most terrible policy: it only drafts the end of the text."""
 
     name = "eos_only"
 
@@ -276,7 +275,7 @@ class EosOnlyState(ShortlistState):
 
 
 def random_router(clusters: int = 12, width: int = 32, seed: int = 7, vocabulary: int = VOCABULARY) -> Router:
-    """A router that nobody trained, over clusters of very different sizes."""
+    """An untrained router over clusters of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     group = (torch.rand(vocabulary, generator=generator) ** 2 * clusters).long()
     group[:clusters] = torch.arange(clusters)  # none is empty
@@ -290,7 +289,7 @@ def random_router(clusters: int = 12, width: int = 32, seed: int = 7, vocabulary
 
 
 def fitted_budgets(clusters: int = 12) -> torch.Tensor:
-    """Budgets as training fits them: fewer clusters at later draft steps."""
+    """Budgets as training fits them, with fewer clusters at later draft steps."""
     first = torch.arange(1, clusters + 1)
     return torch.stack([first, 1 + first // 2, 1 + first // 3], dim=1)
 
@@ -302,7 +301,7 @@ def centroid_router(clusters: int = 12, width: int = 32, seed: int = 8) -> Route
 
 
 def layer_router(groups: int = 12, width: int = 32, seed: int = 9, vocabulary: int = VOCABULARY) -> Router:
-    """A router of one layer that nobody trained, over groups of equal size."""
+    """An untrained router of one layer over groups of equal size."""
     generator = torch.Generator().manual_seed(seed)
     return Router(
         torch.arange(vocabulary) * groups // vocabulary,
@@ -321,7 +320,7 @@ def successor_graph() -> CooccurrenceGraph:
     return CooccurrenceGraph(torch.arange(VOCABULARY + 1) * 2, successors.flatten(), probabilities)
 
 
-# Settings that make a policy of the table small enough for tiny vocabularies, or that it cannot be made without.
+# Settings of policies of the table: sizes for tiny vocabularies, and required arguments.
 _SMALL: dict[str, Callable[[], ShortlistPolicy]] = {
     "frequency": lambda: POLICIES["frequency"](torch.arange(VOCABULARY).flip(0), size=90),
     "in_context": lambda: POLICIES["in_context"](window=40),
@@ -374,7 +373,7 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
         InContextShortlist(30),
     ),
 }
-# Every policy of the table, by itself as soon as it is in the table, and variants of some.
+# Every policy of the table, a new one with its defaults, and variants of some.
 POLICY_CASES: dict[str, Callable[[], ShortlistPolicy]] = {
     **{name: _SMALL.get(name, policy) for name, policy in POLICIES.items()},
     **_MORE,

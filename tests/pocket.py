@@ -1,4 +1,4 @@
-"""The embedded pair's folders and sizes, as its own files tell them."""
+"""The embedded pair's folders and sizes, read from its own files."""
 
 import json
 from functools import cache
@@ -14,23 +14,23 @@ _TARGET, _DRAFTER = (
     json.loads((POCKET / name / "config.json").read_text(encoding="utf-8")) for name in ("target", "drafter")
 )
 VOCABULARY_SIZE: int = _TARGET["vocab_size"]
-# What EAGLE heads have to fit.
+# The shape that EAGLE heads must fit.
 TARGET_SHAPE = {name: _TARGET[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
 LAYERS: int = _TARGET["num_hidden_layers"]
-# The hidden states that EAGLE-3 heads read which name none, as EAGLE's own code has it.
+# The hidden states that an EAGLE-3 head reads by default, as in EAGLE's own code.
 EAGLE3_LAYER_IDS = [2, LAYERS // 2, LAYERS - 3]
 DRAFTER_WIDTH: int = _DRAFTER["hidden_size"]
 
 
 @cache
 def has_head_product() -> bool:
-    """Whether this package computes the target's logits by a product of its own, which plain generation is measured
-    with then too: where there is a C++ compiler."""
+    """Whether this package computes the target's logits itself, for which it needs a C++ compiler. Plain generation is
+    measured with that product too then."""
     return has_dense_kernel(target_embedding().float())
 
 
 def target_embedding() -> torch.Tensor:
-    """`[VOCABULARY_SIZE, hidden_size]`: the target's embedding and projection in the dtype of the file."""
+    """`[VOCABULARY_SIZE, hidden_size]`: the target's embedding, which is its projection too, in the file's dtype."""
     for path in sorted((POCKET / "target").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if "model.embed_tokens.weight" in file.keys():

@@ -1,4 +1,4 @@
-"""Commands in processes of their own, which are stopped in the middle of their work."""
+"""Starts commands in their own processes and stops them in the middle of their work."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ from hf_dynspec.build import corpus
 from hf_dynspec.commands import main
 
 if __name__ == "__main__":
-    # What a shell starts in the background is to ignore it.
+    # A shell's background jobs ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
     main()
 """
 
 
-# With a rest after each unit, so that a command does not end while whoever is to stop it is held up.
+# With a pause after each unit, so that a command does not end before it is stopped.
 REST = """
 import time
 from hf_dynspec.build.bigram_counts import BigramCounts
@@ -59,7 +59,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen:
 
 
 def stop_when(is_time: Callable[[], bool], process: subprocess.Popen, how: signal.Signals) -> str:
-    """Send a signal as soon as something holds; return what the command said. Nothing that it started outlives it."""
+    """Send a signal as soon as `is_time()`; return the command's stderr. No process that it started outlives it."""
     while not is_time():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)

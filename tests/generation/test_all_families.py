@@ -1,5 +1,5 @@
-"""Every family of transformers in every role: output that is the target's own, drafts that are the drafter's own, or a
-refusal that says why."""
+"""Every family of transformers in each role: the output is the target's own and drafts are the drafter's own, or the
+family is refused for a stated reason."""
 
 import copy
 import itertools
@@ -17,8 +17,9 @@ from hf_dynspec import DynSpecAssistant, TreeConfig, UnsupportedError
 from hf_dynspec.drafters import CausalLMDrafter, Drafter, DrafterState
 from hf_dynspec.drafters.base import UnrolledStep
 from hf_dynspec.modeling.head import DynamicLMHead
-from hf_dynspec.protocol import Needs, Prompt, Shortlist, VocabularyInfo
-from hf_dynspec.shortlists import ShortlistPolicy, ShortlistState
+from hf_dynspec.protocol import Needs, VocabularyInfo
+from hf_dynspec.shortlists import ShortlistState
+from hf_dynspec.shortlists.full import FullShortlist
 
 PROMPT_LENGTH, NEW_TOKENS = 10, 34
 TREE = TreeConfig(total_tokens=16, depth=3, top_k=4)
@@ -48,7 +49,7 @@ _RECURRENT = dict.fromkeys(
     ),
     "recurrent state",
 )
-# What the message of a refusal must hold, of families that cannot be a target at all, …
+# Patterns of the refusals' messages: of families that cannot be a target at all, …
 NO_TARGET = _RECURRENT | {"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"}
 # … that verify chains, but no trees, …
 NO_TREE_TARGET = {
@@ -79,7 +80,7 @@ NO_DRAFTER = _RECURRENT | {
 }
 # … and that draft chains, but no trees.
 NO_TREE_DRAFTER = NO_TREE_TARGET
-# What no message may blame: all of these tests pass one prompt and ask for no particular cache.
+# No message may blame these: all tests here pass one prompt and ask for no particular cache.
 BLAMELESS = "pass one prompt|leave use_cache|leave it unset"
 
 # MPT's configuration says that no cache is used unless a call asks for one.
@@ -124,8 +125,8 @@ def assert_names(refusal: pytest.ExceptionInfo, cause: str) -> None:
 
 
 class WellInformed(Drafter):
-    """Knows the text, and prefers another token at every third position. It fits any target, costs nothing, and has
-    drafts accepted and refused whatever the target says."""
+    """Knows the text, and prefers another token at every third position. So drafts are accepted and rejected with any
+    target."""
 
     def __init__(self, text: torch.Tensor, vocabulary: int = VOCABULARY):
         self.head = DynamicLMHead(torch.eye(vocabulary))
@@ -177,7 +178,7 @@ class WellInformedState(DrafterState):
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
-def test_the_target_says_what_it_says_alone(model, plain, tree):
+def test_the_output_is_the_targets_own(model, plain, tree):
     cause = NO_TARGET.get(model.family) or (tree and NO_TREE_TARGET.get(model.family))
     drafter = WellInformed(plain[0])
     if cause:
@@ -192,34 +193,23 @@ def test_the_target_says_what_it_says_alone(model, plain, tree):
     assistant.unbind()
 
 
-class Listener(ShortlistPolicy):
-    """Scores everything, and keeps the prompts that it is shown."""
+class Listener(FullShortlist):
+    """Scores everything, and keeps what policies observe of prompts."""
 
-    name = "listener"
     needs = Needs(prompt_top_k=3)
 
     def __init__(self):
-        self.prompts: list[Prompt] = []
+        self.top_ids: list[torch.Tensor] = []
 
-    def start(self, vocabulary: VocabularyInfo) -> "ListenerState":
-        return ListenerState(self, vocabulary)
-
-
-class ListenerState(ShortlistState):
-    def __init__(self, policy: Listener, vocabulary: VocabularyInfo):
-        self._policy = policy
-        self._shortlist = Shortlist(torch.arange(vocabulary.size), version=0, is_prefix=True)
-
-    def select(self, depth, token_ids, features):
-        return self._shortlist
-
-    def observe_prompt(self, prompt):
-        self._policy.prompts.append(prompt)
+    def start(self, vocabulary: VocabularyInfo) -> ShortlistState:
+        state = super().start(vocabulary)
+        state.observe_prompt = lambda prompt: prompt.top_ids is None or self.top_ids.append(prompt.top_ids)
+        return state
 
 
-def test_policies_are_shown_what_the_target_finds_likely_in_the_prompt(model, plain):
+def test_policies_observe_the_targets_likeliest_tokens_in_the_prompt(model, plain):
     """Families differ in how many hidden states they return, in their shapes, and in what the head is given."""
-    # RoBERTa counts positions from another number where nobody passes them, as in the forward that is compared with.
+    # RoBERTa's forward, with which this compares, counts positions from another number if nobody passes them.
     if model.family in NO_TARGET or model.family == "roberta":
         return
     listener = Listener()
@@ -228,9 +218,8 @@ def test_policies_are_shown_what_the_target_finds_likely_in_the_prompt(model, pl
     assistant.unbind()
     with torch.no_grad():
         expected = model(plain[:, :PROMPT_LENGTH]).logits[0].topk(3).indices
-    seen = [prompt.top_ids for prompt in listener.prompts if prompt.top_ids is not None]
-    assert len(seen) == 1
-    assert torch.equal(seen[0].sort(-1).values, expected.sort(-1).values)
+    (observed,) = listener.top_ids
+    assert torch.equal(observed.sort(-1).values, expected.sort(-1).values)
 
 
 # Drafters ------------------------------------------------------------------------------------------------------------
