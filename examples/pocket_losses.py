@@ -127,7 +127,7 @@ def independent_drafts(drafter: Qwen3ForCausalLM) -> Draft:
 
 
 def eagle_drafts(head: EagleDrafter) -> Draft:
-    """The hidden states of an EAGLE head after every prefix of the windows but the first token, step by step (EAGLE-3's
+    """The hidden states of an EAGLE head after every prefix of at least two tokens, step by step (EAGLE-3's
     training-time test; Li et al., 2025, section 3.2)."""
 
     def draft(token_ids: Tensor, features: Tensor) -> Iterator[list[Tensor]]:

@@ -1,5 +1,6 @@
 """Which cases of a large family of tests run by default. The others carry a marker and run with `make test-all`."""
 
+import random
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -15,14 +16,16 @@ def representatives(marker: str, cases: Iterable[Any], keep: int = 1) -> list[An
 def pairwise(marker: str, *axes: Sequence[Any]) -> list[Any]:
     """The whole product of the axes. Cases that together show every pair of values of two axes are unmarked.
 
-    The unmarked ones are found greedily: the next case is the first one that shows the most new pairs.
+    The unmarked ones are found greedily: the next case is one that shows the most new pairs. Equally good ones are
+    taken in a shuffled order, so that the values of a long axis meet different combinations of the others.
     """
     cases = list(product(*(range(len(axis)) for axis in axes)))
+    shuffled = random.Random(0).sample(cases, len(cases))
     pairs_of = {case: set(combinations(enumerate(case), 2)) for case in cases}
     missing = set().union(*pairs_of.values())
     chosen = set()
     while missing:
-        best = max(cases, key=lambda case: len(pairs_of[case] & missing))
+        best = max(shuffled, key=lambda case: len(pairs_of[case] & missing))
         chosen.add(best)
         missing -= pairs_of[best]
     values = {case: tuple(axis[place] for axis, place in zip(axes, case, strict=True)) for case in cases}

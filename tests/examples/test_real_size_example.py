@@ -1,9 +1,11 @@
-"""The example that measures random models of given shapes: they agree as often as they are to."""
+"""The example that measures random models of given shapes, which agree as often as they should."""
 
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
+from cases import representatives
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -31,20 +33,24 @@ def run(*arguments: str, tokens: tuple[str, ...] = ("3",)) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
 
 
+LENGTHS = {"0.5": (1.2, 3.0), "1": (3.6, 4.0), "0": (1.0, 1.0)}
+
+
 @pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
-@pytest.mark.parametrize("kind", ["drafter", "eagle"])
-@pytest.mark.parametrize(("agreement", "lengths"), [("1", (3.6, 4.0)), ("0.5", (1.2, 3.0)), ("0", (1.0, 1.0))])
-def test_models_agree_as_often_as_they_are_to(kind, agreement, lengths, configs):
+@pytest.mark.parametrize(
+    ("agreement", "kind"), representatives("families", itertools.product(LENGTHS, ("eagle", "drafter")), keep=2)
+)
+def test_models_agree_as_often_as_they_should(agreement, kind, configs):
     drafter = ["--eagle"] if kind == "eagle" else ["--drafter", configs["drafter"]]
     plain, *policies = run("--target", configs["target"], *drafter, "--agreement", agreement)
     assert plain[0] == "plain generate" and [row[0] for row in policies] == ["full", "hybrid"]
     for row in policies:
-        assert lengths[0] <= float(row[3]) <= lengths[1]
+        assert LENGTHS[agreement][0] <= float(row[3]) <= LENGTHS[agreement][1]
         assert row[5] == "yes"
 
 
 @pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter", "ignore:drafting does not pay here")
-def test_lengths_are_compared_and_automatic_ones(configs):
+def test_lengths_are_compared_automatic_ones_too(configs):
     models = ["--target", configs["target"], "--drafter", configs["drafter"], "--agreement", "1"]
     _, *rows = run(*models, "--policy", "hybrid", tokens=("2", "auto"))
     assert [row[0] for row in rows] == ["hybrid, 2", "hybrid, auto"]
@@ -59,7 +65,7 @@ def test_other_lengths_are_refused(length, configs):
     assert result.exit_code == 2 and "--tokens" in result.output
 
 
-def test_there_is_one_drafter(configs):
+def test_exactly_one_drafter_must_be_named(configs):
     for drafter in ([], ["--eagle", "--drafter", configs["drafter"]]):
         result = CliRunner().invoke(real_size.app, ["--target", configs["target"], *drafter])
         assert result.exit_code == 2 and "--eagle" in result.output

@@ -31,6 +31,7 @@ def pocket_pair(monkeypatch, tmp_path) -> dict:
     return {**models, "tokenizer": tokenizer, "inputs": tokenizer("The court held that", return_tensors="pt")}
 
 
+@pytest.mark.process
 def test_the_python_of_the_page_runs(pocket_pair):
     before, namespace = dict(POLICIES), dict(pocket_pair)
     try:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, InContextShortlist
 from hf_dynspec.drafters import Drafter
+from hf_dynspec.shortlists import POLICIES
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 # The default of the other tests here: chains and trees, the default policy and one that is no use.
@@ -46,10 +47,16 @@ def pair(kind: str, family: str) -> tuple[PreTrainedModel, PreTrainedModel | Dra
     return target, drafter_of(agreeing_head(kind), target)
 
 
-@pytest.mark.parametrize(
-    ("policy", "kind", "family", "shape", "mode"),
-    pairwise("families", list(ALL_POLICIES), DRAFTERS, FAMILIES, list(SHAPES), ("greedy", "sampled")),
-)
+AXES = (DRAFTERS, FAMILIES, tuple(SHAPES), ("greedy", "sampled"))
+CASES_OF_POLICIES = pairwise("families", tuple(POLICIES), *AXES)
+# Of other settings of policies and of terrible policies one case each runs by default, another one for each.
+for place, variant in enumerate(sorted(ALL_POLICIES.keys() - POLICIES.keys())):
+    combinations = [(variant, *case) for case in itertools.product(*AXES)]
+    start = 7 * place % len(combinations)
+    CASES_OF_POLICIES += representatives("families", [*combinations[start:], *combinations[:start]])
+
+
+@pytest.mark.parametrize(("policy", "kind", "family", "shape", "mode"), CASES_OF_POLICIES)
 def test_output_is_the_targets_own(policy, kind, family, shape, mode):
     """The drafter's full vocabulary is never scored but by the head of this package, nor is its `generate` called."""
     target, drafter = pair(kind, family)
