@@ -30,7 +30,6 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
-    PreTrainedTokenizerFast,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -62,6 +61,17 @@ def drafter(target):
     return perturbed(target)
 
 
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    return generate(tiny())
+
+
+def assert_serves(target, assistant, expected: torch.Tensor) -> None:
+    """A call on the target goes through the assistant, and its output is as expected."""
+    assert torch.equal(generate(target, assistant), expected)
+    assert assistant.stats.rounds > 0
+
+
 def tiny_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
         T5Config(vocab_size=301, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
@@ -91,63 +101,94 @@ def test_no_other_model_and_no_class_is_touched(target, drafter):
     names = ("generate", "_get_candidate_generator", "_assisted_decoding")
     classes = [vars(cls).copy() for cls in type(target).__mro__]
     bystander = tiny(seed=2)
-    before = dict(bystander.__dict__)
-    drafter_before = dict(drafter.__dict__)
-    assistant = DynSpecAssistant(drafter, target=target)
-    generate(target, assistant)
-    assert bystander.__dict__ == before
-    assert drafter.__dict__ == drafter_before
+    before = dict(bystander.__dict__), dict(drafter.__dict__)
+    generate(target, DynSpecAssistant(drafter, target=target))
+    assert (bystander.__dict__, drafter.__dict__) == before
     for cls, own in zip(type(target).__mro__, classes, strict=True):
         assert {name: vars(cls).get(name) for name in names} == {name: own.get(name) for name in names}
 
 
-def test_binding_again_moves_the_assistant(target, drafter):
+def test_binding_again_moves_the_assistant(target, drafter, expected):
     other = tiny(seed=4)
     assistant = DynSpecAssistant(drafter, target=target)
-    first = generate(target, assistant)
+    assert_serves(target, assistant, expected)
     assert assistant.bind(other) is assistant
     assert "generate" not in target.__dict__
-    assert torch.equal(generate(other, assistant), generate(other))
+    assert_serves(other, assistant, generate(other))
     with pytest.raises(NotBoundError):
         generate(target, assistant)
-    assistant.bind(target)
-    assert "generate" not in other.__dict__
-    assert torch.equal(generate(target, assistant), first)
-    assistant.bind(target)
-    assert torch.equal(generate(target, assistant), first)
+    for _ in range(2):
+        assistant.bind(target)
+        assert "generate" not in other.__dict__
+        assert_serves(target, assistant, expected)
 
 
-def test_a_refused_target_leaves_the_old_binding(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    with pytest.raises(UnsupportedError):
-        assistant.bind(tiny(vocabulary=3000))
-    assert assistant.target is target
-    assert torch.equal(generate(target, assistant), generate(target))
-
-
-def test_two_assistants_on_one_target(target, drafter):
+def test_two_assistants_on_one_target(target, drafter, expected):
+    before = dict(vars(target))
     first = DynSpecAssistant(drafter, "full", target=target)
     second = DynSpecAssistant(perturbed(target, 0.2), POLICY_CASES["hybrid"](), target=target)
-    expected = generate(target)
-    assert torch.equal(generate(target, first), expected)
-    assert torch.equal(generate(target, second), expected)
+    for one in (first, second):
+        assert_serves(target, one, expected)
     first.unbind()
-    assert torch.equal(generate(target, second), expected)
+    assert_serves(target, second, expected)
     with pytest.raises(NotBoundError):
         generate(target, first)
-    second.unbind()
-    assert "generate" not in target.__dict__
+    del one, second
+    gc.collect()
+    assert vars(target) == before, "the attributes go with the last assistant"
 
 
-# Copies --------------------------------------------------------------------------------------------------------------
+def test_a_bind_that_fails_leaves_everything_as_it_was(target, drafter, expected):
+    assistant = DynSpecAssistant(drafter, RouterShortlist(random_router(), max_clusters=3), target=target)
+    for other in (tiny(vocabulary=4000), tiny_t5(), object()):
+        with pytest.raises(UnsupportedError):
+            assistant.bind(other)
+        assert assistant.target is target and "generate" not in getattr(other, "__dict__", {})
+        assert_serves(target, assistant, expected)
+    for name, wrong in {
+        "drafter": perturbed(tiny(vocabulary=4000)),
+        "policy": RouterShortlist(random_router(width=16), max_clusters=3),
+        "tree": 7,
+    }.items():
+        before = getattr(assistant, name)
+        with pytest.raises(DynSpecError):
+            setattr(assistant, name, wrong)
+        assert getattr(assistant, name) is before
+        assert_serves(target, assistant, expected)
+
+
+def test_an_attribute_that_is_assigned_takes_effect_at_the_next_call(target, drafter, expected):
+    assistant = DynSpecAssistant(drafter, "full", target=target)
+    assert_serves(target, assistant, expected)
+    full = assistant.stats.active_vocabulary
+    assistant.policy = POLICY_CASES["frequency"]()
+    assert_serves(target, assistant, expected)
+    assert assistant.stats.active_vocabulary == 90 < full
+    assistant.policy = "hybrid"
+    conversation = assistant.conversation()
+    assert torch.equal(generate(target, conversation), expected)
+    assistant.drafter = target
+    assert torch.equal(generate(target, conversation), expected)
+    assert_serves(target, assistant, expected)
+    assert assistant.stats.acceptance_rate > 0.8
+    assistant.tree = TreeConfig(8, 2, 3)
+    assert_serves(target, assistant, expected)
+    assert assistant.stats.drafted % 7 == 0
+    assistant.tree = False
+    assistant.generation_config.num_assistant_tokens = 2
+    assert_serves(target, assistant, expected)
+    assert max(index for index, count in enumerate(assistant.stats.tokens_per_round) if count) <= 3
+
+
+# Copies and lifetimes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_a_bound_target_is_a_model_of_its_own(how, target, drafter):
-    # This policy asks for none of the target's hidden states. Capturing some, with an assistant or without, leaves
-    # hooks of transformers on a model that cannot be pickled.
+def test_a_copy_of_a_bound_target_is_a_model_of_its_own(how, target, drafter, expected):
+    # This policy needs no hidden states of the target. Capturing some, with an assistant or without, leaves hooks of
+    # transformers on a model that cannot be pickled.
     assistant = DynSpecAssistant(drafter, "full", target=target)
-    expected = generate(target, assistant)
+    assert_serves(target, assistant, expected)
     if how == "deepcopy":
         twin = copy.deepcopy(target)
     elif how == "pickle":
@@ -157,17 +198,34 @@ def test_a_copy_of_a_bound_target_is_a_model_of_its_own(how, target, drafter):
         torch.save(target, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    assert torch.equal(generate(twin), expected)
     with ForwardCounter(target) as original, ForwardCounter(twin) as own:
-        generate(twin)
+        assert torch.equal(generate(twin), expected)
     assert original.count == 0 and own.count > 0
     with pytest.raises(NotBoundError):
         generate(twin, assistant)
     own_assistant = DynSpecAssistant(drafter, "full", target=twin)
-    assert torch.equal(generate(twin, own_assistant), expected)
-    assert torch.equal(generate(target, assistant), expected)
+    assert_serves(twin, own_assistant, expected)
     own_assistant.unbind()
-    assert torch.equal(generate(target, assistant), expected)
+    assert_serves(target, assistant, expected)
+
+
+def test_a_copy_of_an_assistant_is_bound_to_the_same_target(target, drafter, expected):
+    """Evaluation harnesses copy the arguments of every request."""
+    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens=3)
+    assert_serves(target, copy.copy(assistant), expected)
+    twin, same = copy.deepcopy({"assistant_model": [assistant, assistant]})["assistant_model"]
+    assert twin is same is not assistant
+    assert twin.target is target and twin.drafter is assistant.drafter and twin.policy is assistant.policy
+    twin.generation_config.num_assistant_tokens = 1
+    for one in (twin, assistant):
+        assert_serves(target, one, expected)
+    assert max(index for index, count in enumerate(twin.stats.tokens_per_round) if count) == 2
+    assistant.unbind()
+    assert_serves(target, twin, expected)
+    assert torch.equal(generate(target, copy.deepcopy(twin.conversation())), expected)
+    twin.unbind()
+    assert "generate" not in vars(target)
+    assert copy.deepcopy(twin).target is None
 
 
 def test_a_bound_target_is_saved_as_before(target, drafter, tmp_path):
@@ -178,18 +236,19 @@ def test_a_bound_target_is_saved_as_before(target, drafter, tmp_path):
         assert file.read_bytes() == (tmp_path / "bound" / file.name).read_bytes()
 
 
-# Lifetimes -----------------------------------------------------------------------------------------------------------
-
-
-def test_neither_keeps_the_other_alive(target, drafter):
+def test_neither_target_nor_assistant_nor_conversation_keeps_another_alive(target, drafter, expected):
     assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target)
-    expected = generate(target, assistant)
+    conversation = assistant.conversation()
+    generate(target, conversation)
+    watched = weakref.ref(conversation), weakref.ref(conversation.session)
+    del conversation
+    gc.collect()
+    assert [one() for one in watched] == [None, None]
     watched = weakref.ref(assistant)
     del assistant
     gc.collect()
     assert watched() is None
     assert torch.equal(generate(target), expected)
-
     assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=tiny())
     gc.collect()
     assert assistant.target is None
@@ -197,24 +256,12 @@ def test_neither_keeps_the_other_alive(target, drafter):
         assistant.config  # noqa: B018
 
 
-def test_a_call_with_a_conversation_leaves_nothing_behind(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    conversation = assistant.conversation()
-    generate(target, conversation)
-    watched = weakref.ref(conversation)
-    session = weakref.ref(conversation.session)
-    del conversation
-    gc.collect()
-    assert watched() is None and session() is None
-
-
 # Other ways to generate ----------------------------------------------------------------------------------------------
 
 
-def test_other_assistants_work_on_a_bound_target(target, drafter):
-    """Plain drafters and prompt lookup go the way they always go, with the same output and the same drafter calls."""
-    expected = generate(target)
-    ways = [{"assistant": drafter}, {"prompt_lookup_num_tokens": 3}, {"assistant": None}]
+def test_other_ways_to_generate_work_on_a_bound_target(target, drafter, expected):
+    """Plain drafters and prompt lookup go the way they always go, with as many forwards."""
+    ways = [{"assistant_model": drafter}, {"prompt_lookup_num_tokens": 3}, {}]
     counts = []
     for bound in (False, True):
         if bound:
@@ -224,18 +271,171 @@ def test_other_assistants_work_on_a_bound_target(target, drafter):
                 assert torch.equal(generate(target, **way), expected)
             counts.append(forwards.count)
     assert counts[:3] == counts[3:]
-    assert assistant.stats_total.calls == 0
-    assert torch.equal(generate(target, assistant), expected)
-
-
-def test_a_custom_decoding_method_works_on_a_bound_target(target, drafter):
-    DynSpecAssistant(drafter, target=target)
 
     def last_token_again(model, input_ids, **kwargs):
         return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
 
     output = target.generate(prompt(), custom_generate=last_token_again, max_new_tokens=1)
     assert output[0, -1] == output[0, -2]
+    assert assistant.stats_total.calls == 0
+    assert_serves(target, assistant, expected)
+
+
+def wrapper_of(generate, calls: list):
+    """What users and libraries put around `generate`."""
+
+    def wrapped(*args, **kwargs):
+        calls.append(kwargs)
+        return generate(*args, **kwargs)
+
+    return wrapped
+
+
+def test_a_generate_that_the_object_had_before_is_called_and_restored(target, drafter, expected):
+    calls: list = []
+    wrapped = target.generate = wrapper_of(target.generate, calls)
+    assistant = DynSpecAssistant(drafter, target=target)
+    assert_serves(target, assistant, expected)
+    assert len(calls) == 1
+    assert torch.equal(generate(target), expected) and len(calls) == 2
+    assistant.unbind()
+    assert vars(target)["generate"] is wrapped and "_get_candidate_generator" not in vars(target)
+    assert torch.equal(generate(target), expected) and len(calls) == 3
+
+
+def test_a_wrapper_put_on_after_binding_keeps_working(target, drafter, expected):
+    calls: list = []
+    assistant = DynSpecAssistant(drafter, target=target)
+    wrapped = target.generate = wrapper_of(target.generate, calls)
+    assert_serves(target, assistant, expected)
+    other = DynSpecAssistant(drafter, "full", target=target)
+    for one in (assistant, other):
+        assert_serves(target, one, expected)
+    for one in (other, assistant):
+        one.unbind()
+        assert vars(target)["generate"] is wrapped
+    assert "_get_candidate_generator" not in vars(target)
+    assert torch.equal(generate(target), expected) and len(calls) == 4
+    # Over the wrapper.
+    assistant.bind(target)
+    assistant.policy = "hybrid"
+    assert_serves(target, assistant, expected)
+    assistant.unbind()
+    assert vars(target)["generate"] is wrapped and "_get_candidate_generator" not in vars(target)
+
+
+SIGNATURES = {
+    "any": "def generate(self, *args, **kwargs): return super(type(self), self).generate(*args, **kwargs)",
+    "one and any": "def generate(self, x, *args, **more): return super(type(self), self).generate(x, *args, **more)",
+    "keywords": "def generate(self, *, inputs, **kwargs): return super(type(self), self).generate(inputs, **kwargs)",
+    "few": (
+        "def generate(self, inputs=None, assistant_model=None, max_new_tokens=24, do_sample=False):\n"
+        "  return super(type(self), self).generate(inputs, assistant_model=assistant_model, "
+        "max_new_tokens=max_new_tokens, do_sample=do_sample)"
+    ),
+}
+# `assistant_model` is the seventh argument of `generate`.
+POSITIONAL = (GenerationConfig(max_new_tokens=24, eos_token_id=EOS, pad_token_id=PAD), None, None, None, None)
+
+
+@pytest.mark.parametrize("name", [None, *SIGNATURES])
+def test_subclasses_with_any_signature(name, target, drafter, expected):
+    """And the class itself; also with the assistant by position, where the signature allows it."""
+    if name is not None:
+        namespace: dict = {}
+        exec(SIGNATURES[name], namespace)
+        target.__class__ = type("Special", (type(target),), {"generate": namespace["generate"]})
+    assistant = DynSpecAssistant(drafter, target=target)
+    args, kwargs = ((), {"inputs": prompt()}) if name == "keywords" else ((prompt(),), {})
+    output = target.generate(*args, **kwargs, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    assert torch.equal(output, expected) and assistant.stats.tokens == expected.shape[1] - 12
+    if name in (None, "any", "one and any"):
+        rounds = assistant.stats_total.rounds
+        assert torch.equal(target.generate(prompt(), *POSITIONAL, assistant), expected)
+        assert assistant.stats_total.rounds > rounds
+
+
+# transformers' own loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", representatives("families", POLICY_CASES, keep=len(POLICIES)))
+def test_the_method_of_the_class_drafts_in_transformers_loop(policy, target, drafter, expected):
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target)
+    call = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(type(target).generate(target, prompt(), assistant_model=assistant, **call), expected)
+    assert assistant.stats.accepted > 0 and assistant.stats.tokens == expected.shape[1] - 12
+
+
+@pytest.mark.parametrize(
+    ("policy", "do_sample"), representatives("families", itertools.product(POLICY_CASES, (False, True)), keep=4)
+)
+def test_an_assistant_made_within_the_call(policy, do_sample, target, drafter, expected):
+    before = dict(vars(target))
+    output = target.generate(
+        prompt(),
+        max_new_tokens=24,
+        do_sample=do_sample,
+        assistant_model=DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, num_assistant_tokens=4),
+    )
+    assert output.shape[1] <= 36 if do_sample else torch.equal(output, expected)
+    gc.collect()
+    assert vars(target) == before
+
+
+def test_an_assistant_made_within_the_call_that_needs_our_own_loop(target, drafter):
+    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
+        target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target, tree=True))
+    gc.collect()
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(prompt()[:, :6], **{CACHE: cache})
+    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
+        target.generate(
+            prompt(), **{CACHE: cache}, assistant_model=DynSpecAssistant(drafter, target=target), max_new_tokens=4
+        )
+
+
+@pytest.mark.parametrize("ends", ["by length", "by token"])
+def test_a_loop_of_ones_own(ends, target, drafter, expected):
+    """The contract of transformers' candidate generators, in the fewest lines."""
+    assistant = DynSpecAssistant(drafter, target=target)
+    plain = expected[0].tolist()
+    eos = plain[20] if ends == "by token" else EOS
+    config = GenerationConfig(max_length=28, eos_token_id=eos)
+    generator = DynSpecCandidateGenerator(assistant, input_ids=prompt(), generation_config=config)
+    text, outputs, matches = prompt(), None, 0
+    with torch.no_grad():
+        while text.shape[1] < 28 and text[0, -1] != eos:
+            candidates, logits = generator.get_candidates(text, model_outputs=outputs, n_last_matches=matches)
+            assert logits is None and candidates.shape[1] <= 27
+            outputs = target(candidates, **generator.model_kwargs_overrides)
+            chosen = outputs.logits[:, text.shape[1] - 1 :].argmax(-1)
+            drafted = candidates[:, text.shape[1] :]
+            matches = int((drafted == chosen[:, :-1]).cumprod(-1).sum())
+            matches = min(matches, 27 - text.shape[1])
+            text = torch.cat([text, chosen[:, : matches + 1]], dim=1)
+            generator.update_candidate_strategy(text, outputs.logits[:, -drafted.shape[1] - 1 :], matches)
+    assert text[0].tolist() == plain[: text.shape[1]]
+    assert assistant.stats_total.rounds == 0
+    del generator
+    assert assistant.stats.accepted > 0 and assistant.stats.tokens == text.shape[1] - 12
+
+
+def test_what_a_candidate_generator_cannot_serve(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target)
+    config = GenerationConfig(max_length=30)
+    for error, words, one, ids, settings in (
+        (NotBoundError, "bind", DynSpecAssistant(drafter), prompt(), config),
+        (UnsupportedError, "DynSpecAssistant", drafter, prompt(), config),
+        (UnsupportedError, "one prompt", assistant, prompt().expand(2, -1), config),
+        (UnsupportedError, "one prompt", assistant, prompt()[:, :0], config),
+        (UnsupportedError, "max_length", assistant, prompt(), GenerationConfig()),
+    ):
+        with pytest.raises(error, match=words):
+            DynSpecCandidateGenerator(one, input_ids=ids, generation_config=settings)
+    for settings in ({"assistant_ensemble_weight": 0.5}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(UnsupportedError, match=next(iter(settings))):
+            target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target), **settings)
 
 
 # Refusals: typed, at once, and naming the fix ------------------------------------------------------------------------
@@ -246,6 +446,7 @@ def refused(error, match, target, drafter, call) -> None:
         with pytest.raises(error, match=match) as caught:
             call()
     assert isinstance(caught.value, DynSpecError)
+    assert error is NotBoundError or isinstance(caught.value, ValueError), "as in transformers"
     assert forwards.count == 0, "work was done before the call was refused"
 
 
@@ -262,19 +463,11 @@ def test_an_assistant_that_is_not_bound_to_the_target_is_refused(bound_to, targe
             assistant.conversation()
 
 
-@pytest.mark.parametrize("policy", representatives("families", POLICY_CASES, keep=len(POLICIES)))
-def test_the_method_of_the_class_drafts_in_transformers_loop(policy, target, drafter):
-    assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target)
-    call = {"max_new_tokens": 24, "do_sample": False}
-    output = type(target).generate(target, prompt(), assistant_model=assistant, **call)
-    assert torch.equal(output, generate(target, **call))
-    assert assistant.stats.accepted > 0 and assistant.stats.tokens == 24
-
-
 UNSUPPORTED = {
     "a batch": ({"inputs": prompt().expand(2, -1)}, "once for each"),
     "a batch as input_ids": ({"inputs": None, "input_ids": prompt().expand(2, -1)}, "once for each"),
     "no cache": ({"use_cache": False}, "use_cache"),
+    "a static cache": ({CACHE: StaticCache(tiny().config, max_cache_len=64)}, "DynamicCache"),
     "a static cache by name": ({"cache_implementation": "static"}, "dynamic cache"),
     "embeddings": ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "input_ids"),
     "a custom loop": ({"custom_generate": lambda *args, **kwargs: None}, "leave one of the two out"),
@@ -309,6 +502,7 @@ BY_CONFIG = [*itertools.product(UNSUPPORTED_SETTINGS, PASSED), *itertools.produc
 
 @pytest.mark.parametrize(("name", "passed"), BY_CONFIG)
 def test_unsupported_settings_of_a_configuration_are_refused(name, passed, target, drafter):
+    """transformers fills the gaps of a passed configuration with the target's own settings."""
     arguments, fix = (UNSUPPORTED_SETTINGS | OF_A_CALL)[name]
     assistant = DynSpecAssistant(drafter, target=target)
     config = GenerationConfig(max_new_tokens=4, eos_token_id=EOS, pad_token_id=PAD)
@@ -317,6 +511,7 @@ def test_unsupported_settings_of_a_configuration_are_refused(name, passed, targe
     args, kwargs = (prompt(),), {"assistant_model": assistant}
     if passed == "as the target's own":
         target.generation_config = config
+        kwargs["generation_config"] = GenerationConfig(max_new_tokens=4)
     elif passed == "by position":
         args += (config,)
     else:
@@ -325,9 +520,8 @@ def test_unsupported_settings_of_a_configuration_are_refused(name, passed, targe
 
 
 @pytest.mark.parametrize(("setting", "value"), [("cache_implementation", "static"), ("use_cache", False)])
-def test_the_targets_default_cache_gives_way_to_a_dynamic_one(setting, value, target, drafter):
+def test_the_targets_default_cache_gives_way_to_a_dynamic_one(setting, value, target, drafter, expected):
     """As MPT's, whose configuration says that no cache is used."""
-    expected = generate(target)
     setattr(target.generation_config, setting, value)
     output = generate(target, DynSpecAssistant(drafter, target=target), return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
@@ -335,84 +529,49 @@ def test_the_targets_default_cache_gives_way_to_a_dynamic_one(setting, value, ta
     assert getattr(target.generation_config, setting) == value
 
 
-def test_a_configuration_that_says_nothing_leaves_the_targets_own_refused(target, drafter):
-    """transformers fills the gaps of a passed configuration with the target's own settings."""
-    assistant = DynSpecAssistant(drafter, target=target)
-    target.generation_config.num_beams = 3
-    config = GenerationConfig(max_new_tokens=4)
-    refused(
-        UnsupportedError, "num_beams=1", target, drafter, lambda: generate(target, assistant, generation_config=config)
-    )
+@pytest.mark.parametrize("thing", [None, "gpt2", torch.nn.Linear(3, 3)])
+def test_other_things_than_models_are_refused_on_either_side(thing, drafter):
+    for bind in (lambda: DynSpecAssistant(thing), lambda: DynSpecAssistant(drafter).bind(thing)):
+        with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
+            bind()
 
 
-def test_an_assistant_passed_by_position(target, drafter):
-    """`assistant_model` is the seventh argument of `generate`."""
-    assistant = DynSpecAssistant(drafter, target=target)
-    config = GenerationConfig(max_new_tokens=24, eos_token_id=EOS, pad_token_id=0)
-    output = target.generate(prompt(), config, None, None, None, None, assistant)
-    assert torch.equal(output, generate(target))
-    assert assistant.stats.rounds > 0
+def test_models_that_cannot_draft_or_verify_are_refused_on_either_side(target, drafter):
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=301, hidden_size=16, num_hidden_layers=1, state_size=4))
+    for words, bind in (
+        ("transformers' own", lambda: DynSpecAssistant(tiny_t5())),
+        ("transformers' own", lambda: DynSpecAssistant(drafter, target=tiny_t5())),
+        ("attention-only", lambda: DynSpecAssistant(recurrent)),
+        ("without an assistant", lambda: DynSpecAssistant(drafter, target=recurrent)),
+        ("output projection", lambda: DynSpecAssistant(target.model)),
+        (r"AutoModelForCausalLM\.from_pretrained", lambda: DynSpecAssistant(target, target=target.model)),
+        ("universal assisted generation", lambda: DynSpecAssistant(tiny(vocabulary=301 + 1024), target=target)),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            bind()
 
 
-def test_a_static_cache_is_refused(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    cache = StaticCache(target.config, max_cache_len=64)
-    refused(UnsupportedError, "DynamicCache", target, drafter, lambda: generate(target, assistant, **{CACHE: cache}))
-    cache = DynamicCache(config=target.config)
-    assert torch.equal(generate(target, assistant, **{CACHE: cache}), generate(target))
+# Tokenizers ----------------------------------------------------------------------------------------------------------
 
 
-# Leaving no trace ----------------------------------------------------------------------------------------------------
-
-
-def wrapper_of(generate, calls: list):
-    """What users and libraries put around `generate`."""
-
-    def wrapped(*args, **kwargs):
-        calls.append(kwargs)
-        return generate(*args, **kwargs)
-
-    return wrapped
-
-
-def test_a_generate_that_the_object_had_before_is_called_and_restored(target, drafter):
-    calls: list = []
-    wrapped = target.generate = wrapper_of(target.generate, calls)
-    assistant = DynSpecAssistant(drafter, target=target)
-    expected = generate(tiny())
-    assert torch.equal(generate(target, assistant), expected) and assistant.stats.rounds > 0
-    assert len(calls) == 1
-    assert torch.equal(generate(target), expected) and len(calls) == 2
-    assistant.unbind()
-    assert vars(target)["generate"] is wrapped and "_get_candidate_generator" not in vars(target)
-    assert torch.equal(generate(target), expected) and len(calls) == 3
-
-
-def test_a_wrapper_put_on_after_binding_keeps_working(target, drafter):
-    calls: list = []
-    assistant = DynSpecAssistant(drafter, target=target)
-    wrapped = target.generate = wrapper_of(target.generate, calls)
-    expected = generate(tiny())
-    assert torch.equal(generate(target, assistant), expected) and assistant.stats.rounds > 0
-    other = DynSpecAssistant(drafter, "full", target=target)
-    for one in (assistant, other):
-        assert torch.equal(generate(target, one), expected) and one.stats.rounds > 0
-    other.unbind()
-    assert vars(target)["generate"] is wrapped
-    assistant.unbind()
-    assert vars(target)["generate"] is wrapped
-    assert torch.equal(generate(target), expected) and len(calls) == 4
-    assistant.bind(target)
-    assert torch.equal(generate(target, assistant), expected)
-
-
-def test_a_second_binding_over_a_wrapper_leaves_nothing_either(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    wrapped = target.generate = wrapper_of(target.generate, [])
-    assistant.policy = "full"
-    assert torch.equal(generate(target, assistant), generate(tiny()))
-    assistant.unbind()
-    assert vars(target).get("generate") is wrapped and "_get_candidate_generator" not in vars(target)
+@pytest.mark.parametrize("given", [False, True])
+def test_tokenizers_are_compared_if_both_can_be_found(given, tmp_path):
+    folders, models = [tmp_path / "target", tmp_path / "drafter"], []
+    for seed, (folder, tokenizer) in enumerate(zip(folders, (word_tokenizer(), character_tokenizer()), strict=True)):
+        tiny(seed=seed).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        models.append(type(tiny()).from_pretrained(folder))
+    target, drafter = models
+    tokenizer = word_tokenizer() if given else None
+    for other in (target, tiny()) if given else (target,):
+        with pytest.raises(UnsupportedError, match="differ"):
+            DynSpecAssistant(drafter, target=other, tokenizer=tokenizer)
+    word_tokenizer().save_pretrained(folders[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
+    with pytest.warns(UserWarning, match="could not be compared"):
+        DynSpecAssistant(tiny(seed=2), target=target, tokenizer=tokenizer)
 
 
 def test_a_tokenizer_that_was_found_is_not_one_that_was_given(tmp_path):
@@ -435,251 +594,6 @@ def test_a_tokenizer_that_was_found_is_not_one_that_was_given(tmp_path):
         DynSpecAssistant(models[0], target=models[0], tokenizer=character_tokenizer())
 
 
-def test_what_a_candidate_generator_cannot_serve(target, drafter):
-    assistant = DynSpecAssistant(drafter, target=target)
-    config = GenerationConfig(max_length=30)
-    for error, words, one, ids, settings in (
-        (NotBoundError, "bind", DynSpecAssistant(drafter), prompt(), config),
-        (UnsupportedError, "DynSpecAssistant", drafter, prompt(), config),
-        (UnsupportedError, "one prompt", assistant, prompt().expand(2, -1), config),
-        (UnsupportedError, "one prompt", assistant, prompt()[:, :0], config),
-        (UnsupportedError, "max_length", assistant, prompt(), GenerationConfig()),
-    ):
-        with pytest.raises(error, match=words):
-            DynSpecCandidateGenerator(one, input_ids=ids, generation_config=settings)
-    for settings in ({"assistant_ensemble_weight": 0.5}, {"prompt_lookup_num_tokens": 3}):
-        with pytest.raises(UnsupportedError, match=next(iter(settings))):
-            target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target), **settings)
-
-
-SIGNATURES = {
-    "any": "def generate(self, *args, **kwargs): return super(type(self), self).generate(*args, **kwargs)",
-    "one and any": "def generate(self, x, *args, **more): return super(type(self), self).generate(x, *args, **more)",
-    "keywords": "def generate(self, *, inputs, **kwargs): return super(type(self), self).generate(inputs, **kwargs)",
-    "few": (
-        "def generate(self, inputs=None, assistant_model=None, max_new_tokens=24, do_sample=False):\n"
-        "  return super(type(self), self).generate(inputs, assistant_model=assistant_model, "
-        "max_new_tokens=max_new_tokens, do_sample=do_sample)"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_subclasses_with_any_signature(name, target, drafter):
-    namespace: dict = {}
-    exec(SIGNATURES[name], namespace)
-    target.__class__ = type("Special", (type(target),), {"generate": namespace["generate"]})
-    assistant = DynSpecAssistant(drafter, target=target)
-    arguments = {"max_new_tokens": 24, "do_sample": False}
-    args, kwargs = ((), {"inputs": prompt()}) if name == "keywords" else ((prompt(),), {})
-    output = target.generate(*args, **kwargs, **arguments, assistant_model=assistant)
-    assert torch.equal(output, generate(tiny()))
-    assert assistant.stats.accepted > 0 and assistant.stats.tokens == 24
-    if name in ("any", "one and any"):
-        config = GenerationConfig(max_new_tokens=24, eos_token_id=EOS, pad_token_id=0)
-        rounds = assistant.stats_total.rounds
-        output = target.generate(prompt(), config, None, None, None, None, assistant)
-        assert torch.equal(output, generate(tiny())) and assistant.stats_total.rounds > rounds
-
-
-def test_the_attributes_go_with_the_last_assistant(target, drafter):
-    before = dict(vars(target))
-    first, second = DynSpecAssistant(drafter, target=target), DynSpecAssistant(drafter, "full", target=target)
-    generate(target, first)
-    del first
-    assert "generate" in vars(target)
-    generate(target, second)
-    del second
-    gc.collect()
-    assert vars(target) == before
-
-
-@pytest.mark.parametrize(
-    ("policy", "do_sample"), representatives("families", itertools.product(POLICY_CASES, (False, True)), keep=4)
-)
-def test_an_assistant_made_within_the_call(policy, do_sample, target, drafter):
-    before = dict(vars(target))
-    output = target.generate(
-        prompt(),
-        max_new_tokens=24,
-        do_sample=do_sample,
-        assistant_model=DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, num_assistant_tokens=4),
-    )
-    if not do_sample:
-        assert torch.equal(output, generate(target, max_new_tokens=24))
-    assert output.shape[1] <= 36
-    gc.collect()
-    assert vars(target) == before
-
-
-def test_an_assistant_made_within_the_call_that_needs_our_own_loop(target, drafter):
-    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
-        target.generate(prompt(), assistant_model=DynSpecAssistant(drafter, target=target, tree=True))
-    gc.collect()
-    cache = DynamicCache(config=target.config)
-    with torch.no_grad():
-        target(prompt()[:, :6], **{CACHE: cache})
-    with pytest.raises(UnsupportedError, match="bind the assistant before the call"):
-        target.generate(
-            prompt(), **{CACHE: cache}, assistant_model=DynSpecAssistant(drafter, target=target), max_new_tokens=4
-        )
-
-
-@pytest.mark.parametrize("ends", ["by length", "by token"])
-def test_a_loop_of_ones_own(ends, target, drafter):
-    """The contract of transformers' candidate generators, in the fewest lines."""
-    assistant = DynSpecAssistant(drafter, target=target)
-    plain = generate(target)[0].tolist()
-    eos = plain[20] if ends == "by token" else EOS
-    config = GenerationConfig(max_length=28, eos_token_id=eos)
-    generator = DynSpecCandidateGenerator(assistant, input_ids=prompt(), generation_config=config)
-    text, outputs, matches = prompt(), None, 0
-    with torch.no_grad():
-        while text.shape[1] < 28 and text[0, -1] != eos:
-            candidates, logits = generator.get_candidates(text, model_outputs=outputs, n_last_matches=matches)
-            assert logits is None and candidates.shape[1] <= 27
-            outputs = target(candidates, **generator.model_kwargs_overrides)
-            chosen = outputs.logits[:, text.shape[1] - 1 :].argmax(-1)
-            drafted = candidates[:, text.shape[1] :]
-            matches = int((drafted == chosen[:, :-1]).cumprod(-1).sum())
-            matches = min(matches, 27 - text.shape[1])
-            text = torch.cat([text, chosen[:, : matches + 1]], dim=1)
-            generator.update_candidate_strategy(text, outputs.logits[:, -drafted.shape[1] - 1 :], matches)
-    assert text[0].tolist() == plain[: text.shape[1]]
-    assert assistant.stats_total.rounds == 0
-    del generator
-    assert assistant.stats.accepted > 0 and assistant.stats.tokens == text.shape[1] - 12
-
-
-def test_a_bind_that_fails_leaves_everything_as_it_was(target, drafter):
-    assistant = DynSpecAssistant(drafter, RouterShortlist(random_router(), max_clusters=3), target=target)
-    expected = generate(tiny())
-    wide = tiny(hidden_size=64)
-    refused_targets = (wide, tiny(vocabulary=4000), tiny_t5(), object())
-    for other in refused_targets[1:]:
-        with pytest.raises(UnsupportedError):
-            assistant.bind(other)
-        assert assistant.target is target and "generate" not in getattr(other, "__dict__", {})
-        assert torch.equal(generate(target, assistant), expected) and assistant.stats.rounds > 0
-    for name, wrong in {
-        "drafter": perturbed(tiny(vocabulary=4000)),
-        "policy": RouterShortlist(random_router(width=16), max_clusters=3),
-        "tree": 7,
-    }.items():
-        before = getattr(assistant, name)
-        with pytest.raises(DynSpecError):
-            setattr(assistant, name, wrong)
-        assert getattr(assistant, name) is before
-        assert torch.equal(generate(target, assistant), expected) and assistant.stats.accepted > 0
-
-
-def test_what_is_reassigned_takes_effect_at_the_next_call(target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target)
-    expected = generate(tiny())
-    assert torch.equal(generate(target, assistant), expected)
-    full = assistant.stats.active_vocabulary
-    assistant.policy = POLICY_CASES["frequency"]()
-    assert torch.equal(generate(target, assistant), expected)
-    assert assistant.stats.active_vocabulary == 90 < full
-    assistant.policy = "hybrid"
-    conversation = assistant.conversation()
-    assert torch.equal(generate(target, conversation), expected)
-    assistant.drafter = target
-    for one in (assistant, conversation):
-        assert torch.equal(generate(target, one), expected)
-    assert assistant.stats.acceptance_rate > 0.8
-    assistant.tree = TreeConfig(8, 2, 3)
-    assert torch.equal(generate(target, assistant), expected) and assistant.stats.drafted % 7 == 0
-    assistant.tree = False
-    assistant.generation_config.num_assistant_tokens = 2
-    assert torch.equal(generate(target, assistant), expected)
-    assert max(index for index, count in enumerate(assistant.stats.tokens_per_round) if count) <= 3
-
-
-def test_a_copy_is_bound_to_the_same_target(target, drafter):
-    """Evaluation harnesses copy the arguments of every request."""
-    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens=3)
-    expected = generate(target, assistant)
-    assert torch.equal(generate(target, copy.copy(assistant)), expected)
-    twin = copy.deepcopy({"assistant_model": [assistant, assistant]})["assistant_model"]
-    assert twin[0] is twin[1] is not assistant
-    twin = twin[0]
-    assert twin.target is target and twin.drafter is assistant.drafter and twin.policy is assistant.policy
-    twin.generation_config.num_assistant_tokens = 1
-    assert torch.equal(generate(target, twin), expected) and torch.equal(generate(target, assistant), expected)
-    assert max(index for index, count in enumerate(twin.stats.tokens_per_round) if count) == 2
-    assistant.unbind()
-    assert torch.equal(generate(target, twin), expected)
-    conversation = copy.deepcopy(twin.conversation())
-    assert torch.equal(generate(target, conversation), expected)
-    twin.unbind()
-    assert "generate" not in vars(target)
-    assert copy.deepcopy(twin).target is None
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_tokenizers_that_can_both_be_known_are_compared(given, tmp_path):
-    target, drafter = tiny(), tiny(seed=2)
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=character_tokenizer()._tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
-    target.save_pretrained(tmp_path / "target")
-    drafter.save_pretrained(tmp_path / "drafter")
-    word_tokenizer().save_pretrained(tmp_path / "target")
-    other.save_pretrained(tmp_path / "drafter")
-    target = type(target).from_pretrained(tmp_path / "target")
-    drafter = type(drafter).from_pretrained(tmp_path / "drafter")
-    tokenizer = word_tokenizer() if given else None
-    with pytest.raises(UnsupportedError, match="differ"):
-        DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
-    with pytest.raises(UnsupportedError, match="differ"):
-        DynSpecAssistant(drafter, target=tiny(), tokenizer=word_tokenizer())
-    word_tokenizer().save_pretrained(tmp_path / "drafter")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
-    with pytest.warns(UserWarning, match="could not be compared"):
-        DynSpecAssistant(tiny(seed=2), target=target, tokenizer=tokenizer)
-
-
-# Models that cannot be used ------------------------------------------------------------------------------------------
-
-
-def test_an_encoder_decoder_is_refused_on_either_side(target, drafter):
-    with pytest.raises(UnsupportedError, match="transformers' own"):
-        DynSpecAssistant(tiny_t5())
-    with pytest.raises(UnsupportedError, match="transformers' own"):
-        DynSpecAssistant(drafter, target=tiny_t5())
-
-
-def test_a_recurrent_model_is_refused_on_either_side(drafter):
-    recurrent = MambaForCausalLM(MambaConfig(vocab_size=301, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(UnsupportedError, match="attention-only"):
-        DynSpecAssistant(recurrent)
-    with pytest.raises(UnsupportedError, match="without an assistant"):
-        DynSpecAssistant(drafter, target=recurrent)
-
-
-@pytest.mark.parametrize("thing", [None, "gpt2", torch.nn.Linear(3, 3)])
-def test_something_else_is_refused_on_either_side(thing, drafter):
-    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
-        DynSpecAssistant(thing)
-    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
-        DynSpecAssistant(drafter).bind(thing)
-
-
-def test_a_model_without_a_head_is_refused(target):
-    with pytest.raises(UnsupportedError, match="output projection"):
-        DynSpecAssistant(target.model)
-    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
-        DynSpecAssistant(target, target=target.model)
-
-
-def test_different_vocabularies_are_refused(target):
-    with pytest.raises(UnsupportedError, match="universal assisted generation"):
-        DynSpecAssistant(tiny(vocabulary=301 + 1024), target=target)
-
-
 def test_tokenizers_of_a_pair_are_read_once_beside_a_given_one(tmp_path, monkeypatch):
     tokenizer, models = word_tokenizer(), {"target": tiny(), "drafter": tiny(seed=2)}
     for name, model in models.items():
@@ -691,7 +605,7 @@ def test_tokenizers_of_a_pair_are_read_once_beside_a_given_one(tmp_path, monkeyp
     for _ in range(3):
         bind(tokenizer=tokenizer).unbind()
     assert read == [models["target"], models["drafter"]]
-    # Another tokenizer is compared, the same one with another token, and what lies beside another model.
+    # Another tokenizer is compared, the same one with another token, and one beside another model.
     with pytest.raises(UnsupportedError):
         bind(tokenizer=character_tokenizer())
     tokenizer.add_tokens(["more"])
