@@ -1,5 +1,5 @@
-"""README, docs and model cards: their Python runs as it stands, on the embedded pocket pair, their commands are real,
-those of README and docs run, what they link to is there, and figures that stand in two places are the same."""
+"""README, docs and model cards: their Python runs on the embedded pocket pair, their commands are real and those of
+README and docs run, links lead somewhere, and figures in two places are equal."""
 
 import json
 import lzma
@@ -45,8 +45,7 @@ CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 PAGES = [README, *DOCS, *CARDS]
 # tests/examples/test_write_a_policy.py runs the first; the other is for computers with a GPU.
 NOT_RUN_HERE = {"write-a-policy.md", "on-a-gpu.md"}
-# The only thing that is changed: where these names on the Hub are read from. Models keep the names that they were
-# asked for by, as they do when they come from the Hub.
+# Names on the Hub, and where they are read from instead. Models keep these names, as if they came from the Hub.
 LOCAL = {
     "Qwen/Qwen3-8B": POCKET / "target",
     "Qwen/Qwen3-0.6B": POCKET / "drafter",
@@ -190,7 +189,7 @@ def parse(words: list[str]) -> None:
 
 
 def require_real(words: list[str]) -> None:
-    """A command is one that the project or its dependencies have, and takes what it is given."""
+    """The project or its dependencies have this command, with these options."""
     match words:
         case ["hf-dynspec", *rest]:
             parse(rest)
@@ -201,7 +200,7 @@ def require_real(words: list[str]) -> None:
         case ["python", script, *options]:
             source = (ROOT / script).read_text(encoding="utf-8")
             for word in options:
-                # Spelt out, or made by typer of a parameter's name.
+                # In the source literally, or made by typer from a parameter's name.
                 spellings = rf'"{word}"|\b{word[2:].replace("-", "_")}: '
                 assert not word.startswith("--") or re.search(spellings, source), word
         case ["make", target, *variables]:
@@ -220,19 +219,16 @@ def test_every_command_takes_what_it_is_given(page):
         require_real(words)
 
 
-def test_a_command_that_is_none_is_found():
-    made_up = ("hf-dynspec bench --targets a", "python examples/quickstart.py --fast", "hf_dynspec bench")
-    for line in (*made_up, "make quickstart TARGETS=a"):
+def test_a_wrong_command_is_found_and_every_command_of_the_package_is_in_the_docs():
+    wrong = ("hf-dynspec bench --targets a", "python examples/quickstart.py --fast", "hf_dynspec bench")
+    for line in (*wrong, "make quickstart TARGETS=a"):
         with pytest.raises((Exception, pytest.fail.Exception)):
             require_real(shlex.split(line))
-
-
-def test_every_command_of_the_package_is_in_the_docs():
     named = {words[1] for page in PAGES for words in commands(page) if words[0] == "hf-dynspec"}
     assert named == set(typer.main.get_command(app).commands)
 
 
-# What makes the commands of README and docs small, in the order in which they need one another's results.
+# Arguments that make the commands of README and docs small, in the order in which they need one another's results.
 _FEW_TOKENS = ("--limit", "1", "--max-new-tokens", "6", "--threads", "1")
 _BENCH = (*_FEW_TOKENS, "--repeats", "1", "--profile-prompts", "1", "--skip-coverage")
 _TRAINING = ("--steps", "400", "--held-out", "64", "--max-batches", "8", "--batch-size", "64")
@@ -269,7 +265,7 @@ def in_order() -> Iterator[tuple[list[str], tuple[str, ...]]]:
 
 
 def expanded(words: list[str]) -> list[str]:
-    """As a shell would pass them, and with local names in place of those on the Hub."""
+    """The words as a shell would pass them, with local names in place of those on the Hub."""
     names = {"Qwen/Qwen3-8B": "path/to/target", "Qwen/Qwen3-0.6B": "path/to/drafter"}
     files = [sorted(map(str, Path().glob(word))) if "*" in word else [names.get(word, word)] for word in words]
     assert all(files), f"no file fits one of {words}"
@@ -278,7 +274,7 @@ def expanded(words: list[str]) -> list[str]:
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
-    """A folder with what the commands read: the pocket pair, a head for it, texts and prompts."""
+    """A folder with the inputs of the commands: the pocket pair, a head for it, texts and prompts."""
     monkeypatch.chdir(tmp_path)
     Path("path/to").mkdir(parents=True)
     for name in ("target", "drafter"):
@@ -311,20 +307,9 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
         if "--results" in words:
             assert "\n| this artifact | " in result.output
     assert len(ran) >= 15
-    for name in (
-        "results.json",
-        "results.svg",
-        "coverage.json",
-        "coverage.png",
-        "bench.json",
-        "doctor.json",
-        "docs/speed.svg",
-        "trace.html",
-        "timeline.json",
-        "evaluation/tables.md",
-        "evaluation/speed-by-domain.svg",
-        "microspec-2/tables.md",
-    ):
+    written = """results.json results.svg coverage.json coverage.png bench.json doctor.json docs/speed.svg trace.html
+        round.svg evaluation/tables.md evaluation/speed-by-domain.svg microspec-2/tables.md"""
+    for name in written.split():
         assert Path(name).stat().st_size > 0
     policy = RouterShortlist("router/")
     assert policy.router.num_clusters == 48
@@ -334,7 +319,7 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """GitHub's names of the headings of a page."""
     headings = re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
@@ -345,28 +330,14 @@ def links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_relative_link_leads_somewhere(page):
+def test_whatever_a_page_names_exists(page):
+    """Links with their anchors, files and tests."""
     for link in links(page):
-        if re.match(r"[a-z]+:", link):
-            continue
         path, _, anchor = link.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.is_relative_to(ROOT) and linked.exists(), f"{name_of(page)}: {link}"
-        assert not anchor or anchor in anchors(linked), f"{name_of(page)}: {link}"
-
-
-def test_anchors_are_githubs():
-    page = ROOT / "docs" / "reading-the-figures.md"
-    assert {"what-does-the-10-nearest-lie-in-56-96-at-random-say", "is-all-of-it-speculations"} <= anchors(page)
-
-
-def test_the_readme_leads_to_every_page():
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
-    assert linked >= set(DOCS) | set(CARDS)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_files_and_tests_that_are_named_exist(page):
+        if not re.match(r"[a-z]+:", link):
+            assert linked.is_relative_to(ROOT) and linked.exists(), link
+            assert not anchor or anchor in anchors(linked), link
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`((?:tests|examples|docs|model_cards|hf_dynspec)/[\w./-]*)`", text):
         assert (ROOT / name).exists(), name
@@ -375,9 +346,11 @@ def test_the_files_and_tests_that_are_named_exist(page):
         assert f"def {name}(" in tests, name
 
 
-def test_the_readme_is_one_page():
+def test_the_readme_is_one_page_and_leads_to_every_other():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150 and len(text.split()) <= 1200
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
+    assert linked >= set(DOCS) | set(CARDS)
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
