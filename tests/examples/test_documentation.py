@@ -308,7 +308,7 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
             assert "\n| this artifact | " in result.output
     assert len(ran) >= 15
     written = """results.json results.svg coverage.json coverage.png bench.json doctor.json docs/speed.svg trace.html
-        round.svg evaluation/tables.md evaluation/speed-by-domain.svg microspec-2/tables.md"""
+        timeline.json evaluation/tables.md evaluation/speed-by-domain.svg microspec-2/tables.md"""
     for name in written.split():
         assert Path(name).stat().st_size > 0
     policy = RouterShortlist("router/")
