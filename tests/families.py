@@ -182,6 +182,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xlnet": {},
 }
 
+# A rope that changes at this length, after which a model reads everything again.
+SWITCH = 30
+LONG_ROPE: dict[str, Any] = {
+    "sliding_window": None,
+    "original_max_position_embeddings": SWITCH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": SWITCH,
+        "factor": 16.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 5.0],
+        "short_mscale": 1.0,
+        "long_mscale": 1.0,
+    },
+}
+
 
 def model_of(family: str, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedModel:
     """A random model of a family of `SETTINGS`, whose weights are large enough for clear preferences among tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import representatives
-from families import SETTINGS, model_of
+from families import LONG_ROPE, SETTINGS, SWITCH, model_of
 from models import SLIDING_WINDOW, VOCABULARY, perturbed, prompt, tiny
 from transformers import PreTrainedModel
 
@@ -29,54 +29,27 @@ WHOLE_TREE = TreeConfig(total_tokens=53, depth=3, top_k=4)
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 _RECURRENT = dict.fromkeys(
-    (
-        "bamba",
-        "deepseek_v4",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "mamba",
-        "mamba2",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "zamba2",
-    ),
+    """bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 nemotron_h olmo_hybrid
+    qwen3_5_text qwen3_next recurrent_gemma rwkv zamba2""".split(),
     "recurrent state",
 )
 # Patterns of the refusals' messages: of families that cannot be a target at all, …
 NO_TARGET = _RECURRENT | {"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"}
 # … that verify chains, but no trees, …
 NO_TREE_TARGET = {
-    "bart": "position|changes with the others",
+    **dict.fromkeys("bart mpt roberta roformer trocr".split(), "position|changes with the others"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "index|changes with the others"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     "bloom": "mask|position",
-    "deepseek_v32": "index|changes with the others",
-    "glm_moe_dsa": "index|changes with the others",
     "gpt_neo": "window|local",
-    "lfm2": "conv",
-    "lfm2_moe": "conv",
     "llama4_text": "chunk",
-    "mpt": "position|changes with the others",
-    "roberta": "position|changes with the others",
-    "roformer": "position|changes with the others",
-    "trocr": "position|changes with the others",
 }
 _HEAD = "between its decoder and its logits"
 # … that cannot draft, …
 NO_DRAFTER = _RECURRENT | {
-    "bert": _HEAD,
-    "electra": _HEAD,
+    **dict.fromkeys("bert electra modernbert-decoder roberta roformer".split(), _HEAD),
+    **dict.fromkeys(("openai-gpt", "xlnet"), "cache"),
     "minimax": "roll|recurrent|cache",
-    "modernbert-decoder": _HEAD,
-    "openai-gpt": "cache",
-    "roberta": _HEAD,
-    "roformer": _HEAD,
-    "xlnet": "cache",
 }
 # … and that draft chains, but no trees.
 NO_TREE_DRAFTER = NO_TREE_TARGET
@@ -286,24 +259,8 @@ def test_trees_are_drafted_as_from_scratch(model, drafter, llama):
 
 # Variants of families ------------------------------------------------------------------------------------------------
 
-_SWITCH = 30
-_LONG_ROPE = {
-    "sliding_window": None,
-    "original_max_position_embeddings": _SWITCH,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 1.0,
-        "original_max_position_embeddings": _SWITCH,
-        "factor": 16.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 5.0],
-        "short_mscale": 1.0,
-        "long_mscale": 1.0,
-    },
-}
 _DYNAMIC_ROPE = {
-    "max_position_embeddings": _SWITCH,
+    "max_position_embeddings": SWITCH,
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
 }
 LONG = representatives("families", itertools.product(["phi3", "llama", "phimoe"], [TREE, False]))
@@ -313,9 +270,9 @@ _TWICE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_att
 @pytest.mark.parametrize(("family", "tree"), LONG)
 def test_a_rope_that_changes_at_a_length(family, tree):
     """What the target says of a token depends on how far the forward that reads it reaches."""
-    model = without_end(model_of(family, **_LONG_ROPE))
+    model = without_end(model_of(family, **LONG_ROPE))
     expected = generate(model, None)
-    assert expected.shape[1] > _SWITCH + 10
+    assert expected.shape[1] > SWITCH + 10
     assistant = DynSpecAssistant(WellInformed(expected[0]), target=model, tree=tree)
     assert torch.equal(generate(model, assistant), expected)
     assert assistant.stats.accepted > 0
@@ -323,11 +280,11 @@ def test_a_rope_that_changes_at_a_length(family, tree):
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 def test_no_round_is_drafted_over_the_length_at_which_a_rope_changes(tree):
-    model = without_end(model_of("phi3", **_LONG_ROPE))
+    model = without_end(model_of("phi3", **LONG_ROPE))
     assistant = DynSpecAssistant(copy.deepcopy(model), target=model, tree=tree)
     assert assistant.draft_round(prompt(6)).token_ids.numel()
-    with pytest.raises(UnsupportedError, match=f"a text of {_SWITCH} tokens"):
-        assistant.draft_round(prompt(_SWITCH))
+    with pytest.raises(UnsupportedError, match=f"a text of {SWITCH} tokens"):
+        assistant.draft_round(prompt(SWITCH))
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
@@ -360,7 +317,7 @@ VARIANTS = {
                 "rope_type": "yarn",
                 "factor": 4.0,
                 "rope_theta": 1e4,
-                "original_max_position_embeddings": _SWITCH,
+                "original_max_position_embeddings": SWITCH,
             }
         },
     ),

@@ -6,12 +6,12 @@ import logging
 import types
 import warnings
 
-import families
 import pytest
 import torch
 from calls import SHAPES, Pieces, assert_same, generate, padded
 from cases import pairwise, representatives
 from eagle_heads import drafter_of, random_head
+from families import LONG_ROPE, SWITCH, model_of
 from models import (
     BOS,
     EOS,
@@ -377,25 +377,11 @@ def test_prompts_are_read_in_chunks_of_the_size_that_was_asked_for(kind, shape, 
     assert assistant.stats.to_dict() == stats
 
 
-# A Phi-3 that reads everything again past 32 tokens.
-PHI3_SWITCH = {
-    "sliding_window": None,
-    "max_position_embeddings": 512,
-    "original_max_position_embeddings": 32,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 5.0],
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": 32,
-        "partial_rotary_factor": 1.0,
-    },
-}
-
-
-@pytest.mark.parametrize(("length", "chunk"), representatives("families", itertools.product((30, 40), (8, 33, 40)), 2))
+@pytest.mark.parametrize(
+    ("length", "chunk"), representatives("families", itertools.product((SWITCH - 2, 40), (8, 31, 40)), 2)
+)
 def test_chunks_of_a_model_that_reads_again_past_a_limit(length, chunk, drafter):
-    target = families.model_of("phi3", **PHI3_SWITCH)
+    target = model_of("phi3", **LONG_ROPE)
     target.generation_config.eos_token_id = None
     assistant = DynSpecAssistant(drafter, "full", target=target)
     assert_same(target, assistant, prompt(length), prefill_chunk_size=chunk, max_new_tokens=12)
