@@ -260,8 +260,17 @@ def arguments_of(name: str, plain: torch.Tensor) -> dict:
     return arguments(plain[0, 12:].tolist()) if callable(arguments) else arguments
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_logits_processors(name, assistant, target):
+# With each processor a chain or a tree by default, in turn.
+IN_TURN = list(zip(PROCESSORS, itertools.cycle(BOTH[:2]), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    representatives("families", dict.fromkeys([*IN_TURN, *itertools.product(PROCESSORS, BOTH)]), keep=len(IN_TURN)),
+)
+def test_logits_processors(name, case, target, drafter):
+    policy, shape = case.split(", ")
+    assistant = DynSpecAssistant(drafter, POLICIES[policy](), target=target, tree=SHAPES[shape])
     plain = generate(target)
     output = assert_same(target, assistant, **arguments_of(name, plain))
     assert not torch.equal(output, plain), "the processor changed nothing"
@@ -350,11 +359,11 @@ def test_an_argument_that_nobody_takes_is_refused_as_in_plain_generate(assistant
     assert messages[0] == messages[1]
 
 
-CHUNKS = pairwise("families", ("independent", "eagle"), list(SHAPES), (5, 1, 12, 40))
+CHUNKS = representatives("families", itertools.product((5, 12, 1, 40), ("independent", "eagle"), SHAPES), keep=5)
 
 
-@pytest.mark.parametrize(("kind", "shape", "chunk"), CHUNKS)
-def test_prompts_are_read_in_chunks_of_the_size_that_was_asked_for(kind, shape, chunk):
+@pytest.mark.parametrize(("chunk", "kind", "shape"), CHUNKS)
+def test_prompts_are_read_in_chunks_of_the_size_that_was_asked_for(chunk, kind, shape):
     """The policy and an EAGLE head observe all of them."""
     target = tiny(num_hidden_layers=4)
     drafter = perturbed(target) if kind == "independent" else drafter_of(random_head("eagle3"), target)
