@@ -34,7 +34,7 @@ _HOMES = {
     "ShortlistPolicy": ".shortlists",
     "ShortlistState": ".shortlists",
     "TargetError": ".errors",
-    "TreeConfig": ".drafting.tree_config",
+    "TreeConfig": ".tree_config",
     "UnionShortlist": ".shortlists",
     "UnsupportedError": ".errors",
     "Verdict": ".protocol",
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from .artifacts.config import DynSpecConfig as DynSpecConfig
     from .assistant import DynSpecAssistant as DynSpecAssistant
     from .drafters import EagleDrafter as EagleDrafter
-    from .drafting.tree_config import TreeConfig as TreeConfig
     from .errors import ArtifactError as ArtifactError
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DynSpecError as DynSpecError
@@ -88,3 +87,4 @@ if TYPE_CHECKING:
     from .shortlists import ShortlistState as ShortlistState
     from .shortlists import UnionShortlist as UnionShortlist
     from .shortlists import register_policy as register_policy
+    from .tree_config import TreeConfig as TreeConfig

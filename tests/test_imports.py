@@ -21,39 +21,37 @@ ROOMS = (
     "forks",
     "vocabulary",
     "devices",
+    "tree_config",
+    "storable",
+    "artifacts",
     "protocol",
     "kernels",
     "stats",
     "shortlists",
     "modeling",
-    "alignment",
     "cache_names",
     "drafters",
+    "alignment",
     "drafting",
     "loading",
     "generation",
     "assistant",
     "testing",
-    "artifacts",
     "build",
     "evaluation",
     "commands",
 )
-# The climbs: what opens the room of artifacts when it is called, because it was given a name in place of a thing, and
-# the assistant that has itself diagnosed.
-CLIMBS = {
-    ("shortlists.registry", "artifacts"),
-    ("drafters.eagle.checkpoint", "artifacts"),
-    ("assistant.saved", "artifacts"),
-    ("assistant.assistant", "evaluation"),
-    ("alignment.aligner", "artifacts"),
-}
+# The climbs: the table of classes has the room imported whose classes it lists, and an assistant can be diagnosed.
+CLIMBS = {("storable", "shortlists"), ("assistant.assistant", "evaluation")}
 # Of the rooms that hold several implementations, a draft knows the contracts only.
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
 # transformers is none of their business; torch alone is (and triton, inside functions, for the kernels).
 THIRD_PARTIES = {
     "errors": set(),
     "devices": {"torch"},
+    "tree_config": set(),
+    "storable": {"torch"},
+    "artifacts": {"torch", "huggingface_hub", "safetensors"},
     "protocol": {"torch"},
     "kernels": {"torch", "triton"},
     "fields": set(),
@@ -64,8 +62,8 @@ THIRD_PARTIES = {
     # The index of one policy is hnswlib's, and lies in the Hub's home folder; its cache weighs tokens in arrays.
     "shortlists": {"torch", "numpy", "hnswlib", "huggingface_hub"},
     "stats": {"torch"},
-    # It takes drafters by what they do; adapters are peft's, and commits the Hub's.
-    "alignment": {"torch", "peft", "huggingface_hub"},
+    # Adapters are peft's, their files safetensors, and commits the Hub's.
+    "alignment": {"torch", "peft", "huggingface_hub", "safetensors"},
 }
 # A Triton kernel cannot be written without triton. The files with one are imported where they are of use, and lazily.
 OF_TRITON = {"kernels.triton_blocks", "kernels.triton_best_rows"}
@@ -93,7 +91,8 @@ def nodes(tree: ast.AST, lazily: bool = False) -> Iterator[tuple[ast.AST, bool]]
 
 
 def imports(file: Path, source: str | None = None) -> Iterator[tuple[str, bool]]:
-    """The absolute dotted names that a file imports (each name of a from-import), and whether lazily."""
+    """The absolute dotted names that a file imports (each name of a from-import), and whether lazily. An
+    `import_module` of a constant counts."""
     package = ["hf_dynspec", *file.relative_to(ROOT).parent.parts]
     for node, lazily in nodes(ast.parse(file.read_text(encoding="utf-8") if source is None else source)):
         if isinstance(node, ast.Import):
@@ -104,6 +103,9 @@ def imports(file: Path, source: str | None = None) -> Iterator[tuple[str, bool]]
             base = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield f"{base}.{alias.name}", lazily
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if isinstance(node.args[0], ast.Constant):
+                yield node.args[0].value, lazily
 
 
 def own_modules(file: Path) -> Iterator[tuple[str, bool]]:
@@ -129,6 +131,7 @@ def test_the_walk_sees_what_it_looks_for():
     source = (
         "import torch\nfrom ..modeling.head import widen\nfrom . import base\nfrom .base import A, B\n"
         "def f():\n    from ..drafters import eagle\n    import triton.language\n"
+        "    import_module('hf_dynspec.stats')\n"
     )
     seen = list(imports(ROOT / "shortlists" / "full.py", source))
     assert seen == [
@@ -139,6 +142,7 @@ def test_the_walk_sees_what_it_looks_for():
         ("hf_dynspec.shortlists.base.B", False),
         ("hf_dynspec.drafters.eagle", True),
         ("triton.language", True),
+        ("hf_dynspec.stats", True),
     ]
     assert len(FILES) > 20
     assert ("modeling.head", False) in own_modules(ROOT / "drafters" / "base.py")
@@ -159,17 +163,29 @@ def test_imports_run_downhill():
     assert climbs == CLIMBS
 
 
+def circle_of(imported: dict[str, set[str]]) -> set[str]:
+    """The modules that import each other, directly or through others, and the ones between them."""
+    left = dict(imported)
+    while free := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in free}
+    while free := set(left) - {other for others in left.values() for other in others}:
+        left = {name: others for name, others in left.items() if name not in free}
+    return set(left)
+
+
 def test_no_files_import_each_other():
-    """In no way, not even when they are called."""
-    imported = {module_of(file): {module for module, _ in own_modules(file)} for file in FILES}
-    for module, others in imported.items():
-        others -= {module, ""}
-    # But for one arrow: a policy that was given a path in place of a ranking has the artifact opened.
-    imported["shortlists.registry"].remove("artifacts")
-    left = {module: others for module, others in imported.items() if module}
-    while leaves := {module for module, others in left.items() if not others & set(left)}:
-        left = {module: others for module, others in left.items() if module not in leaves}
-    assert left == {}
+    """Not even inside functions, but for the climbs."""
+    imported = {}
+    for file in FILES:
+        module = module_of(file)
+        climbs = {room for name, room in CLIMBS if name == module}
+        imported[module] = {other for other, _ in own_modules(file) if room_of(other) not in climbs} - {module, ""}
+    del imported[""]
+    assert circle_of(imported) == set()
+
+
+def test_circles_are_found():
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
 
 
 @pytest.mark.parametrize("room", THIRD_PARTIES)

@@ -10,6 +10,7 @@ from ..errors import ConfigurationError, shown_value
 from ..fields import require_name
 from .replay_state import requests_state
 from .requests import RequestLearner, alone
+from .saved import push_learnt, read_learnt, read_requests, save_learnt
 from .statistics import AlignmentStatistics
 
 if TYPE_CHECKING:
@@ -171,8 +172,6 @@ class Aligner(RequestLearner):
         Raises:
             ArtifactError: it is a file.
         """
-        from ..artifacts.adapters import save_learnt
-
         requests = requests_state(self._training.active_adapter.buffer) if include_buffer else None
         return save_learnt(directory, self._training.learner, requests)
 
@@ -201,8 +200,6 @@ class Aligner(RequestLearner):
                 option is of a folder and this is a repository, or the other way round.
             ConfigurationError: it is of another drafter; names what differs. Nothing was changed.
         """
-        from ..artifacts.adapters import read_learnt, read_requests
-
         training = self._training
         requests = read_requests(directory_or_repo) if include_buffer else None
         weights = read_learnt(directory_or_repo, training.learner, revision, cache_dir, token)
@@ -219,6 +216,4 @@ class Aligner(RequestLearner):
         Raises:
             ArtifactError: there is no such place, or the Hub is not to be asked.
         """
-        from ..artifacts.adapters import push_learnt
-
         return push_learnt(self._training.learner, repo_id, **options)

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..errors import ConfigurationError, shown_text
-from ..shortlists import POLICIES, POLICY_DATA, Storable
+from ..storable import POLICIES, POLICY_DATA, Storable
 from .config import ARTIFACT_SYSTEM, LIBRARY_NAME, DynSpecConfig, ModelReference
 
 # What the columns of measurements that this package makes mean.

@@ -10,9 +10,9 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from .. import __version__
-from ..drafting.tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
 from ..errors import ArtifactError, ConfigurationError, shown_value
 from ..fields import Digits, FieldError, Share, Switch, WholeNumber, json_object, require_name
+from ..tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
 from ..vocabulary import LARGEST_VOCABULARY, TokenizerFingerprint
 
 LIBRARY_NAME = "hf_dynspec"

@@ -8,7 +8,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 
 from ..errors import ArtifactError
 from ..files import require_own_file
-from ..shortlists import POLICY_DATA
+from ..storable import POLICY_DATA
 from .card_file import card_to_publish, may_replace_card
 from .config import CARD_FILE, CONFIG_FILE, DynSpecConfig
 from .folder import FolderFiles

@@ -17,9 +17,7 @@ from huggingface_hub import HfApi
 from ..errors import ArtifactError, ConfigurationError, naming_source
 from ..fields import FieldError
 from ..files import open_file
-from ..shortlists import POLICY_DATA, CooccurrenceGraph, ShortlistPolicy, Storable, stored_class
-from ..shortlists.registry import UNKNOWN_POLICY_FIX
-from ..shortlists.storage import TensorRule
+from ..storable import POLICY_DATA, UNKNOWN_POLICY_FIX, Storable, TensorRule, stored_class
 from ..vocabulary import TokenizerFingerprint, require_same_tokenizer
 from .config import CONFIG_FILE, WEIGHTS_FILE, DynSpecConfig
 from .folder import FETCH_AGAIN, FolderFiles, is_folder, read_config
@@ -90,7 +88,7 @@ def _read(
         return config, read_tensors(opened, config.weights, rules, require_tokenizer(config), eos_token_ids)
 
 
-def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> ShortlistPolicy:
+def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Build the policy of an artifact from what `read_artifact` returned.
 
     Raises:
@@ -119,9 +117,7 @@ def rebuild(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Stora
     return built
 
 
-def read_graph(
-    directory_or_repo: str | os.PathLike, **options: Any
-) -> tuple[CooccurrenceGraph, TokenizerFingerprint | None]:
+def read_graph(directory_or_repo: str | os.PathLike, **options: Any) -> tuple[Any, TokenizerFingerprint | None]:
     """Read a co-occurrence graph from an artifact that may be damaged or hostile.
 
     Args:
@@ -129,13 +125,13 @@ def read_graph(
         options: those of `read_artifact`.
 
     Returns:
-        The graph, and the tokenizer whose ids it speaks of.
+        The `CooccurrenceGraph`, and the tokenizer whose ids it speaks of.
 
     Raises:
         ArtifactError: as in `read_artifact`, or it is another kind of artifact.
     """
     config, tensors = read_artifact(directory_or_repo, **options)
-    if config.policy.name != CooccurrenceGraph.name:
+    if config.policy.name != "cooccurrence_graph":
         problem = f"is {config.policy.name!r}, which holds no co-occurrence graph"
         fix = "Name an artifact that hf-dynspec build graph made."
         raise ArtifactError(f"{CONFIG_FILE}: policy", problem, fix, str(directory_or_repo))

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from ..errors import ArtifactError, ConfigurationError
 from ..files import DEFAULT_SHARD_SIZE, parse_strict_json
-from ..shortlists.storage import TensorRule
+from ..storable import TensorRule
 from ..vocabulary import TokenizerFingerprint
 from .config import INDEX_FILE, LIBRARY_NAME, WEIGHTS_FILE, WeightsDigest
 

@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..errors import ArtifactError
 from ..files import DEFAULT_SHARD_SIZE, copy_through, is_there, open_file, write_through
-from ..shortlists.storage import TensorRule
+from ..storable import TensorRule
 from .card import render_card
 from .card_file import may_replace_card
 from .config import CARD_FILE, CONFIG_FILE, INDEX_FILE, LIBRARY_NAME, DynSpecConfig, WeightsDigest, require_config_size

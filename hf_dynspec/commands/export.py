@@ -11,7 +11,7 @@ from . import options
 from .running import CommandApp, claim_file, claim_folder
 
 if TYPE_CHECKING:
-    from ..artifacts.exports.static import StaticShortlist
+    from ..build.exports.static import StaticShortlist
     from ..drafters.eagle.checkpoint import EagleCheckpoint
 
 export_app = CommandApp(
@@ -50,7 +50,7 @@ def sglang(
 
     The file is read back as SGLang reads it before it takes its place.
     """
-    from ..artifacts.exports.sglang import write_token_map
+    from ..build.exports.sglang import write_token_map
 
     _require_free([out], overwrite)
     claim_file(context, out, "--out", make_folder=True)
@@ -88,7 +88,7 @@ def vllm(
     The head is read back, bit for bit. --check loads the target in float32 and compares what the head drafts, from
     its own rows alone, with what the whole head drafts here from that shortlist.
     """
-    from ..artifacts.exports.vllm import read_head, trimmed_for_vllm, write_head
+    from ..build.exports.vllm import read_head, trimmed_for_vllm, write_head
 
     _require_free([out / name for name in _HEAD_FILES], overwrite)
     claim_folder(context, out, own=_HEAD_FILES)
@@ -120,8 +120,8 @@ def custom_generate(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a folder with which transformers alone drafts from a shortlist, by generate(custom_generate=DIR)."""
-    from ..artifacts.exports.custom_generate import FILES, write_custom_generate
     from ..artifacts.hub import require_repository_name
+    from ..build.exports.custom_generate import FILES, write_custom_generate
 
     if repo_id is not None:
         require_repository_name(repo_id, "--repo-id")
@@ -135,7 +135,7 @@ def custom_generate(
 
 
 def _read(artifact: str, engine: str, size: int | None, static: bool, target: str | None) -> "StaticShortlist":
-    from ..artifacts.exports.static import read_static_shortlist
+    from ..build.exports.static import read_static_shortlist
 
     return read_static_shortlist(artifact, engine=engine, size=size, take_core=static, target=target)
 
@@ -165,7 +165,7 @@ def _check_drafts(
 ) -> None:
     import torch
 
-    from ..artifacts.exports.vllm import require_equal_drafts
+    from ..build.exports.vllm import require_equal_drafts
     from ..drafters.eagle.checkpoint import read_checkpoint
     from ..loading import load_model
 

@@ -135,7 +135,7 @@ def frequency_import(
     overwrite: options.Overwrite = False,
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
-    from ..artifacts.frequency_list import import_frequency_list
+    from ..build.frequency_list import import_frequency_list
     from ..build.ranking import complete_ranking, vocabulary_size
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer

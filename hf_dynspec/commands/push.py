@@ -80,7 +80,7 @@ def push(
 
 
 def _require_folder(directory: Path, repo_id: str) -> Path:
-    from ..artifacts.exports.custom_generate import FILES
+    from ..build.exports.custom_generate import FILES
     from ..errors import ConfigurationError
 
     if not directory.is_dir():

@@ -5,6 +5,18 @@ within which bounds, and what a model card says of it its class declares (`Stora
 """
 
 from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber
+from ..storable import (
+    ID_DTYPES,
+    POLICIES,
+    POLICY_DATA,
+    TOKENIZER_SIZE,
+    WEIGHT_DTYPES,
+    Storable,
+    TensorRule,
+    stored_class,
+    token_ids,
+    token_ranking,
+)
 from .automatic import AutomaticShortlist
 from .base import ShortlistPolicy, ShortlistState
 from .composite import CompositePolicy
@@ -13,11 +25,10 @@ from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .hybrid import HybridShortlist
 from .in_context import InContextShortlist
-from .registry import POLICIES, POLICY_DATA, as_policy, policy_class, register_policy, stored_class
+from .registry import as_policy, policy_class, register_policy
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
 from .screen import ScreenFactor, ScreenShortlist
-from .storage import ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, Storable, TensorRule, token_ids, token_ranking
 from .union import UnionShortlist
 
 register_policy(FullShortlist)

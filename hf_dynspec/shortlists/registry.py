@@ -10,22 +10,15 @@ from typing import Any
 
 import torch
 
+from ..artifacts.reading import read_artifact
 from ..errors import ArtifactError, ConfigurationError, shown_value
+from ..storable import POLICIES, UNKNOWN_POLICY_FIX
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy
-from .storage import Storable
+
+__all__ = ["POLICIES", "UNKNOWN_POLICY_FIX", "as_policy", "policy_class", "read_stored_policy", "register_policy"]
 
 DEFAULT_POLICY = "hybrid"
-POLICIES: dict[str, type[ShortlistPolicy]] = {}
-# What policies read and is no policy by itself. It is stored like one, in artifacts of its own.
-POLICY_DATA: dict[str, type[Storable]] = {}
-
-# How to mend an artifact that names a policy which nobody registered here.
-UNKNOWN_POLICY_FIX = (
-    "Import the package that registers it (register_policy) before the artifact is loaded, or install the hf_dynspec "
-    "that wrote it"
-)
-
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -73,15 +66,6 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigurationError(f"there is no policy {shown_value(name)}; the policies are {', '.join(POLICIES)}")
     return POLICIES[name]
-
-
-def stored_class(name: str) -> type[Storable]:
-    """Return the class of what an artifact holds: a policy's, or one of `POLICY_DATA`.
-
-    Raises:
-        ConfigurationError: there is no such policy.
-    """
-    return POLICY_DATA[name] if isinstance(name, str) and name in POLICY_DATA else policy_class(name)
 
 
 def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
@@ -155,9 +139,6 @@ def read_stored_policy(artifact: str | os.PathLike, tensor: str) -> StoredPolicy
     Raises:
         ArtifactError: the artifact is damaged, or has no such tensor.
     """
-    # Imported here, as only those who name an artifact need the Hub client.
-    from ..artifacts import read_artifact
-
     config, tensors = read_artifact(artifact)
     if tensor not in tensors:
         fix = f"Name an artifact that holds {tensor}; this one is of the policy {config.policy.name!r}."

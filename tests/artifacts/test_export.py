@@ -36,8 +36,8 @@ from hf_dynspec import (
 )
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.artifacts.exports import shortlist_generate
-from hf_dynspec.artifacts.exports.static import read_static_shortlist
+from hf_dynspec.build.exports import shortlist_generate
+from hf_dynspec.build.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
 from hf_dynspec.errors import counted
 from hf_dynspec.vocabulary import fingerprint_tokenizer
@@ -321,7 +321,7 @@ def test_a_trimmed_head_is_speculators_and_drafts_what_the_whole_one_does(
 
 
 def test_the_check_finds_a_head_that_drafts_otherwise(tmp_path, artifact, monkeypatch):
-    from hf_dynspec.artifacts.exports import vllm
+    from hf_dynspec.build.exports import vllm
 
     written = vllm.write_head
 

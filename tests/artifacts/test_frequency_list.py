@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact
-from hf_dynspec.artifacts.frequency_list import import_frequency_list
+from hf_dynspec.build.frequency_list import import_frequency_list
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError
 

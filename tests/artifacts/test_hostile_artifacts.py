@@ -47,9 +47,9 @@ from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
 from hf_dynspec.artifacts.card_file import card_to_publish
 from hf_dynspec.artifacts.config import LARGEST_VOCABULARY, DynSpecConfig, ModelReference, PolicyConfig
-from hf_dynspec.artifacts.frequency_list import import_frequency_list
 from hf_dynspec.artifacts.tensors import serialize_tensors
 from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build.frequency_list import import_frequency_list
 from hf_dynspec.build.texts import CorpusError
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import read_checkpoint

@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.artifacts import assistants, push_artifact, write_artifact
+from hf_dynspec.artifacts import push_artifact, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.artifacts.exports.custom_generate import write_custom_generate
-from hf_dynspec.artifacts.exports.static import read_static_shortlist
+from hf_dynspec.assistant import saved
+from hf_dynspec.build.exports.custom_generate import write_custom_generate
+from hf_dynspec.build.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import (
     HEAD_PRODUCT,
@@ -112,7 +113,7 @@ def hub_on_disk(tmp_path_factory) -> Iterator[None]:
         def push(directory: str, repo_id: str, **_: Any) -> None:
             shutil.copytree(directory, LOCAL[repo_id])
 
-        patch.setattr(assistants, "push_artifact", create_autospec(push_artifact, side_effect=push))
+        patch.setattr(saved, "push_artifact", create_autospec(push_artifact, side_effect=push))
         size = len(AutoTokenizer.from_pretrained(POCKET / "target"))
         for folder in ("path/to/ranking", "ranking"):
             write_policy(folder, FrequencyShortlist(torch.arange(size)))
@@ -145,7 +146,7 @@ RUN_HERE = [page for page in (README, *DOCS) if page.name not in NOT_RUN_HERE an
 def test_every_python_block_goes_on_from_the_readmes_first(page, shared, capsys):
     found = blocks(page, "python")[page == README :]
     assert found
-    assistants.push_artifact.reset_mock()
+    saved.push_artifact.reset_mock()
     for block in found:
         own = dict(shared)
         run(page, block, own)
@@ -159,7 +160,7 @@ def test_every_python_block_goes_on_from_the_readmes_first(page, shared, capsys)
             printed = capsys.readouterr().out
             share = re.search(r"head: (\d+)% of a draft step; a shortlist has up to (\d+\.\d+) times", printed)
             assert 0 < int(share[1]) < 100 and float(share[2]) >= 1
-    assert assistants.push_artifact.call_count == sum("push_to_hub(" in source for _, source in found)
+    assert saved.push_artifact.call_count == sum("push_to_hub(" in source for _, source in found)
 
 
 @pytest.mark.process

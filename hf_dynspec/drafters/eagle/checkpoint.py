@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ...artifacts.folder import is_folder
+from ...artifacts.hub import download_snapshot
 from ...errors import ArtifactError, shown_value
 from .checkpoint_files import (
     CONFIG_FILE,
@@ -172,9 +174,6 @@ def _local_folder(
     allow_pickle: bool,
 ) -> Path:
     """The folder itself, or a repository's files in the cache, all of one commit."""
-    from ...artifacts.folder import is_folder
-    from ...artifacts.hub import download_snapshot
-
     if is_folder(directory_or_repo):
         return Path(directory_or_repo)
     patterns = [*HEAD_FILES, *[PICKLE_FILE] * allow_pickle]

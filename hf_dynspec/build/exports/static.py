@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ...artifacts.config import DynSpecConfig
+from ...artifacts.reading import read_artifact, rebuild_policy
 from ...errors import ArtifactError, ConfigurationError, naming_source
 from ...loading import find_eos_token_ids, load_tokenizer
 from ...protocol import VocabularyInfo
 from ...shortlists import FrequencyShortlist, ShortlistPolicy
 from ...vocabulary import TokenizerFingerprint, fingerprint_tokenizer
-from ..config import DynSpecConfig
-from ..reading import read_artifact, rebuild_policy
 
 BUILD_A_RANKING = "build a ranking with `hf-dynspec build frequency` and export that"
 

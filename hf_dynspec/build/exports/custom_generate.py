@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
+from ...artifacts.config import DynSpecConfig
 from ...errors import ArtifactError
 from ...files import replacing
-from ..config import DynSpecConfig
 from .static import StaticShortlist
 
 CODE_FILE = "custom_generate/generate.py"

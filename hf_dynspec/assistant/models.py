@@ -6,14 +6,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..artifacts.config import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, ModelReference
+from ..artifacts.hub import download_snapshot
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
 from ..drafters.eagle.checkpoint_files import HEAD_FILES
 from ..errors import ArtifactError, ConfigurationError
 from ..files import is_there, read_file
 from ..loading import first_line, load_model
 from ..modeling.parts import output_rows
-from .config import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, ModelReference
-from .hub import download_snapshot
 
 # A model and its tokenizer. Neither code nor pickles are ever fetched.
 _MODEL_FILES = (

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...artifacts.folder import is_folder
+from ...artifacts.hub import download_snapshot
 from ...assistant import DynSpecAssistant
 from ...drafters import EagleDrafter
 from ...drafters.eagle.checkpoint import NO_HEAD, EagleCheckpoint, read_checkpoint, write_checkpoint
@@ -16,8 +18,6 @@ from ...drafters.eagle.conversion import convert_checkpoint, read_output_rows, s
 from ...drafters.eagle.trimming import has_target_rows, trim_checkpoint
 from ...errors import ArtifactError, DynSpecError
 from ...shortlists import FrequencyShortlist
-from ..folder import is_folder
-from ..hub import download_snapshot
 from .static import StaticShortlist
 
 

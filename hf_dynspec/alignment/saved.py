@@ -11,14 +11,14 @@ import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants
 from safetensors.torch import save_file
 
-from ..alignment.learner import Learner
+from ..artifacts.folder import is_folder, missing_file
+from ..artifacts.hub import download_snapshot, naming_hub_errors, usual_hub
 from ..drafters.eagle.checkpoint import read_checkpoint
 from ..drafters.eagle.checkpoint_files import load_tensors, read_json, safetensors_files
 from ..drafters.eagle.drafter import EagleDrafter
 from ..errors import ArtifactError, shown_value
 from ..files import is_there, replacing, write_json
-from .folder import is_folder, missing_file
-from .hub import download_snapshot, naming_hub_errors, usual_hub
+from .learner import Learner
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
