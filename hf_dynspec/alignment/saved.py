@@ -1,4 +1,4 @@
-"""What alignment has learnt, in files that others read: a PEFT adapter, an EAGLE head, or a whole model."""
+"""Files of alignment for other readers: a PEFT adapter, an EAGLE head, or a whole model."""
 
 import os
 import re
@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from safetensors.torch import save_file
 
-from ..artifacts.folder import is_folder, missing_file
-from ..artifacts.hub import download_snapshot, naming_hub_errors, usual_hub
+from ..artifacts.folder import missing_file
+from ..artifacts.hub import is_folder, local_folder, naming_hub_errors, usual_hub
+from ..artifacts.publishing import require_online
 from ..drafters.eagle.checkpoint import read_checkpoint
 from ..drafters.eagle.checkpoint_files import load_tensors, read_json, safetensors_files
 from ..drafters.eagle.drafter import EagleDrafter
@@ -22,35 +23,31 @@ from .learner import Learner
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# Users' text, which is written where that is asked for and nowhere else.
+# Users' text, written on request only.
 REPLAY_BUFFER = "replay_buffer.safetensors"
 _REQUEST_TENSOR = re.compile(r"(\d{1,6})\.(\w+)")
-# What has to be the same for the matrices to mean the same.
+# Settings that change the meaning of an adapter's matrices.
 _SAME = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
-# What gives single modules a rank or a scale of their own.
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def save_learnt(
     directory: str | os.PathLike, learner: Learner, requests: Sequence[Mapping[str, torch.Tensor]] | None = None
 ) -> Path:
-    """Write what was learnt.
-
-    By LoRA: a PEFT adapter, which `peft.PeftModel.from_pretrained(model, directory)` puts on the drafter's model. Of
-    an EAGLE head also the head with the adapter merged into it, in its own layout, which loads as any head. Where all
-    weights are trained: the model, which transformers loads, or the head.
+    """Write the learnt weights: with LoRA a PEFT adapter for `peft.PeftModel.from_pretrained(model, directory)`, and
+    of an EAGLE head also the head with the adapter merged; with all weights trained, the model or the head.
 
     Args:
         directory: made if needed.
-        learner: whose weights are written.
-        requests: `requests_state` of those that are to be kept. None: no text is written, and what lies there of it
-            is removed.
+        learner: holds the weights.
+        requests: `requests_state` of the requests to write. None: no text is written, and an earlier file of it is
+            removed.
 
     Returns:
         The folder.
 
     Raises:
-        ArtifactError: it is a file; a weight of an EAGLE head is not finite.
+        ArtifactError: the folder is a file; a weight of an EAGLE head is not finite.
     """
     directory = Path(directory)
     if os.path.lexists(directory) and not directory.is_dir():
@@ -63,30 +60,36 @@ def save_learnt(
     elif config is None:
         drafter.module.save_pretrained(directory)
     if config is not None:
-        # First the tensors: a folder without its configuration is no adapter.
-        tensors = {name: one.cpu().contiguous() for name, one in learner.adapter_state().items()}
-        with replacing(directory / ADAPTER_WEIGHTS) as scratch:
-            save_file(tensors, scratch, metadata={"format": "pt"})
-        write_json(directory / ADAPTER_CONFIG, _config_values(config, drafter))
+        # Tensors first: a folder without its configuration is no adapter.
+        _write_tensors(directory / ADAPTER_WEIGHTS, learner.adapter_state())
+        values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+        if not isinstance(drafter, EagleDrafter):
+            name = drafter.module.config.name_or_path or None
+            values |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": name}
+        write_json(directory / ADAPTER_CONFIG, values | {"inference_mode": True})
     if requests is not None:
         named = {f"{number}.{name}": one for number, held in enumerate(requests) for name, one in held.items()}
-        with replacing(directory / REPLAY_BUFFER) as scratch:
-            save_file({name: one.cpu().contiguous() for name, one in named.items()}, scratch)
+        _write_tensors(directory / REPLAY_BUFFER, named)
     return directory
 
 
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    with replacing(path) as scratch:
+        save_file({name: one.cpu().contiguous() for name, one in tensors.items()}, scratch, metadata={"format": "pt"})
+
+
 def read_requests(directory: str | os.PathLike) -> list[dict[str, torch.Tensor]]:
-    """The requests that `save_learnt` wrote, for `requests_from`, which looks at what they hold.
+    """The requests of `save_learnt`, for `requests_from`, which checks their contents.
 
     Raises:
-        ArtifactError: it is no folder, there are none in it, or the file is damaged or no such file.
+        ArtifactError: it is no folder, it holds no requests, or the file is damaged.
     """
     if not is_folder(directory):
         problem = f"{shown_value(str(directory))} is no folder here, and requests are never published"
         raise ArtifactError("include_buffer", problem, "Leave it out, or give the folder.")
     path = Path(directory) / REPLAY_BUFFER
     if not is_there(path):
-        raise missing_file(REPLAY_BUFFER, str(directory), os.listdir(directory))
+        raise missing_file(REPLAY_BUFFER, directory)
     requests: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in load_tensors([path]).items():
         parts = _REQUEST_TENSOR.fullmatch(name)
@@ -96,14 +99,6 @@ def read_requests(directory: str | os.PathLike) -> list[dict[str, torch.Tensor]]
     return [requests[number] for number in sorted(requests)]
 
 
-def _config_values(config: Any, drafter: Any) -> dict[str, Any]:
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    if not isinstance(drafter, EagleDrafter):
-        name = drafter.module.config.name_or_path or None
-        values |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": name}
-    return values | {"inference_mode": True}
-
-
 def read_learnt(
     directory_or_repo: str | os.PathLike,
     learner: Learner,
@@ -111,66 +106,57 @@ def read_learnt(
     cache_dir: str | os.PathLike | None = None,
     token: str | bool | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read what `save_learnt` wrote, of which nothing is believed.
+    """Read the weights of `save_learnt`. The files may be damaged or hostile.
 
     Args:
         directory_or_repo: a folder, or a repository on the Hub.
         learner: of the same settings, and of a drafter of the same shape.
         revision: the branch, tag or commit of a repository.
-        cache_dir: where downloads are kept (None: the Hub's usual cache).
-        token: for a private repository (None: the one that you are logged in with).
+        cache_dir: the folder for downloads (None: the Hub's usual cache).
+        token: for a private repository (None: your login).
 
     Returns:
-        What `Learner.load_adapter_state` takes, which compares names and shapes.
+        Tensors for `Learner.load_adapter_state`, which compares names and shapes.
 
     Raises:
-        ArtifactError: a file is missing, damaged or a pickle, or the adapter has other settings, or something was said
-            of a repository, and this is a folder. Names it.
+        ArtifactError: a file is missing, damaged or a pickle, the adapter has other settings, or an option of
+            repositories was given for a folder.
     """
-    config, is_here = learner.adapter_config(), is_folder(directory_or_repo)
-    if is_here:
-        _require_none_of_a_repository(directory_or_repo, revision=revision, cache_dir=cache_dir, token=token)
-    if config is None and isinstance(learner.drafter, EagleDrafter):
-        read = read_checkpoint(directory_or_repo, revision=revision, cache_dir=cache_dir, token=token)
-        tensors = dict(read.tensors)
-        return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
-    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if config is not None else ["*.safetensors", "*.safetensors.index.json"]
-    if is_here:
-        folder = Path(directory_or_repo)
+    config, options = learner.adapter_config(), {"revision": revision, "cache_dir": cache_dir, "token": token}
+    if is_folder(directory_or_repo):
+        for name, value in options.items():
+            if value is not None:
+                problem = f"is of a repository, and {shown_value(str(directory_or_repo))} is a folder here"
+                raise ArtifactError(name, problem, "Leave it out, or name a repository that is no folder.")
+    if config is not None:
+        folder = local_folder(directory_or_repo, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], **options)
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not is_there(folder / name):
+                raise missing_file(name, folder)
+        _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict(), type(config)().to_dict())
+        return load_tensors([folder / ADAPTER_WEIGHTS])
+    if isinstance(learner.drafter, EagleDrafter):
+        tensors: Mapping[str, torch.Tensor] = read_checkpoint(directory_or_repo, **options).tensors
     else:
-        folder = download_snapshot(str(directory_or_repo), names, revision, cache_dir, token)
-    if config is None:
+        folder = local_folder(directory_or_repo, ["*.safetensors", "*.safetensors.index.json"], **options)
         files = safetensors_files(folder)
         if files is None:
-            raise missing_file("model.safetensors", str(folder), os.listdir(folder))
+            raise missing_file("model.safetensors", folder)
         tensors = load_tensors(files)
-        return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not is_there(folder / name):
-            raise missing_file(name, str(folder), os.listdir(folder))
-    _require_same_settings(read_json(folder, ADAPTER_CONFIG), config.to_dict(), type(config)().to_dict())
-    return load_tensors([folder / ADAPTER_WEIGHTS])
-
-
-def _require_none_of_a_repository(folder: str | os.PathLike, **options: Any) -> None:
-    """Who names a revision means a repository: a folder of its name would be taken for that revision."""
-    for name, value in options.items():
-        if value is not None:
-            problem = f"is of a repository, and {shown_value(str(folder))} is a folder here"
-            raise ArtifactError(name, problem, "Leave it out, or name a repository that is no folder.")
+    return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
 
 
 def _require_same_settings(stored: Mapping[str, Any], own: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Compare an adapter's settings, which are peft's usual ones where it says nothing, with those of a learner."""
+    """Compare an adapter's settings (peft's usual ones by default) with a learner's."""
     fix = "Load the adapter with the rank, alpha and modules that it was learnt with."
     for name in _SAME:
-        said = stored.get(name, usual[name])
-        if said != own[name]:
-            problem = f"is {shown_value(said)}, and this drafter learns with {shown_value(own[name])}"
+        found = stored.get(name, usual[name])
+        if found != own[name]:
+            problem = f"is {shown_value(found)}, and this drafter learns with {shown_value(own[name])}"
             raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", problem, fix)
     for name in _PATTERNS:
         if stored.get(name):
-            raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", "tells modules apart, which are learnt alike here", fix)
+            raise ArtifactError(f"{ADAPTER_CONFIG}: {name}", "sets ranks or scales of single modules", fix)
 
 
 def push_learnt(
@@ -182,20 +168,20 @@ def push_learnt(
     commit_message: str | None = None,
     api: HfApi | None = None,
 ) -> CommitInfo:
-    """Write what was learnt and publish it in one commit. The repository is made if needed.
+    """Write the learnt weights and publish them in one commit. The repository is made if needed.
 
     Args:
+        learner: holds the weights.
         repo_id: the repository.
-        private: whether a repository that is made is private (None: your account's default).
-        token: the Hub token (None: the one that you are logged in with).
+        private: whether a new repository is private (None: your account's default).
+        token: the Hub token (None: your login).
         commit_message: for the history (None: a plain sentence).
-        api: the client of another Hub than the usual one.
+        api: the client of another Hub.
 
     Raises:
-        ArtifactError: as `save_learnt`, or the Hub is not to be asked.
+        ArtifactError: as `save_learnt`, or HF_HUB_OFFLINE is set.
     """
-    if constants.HF_HUB_OFFLINE:
-        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
+    require_online()
     api = api or usual_hub()
     with TemporaryDirectory(prefix="hf_dynspec-") as folder:
         files = sorted(one for one in save_learnt(folder, learner).iterdir() if one.is_file())

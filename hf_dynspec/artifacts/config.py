@@ -1,11 +1,10 @@
-"""What an artifact's `config.json` says, strictly validated."""
+"""The contents of an artifact's `config.json`, strictly validated."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
@@ -17,8 +16,7 @@ from ..vocabulary import LARGEST_VOCABULARY, TokenizerFingerprint
 
 LIBRARY_NAME = "hf_dynspec"
 FORMAT_VERSION = 1
-
-MOST_TREE_NODES = 2048  # `top_k` at each of a tree's depths
+MOST_TREE_NODES = 2048
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -27,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 LARGEST_CONFIG = 2**20
 MOST_SHARDS = 64
 
-# What the artifact itself is called in rows of results that also have a "system" for what it was compared with.
+# The artifact's own name in rows of results that also have a "system" for the baselines.
 ARTIFACT_SYSTEM = "this artifact"
 
 _COMMIT = Digits(40)
@@ -38,18 +36,17 @@ _Section = TypeVar("_Section")
 
 @dataclass(frozen=True)
 class ModelReference:
-    """Which model an artifact was made with.
+    """The model that an artifact was made with.
 
-    An artifact must not tell strangers how its author's disk is laid out. An absolute path is therefore reduced when
-    the reference is made: a snapshot inside the Hub's cache becomes the repository id and commit that it came from,
-    any other path becomes its last component with `local=True`. Whoever loads such an artifact has to pass the model.
-    The disk is not looked at: a relative folder whose name could be a Hub id needs an explicit `local=True`.
+    An artifact must not publish its author's folders. An absolute path is therefore reduced: a snapshot in the Hub's
+    cache becomes repository id and commit, any other path its last component with `local=True`. The disk is not looked
+    at: a relative folder whose name could be a Hub id needs an explicit `local=True`.
 
     Args:
-        name_or_path: a Hub id, a relative path, or an absolute path (stored reduced, see above).
-        commit: the Hub commit, 40 hexadecimal digits, where known.
-        architecture: the model's class name, where known.
-        vocab_size: rows of the model's output projection, padding included, where known.
+        name_or_path: a Hub id, a relative path, or an absolute path (stored reduced).
+        commit: the Hub commit, 40 hexadecimal digits, if known.
+        architecture: the model's class name, if known.
+        vocab_size: rows of the model's output projection, padding included, if known.
         local: the name is that of a local folder and not to be looked up on the Hub.
 
     Raises:
@@ -66,8 +63,7 @@ class ModelReference:
         require_name("name_or_path", self.name_or_path)
         if self.architecture is not None:
             require_name("architecture", self.architecture)
-        if self.vocab_size is not None:
-            WholeNumber(1, LARGEST_VOCABULARY).require("vocab_size", self.vocab_size)
+        WholeNumber(1, LARGEST_VOCABULARY, optional=True).require("vocab_size", self.vocab_size)
         Switch().require("local", self.local)
         name, cached_commit, local = _without_folders(self.name_or_path)
         object.__setattr__(self, "name_or_path", name)
@@ -79,19 +75,19 @@ class ModelReference:
 
     @property
     def hub_id(self) -> str | None:
-        """The id to look up on the Hub, or None where the model is known by a local folder only."""
+        """The id on the Hub, or None for a model in a local folder."""
         return self.name_or_path if not self.local and _HUB_ID.fullmatch(self.name_or_path) else None
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """A shortlist policy by name, with what `ShortlistPolicy.settings()` returned.
+    """A shortlist policy by name, with its `settings()`.
 
     Args:
-        name: a key of `hf_dynspec.shortlists.POLICIES`, or of `POLICY_DATA` beside it where the artifact holds what
-            policies read. Whether it is one is checked when the policy is built.
-        settings: JSON values. They are copied, and tuples become lists, as they would on the way through a file. Which
-            settings there are, and within which bounds, the policy's class says (`ShortlistPolicy.setting_rules`).
+        name: a key of `hf_dynspec.shortlists.POLICIES`, or of `POLICY_DATA` for data that policies read. The name is
+            looked up when the policy is built.
+        settings: JSON values. They are copied, and tuples become lists. The policy's class checks them
+            (`ShortlistPolicy.setting_rules`).
 
     Raises:
         ConfigurationError: a value is mistyped or not JSON.
@@ -106,12 +102,8 @@ class PolicyConfig:
 
 
 def weights_files(shards: int) -> tuple[str, ...]:
-    """The names of the files that hold the tensors of an artifact: one file, or the shards and their index, whose
-    names are those of transformers. Names are made from the number of shards and never taken from a file.
-
-    Args:
-        shards: how many files the tensors are split into; 0 where there are none.
-    """
+    """The names of an artifact's files of tensors, as transformers names them: one file, or shards and their index.
+    Names are made from the number of shards and never taken from a file."""
     if shards < 2:
         return (WEIGHTS_FILE,) * shards
     return (*(f"model-{index:05d}-of-{shards:05d}.safetensors" for index in range(1, shards + 1)), INDEX_FILE)
@@ -119,14 +111,11 @@ def weights_files(shards: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightsDigest:
-    """Which file of tensors belongs to a `config.json`, so that files of two artifacts are never mixed.
+    """Ties a file of tensors to its `config.json`, so that files of two artifacts are never mixed.
 
     Args:
         sha256: hexadecimal digest of the file.
-        size: its bytes.
-
-    Raises:
-        ConfigurationError: a value is mistyped or out of range.
+        size: bytes of the file.
     """
 
     sha256: str
@@ -139,28 +128,24 @@ class WeightsDigest:
 
 @dataclass(frozen=True)
 class DynSpecConfig:
-    """Everything about an artifact that is not a tensor.
+    """Everything about an artifact but its tensors.
 
     Args:
         policy: the shortlist policy and its settings.
-        tokenizer: whose ids the artifact speaks of. Required as soon as the artifact holds tensors.
+        tokenizer: the tokenizer of the artifact's token ids. Required if the artifact holds tensors.
         drafter: the model that drafts.
         target: the model that verifies.
-        num_assistant_tokens: draft length, `"auto"` to choose it round by round, or None for the default: see
-            `DynSpecAssistant`.
-        assistant_confidence_threshold: a draft ends early below this probability, or None for the default.
-        tree: the shape of the trees to draft, or None for chains. Nobody should wait for what an artifact asks for, so
-            its `top_k` at each depth may not be more than 2,048 nodes together.
-        provenance: JSON values that say how the artifact was made. The model card lists all of them and reads four:
-            `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of what training
-            measured: numbers by name, or a list of objects that are the rows of a table).
-        results: measurements, one JSON object for each row of the card's tables. `"workload"` names what was run,
-            every other number is a metric, every string a condition under which it was measured. Rows of the same
-            `"measurement"` make a table of their own. Rows of what the artifact was compared with have a `"system"`,
-            which is `"this artifact"` for the artifact's own.
-        weights: the digests of the files that hold the tensors, by the names of `weights_files`; filled in by
-            `write_artifact`, empty where there are no tensors. In `config.json` a single file's digest stands without
-            its name. They follow from the tensors, so they take no part in comparisons.
+        num_assistant_tokens: draft length, `"auto"`, or None for the default: see `DynSpecAssistant`.
+        assistant_confidence_threshold: a draft stops early below this probability, or None for the default.
+        tree: the shape of draft trees, or None for chains; at most 2,048 nodes, `top_k` at each depth.
+        provenance: JSON values about how the artifact was made. The model card lists all of them and reads four:
+            `"datasets"` (a list of Hub ids), `"license"`, `"command"` and `"metrics"` (an object of training's
+            measurements: numbers by name, or lists of objects, the rows of a table).
+        results: measurements, one JSON object for each row of the card's tables. `"workload"` names the prompts,
+            every other number is a metric, every string a condition. Rows of the same `"measurement"` share a table.
+            Rows of baselines have a `"system"`, which is `"this artifact"` for the artifact's own.
+        weights: the digests of the files of tensors, by the names of `weights_files`; filled in by `write_artifact`.
+            In `config.json` a single file's digest stands without its name. Left out of comparisons.
         hf_dynspec_version: the version that wrote the artifact.
         format_version: the version of this layout.
 
@@ -182,19 +167,17 @@ class DynSpecConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
-        for name, (kind, required) in _SECTIONS.items():
+        for name, kind in _SECTIONS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind) and (required or value is not None):
-                raise FieldError(
-                    name, f"must be a {kind.__name__}, got {shown_value(value)}", f"Give a {kind.__name__}"
-                )
+            if not isinstance(value, kind) and (name == "policy" or value is not None):
+                problem = f"must be a {kind.__name__}, got {shown_value(value)}"
+                raise FieldError(name, problem, f"Give a {kind.__name__}")
         _require_format_version(self.format_version)
         if self.num_assistant_tokens is not None:
             NUM_ASSISTANT_TOKENS.require("num_assistant_tokens", self.num_assistant_tokens)
         if self.tree is not None and self.tree.top_k * (self.tree.depth + 1) > MOST_TREE_NODES:
-            problem = (
-                f"drafts {self.tree.top_k * (self.tree.depth + 1)} nodes a round, and {MOST_TREE_NODES} are the most"
-            )
+            nodes = self.tree.top_k * (self.tree.depth + 1)
+            problem = f"drafts {nodes} nodes a round, and {MOST_TREE_NODES} are the most"
             raise FieldError("tree", problem, "Give a smaller top_k or depth")
         if self.assistant_confidence_threshold is not None:
             Share(or_nothing=True).require("assistant_confidence_threshold", self.assistant_confidence_threshold)
@@ -205,19 +188,23 @@ class DynSpecConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values that `from_dict` reads back. Shares nothing with this configuration."""
-        return {"library_name": LIBRARY_NAME, **_section_to_dict(self), "weights": _weights_to_json(self.weights)}
+        values = asdict(self)
+        values["weights"] = values["weights"].get(WEIGHTS_FILE, values["weights"]) or None
+        return {"library_name": LIBRARY_NAME, **values}
 
     def to_json(self) -> str:
-        """The text of `config.json`."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        """The text of `config.json`.
+
+        Raises:
+            ArtifactError: it is longer than `LARGEST_CONFIG`, which nobody would read.
+        """
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        require_config_size(len(text.encode("utf-8")))
+        return text
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> "DynSpecConfig":
-        """Read what `to_dict` returned.
-
-        Args:
-            data: the parsed file.
-            source: what errors call the file.
+    def from_dict(cls, data: Mapping[str, Any], source: str = CONFIG_FILE) -> "DynSpecConfig":
+        """Read a parsed `config.json`. Errors call it `source`.
 
         Raises:
             ArtifactError: not an hf_dynspec configuration; or a key is unknown or missing, a value mistyped or out of
@@ -225,47 +212,28 @@ class DynSpecConfig:
         """
         if not isinstance(data, Mapping):
             raise ArtifactError(source, f"must hold a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
-        if data.get("library_name") != LIBRARY_NAME:
-            raise ArtifactError(
-                f"{source}: library_name",
-                f"is {shown_value(data.get('library_name'))} and not {LIBRARY_NAME!r}: no artifact of hf_dynspec",
-                "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made.",
-            )
-        values = {key: value for key, value in data.items() if key != "library_name"}
-        with _naming_the_path(f"{source}: "):
-            # A newer layout may have other sections: its version is told before any of them is found fault with.
+        values = dict(data)
+        library = values.pop("library_name", None)
+        if library != LIBRARY_NAME:
+            problem = f"is {shown_value(library)} and not {LIBRARY_NAME!r}: no artifact of hf_dynspec"
+            fix = "Give a folder or repository that DynSpecAssistant.save_pretrained() or push_to_hub() made."
+            raise ArtifactError(f"{source}: library_name", problem, fix)
+        with _naming_the_path(f"{source}: "):  # first, as a newer layout may have other sections
             _require_format_version(values.get("format_version"))
-        for name, (kind, _) in _SECTIONS.items():
+        for name, kind in _SECTIONS.items():
             if values.get(name) is not None:
                 values[name] = _read_section(kind, values[name], f"{source}: {name}", ".")
         values["weights"] = _read_weights(values.get("weights"), f"{source}: weights")
         return _read_section(cls, values, source, ": ")
 
 
-# The sections of a configuration: their classes, and whether one may be missing.
-_SECTIONS: dict[str, tuple[type, bool]] = {
-    "policy": (PolicyConfig, True),
-    "tokenizer": (TokenizerFingerprint, False),
-    "drafter": (ModelReference, False),
-    "target": (ModelReference, False),
-    "tree": (TreeConfig, False),
+_SECTIONS: dict[str, type] = {
+    "policy": PolicyConfig,
+    "tokenizer": TokenizerFingerprint,
+    "drafter": ModelReference,
+    "target": ModelReference,
+    "tree": TreeConfig,
 }
-
-
-def _section_to_dict(section: Any) -> dict[str, Any]:
-    """A section's fields as JSON values."""
-    values = {}
-    for item in fields(section):
-        value = getattr(section, item.name)
-        is_section = item.name in _SECTIONS and value is not None
-        values[item.name] = _section_to_dict(value) if is_section else deepcopy(value)
-    return values
-
-
-def _weights_to_json(weights: Mapping[str, WeightsDigest]) -> dict[str, Any] | None:
-    """None, the digest of the only file, or the digests of shards and index by their names."""
-    digests = {name: _section_to_dict(digest) for name, digest in weights.items()}
-    return digests.get(WEIGHTS_FILE, digests) or None
 
 
 def _read_weights(data: Any, where: str) -> dict[str, WeightsDigest]:
@@ -273,24 +241,23 @@ def _read_weights(data: Any, where: str) -> dict[str, WeightsDigest]:
         return {}
     if not isinstance(data, Mapping) or not data or not {"sha256", "size"}.isdisjoint(data):
         return {WEIGHTS_FILE: _read_section(WeightsDigest, data, where, ".")}
-    named = weights_files(len(data) - 1) if 2 < len(data) <= MOST_SHARDS + 1 else ()
+    names = weights_files(len(data) - 1) if 2 < len(data) <= MOST_SHARDS + 1 else ()
     for name in data:
-        if name not in named:
+        if name not in names:
             problem = "is not among the names of so many shards and their index"
             raise ArtifactError(f"{where}.{name[:80]}", problem, f"{_WRITE_AGAIN}.")
-    return {name: _read_section(WeightsDigest, data[name], f"{where}.{name}", ".") for name in named}
+    return {name: _read_section(WeightsDigest, data[name], f"{where}.{name}", ".") for name in names}
 
 
 def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -> _Section:
-    """Build one section from exactly the keys that it has."""
+    """Build one section from exactly its keys."""
     if not isinstance(data, Mapping):
         raise ArtifactError(where, f"must be a JSON object, got {shown_value(data)}", f"{_WRITE_AGAIN}.")
     known = {item.name: item for item in fields(kind)}
     for key in data:
         if key not in known:
-            raise ArtifactError(
-                f"{where}{separator}{key}", "is not a key of this section", f"Remove the key. {_WRITE_AGAIN}."
-            )
+            fix = f"Remove the key. {_WRITE_AGAIN}."
+            raise ArtifactError(f"{where}{separator}{key}", "is not a key of this section", fix)
     for key, item in known.items():
         if key not in data and item.default is MISSING and item.default_factory is MISSING:
             raise ArtifactError(f"{where}{separator}{key}", "is missing", f"{_WRITE_AGAIN}.")
@@ -300,7 +267,7 @@ def _read_section(kind: type[_Section], data: Any, where: str, separator: str) -
 
 @contextmanager
 def _naming_the_path(prefix: str) -> Iterator[None]:
-    """Turn what a constructor refuses into an `ArtifactError` that names where in the file it stands."""
+    """Turn a constructor's refusal into an `ArtifactError` that names the place in the file."""
     try:
         yield
     except FieldError as error:
@@ -310,10 +277,9 @@ def _naming_the_path(prefix: str) -> Iterator[None]:
 
 
 def _without_folders(name: str) -> tuple[str, str | None, bool]:
-    """A model's name without the folders above it, the commit where the Hub's cache tells it, and whether the name is
-    that of a local folder."""
-    windows = "\\" in name or PureWindowsPath(name).drive
-    path = PureWindowsPath(name) if windows else PurePosixPath(name)
+    """A model's name without the folders above it, its commit if it is a snapshot of the Hub's cache, and whether it
+    is a local folder."""
+    path = PureWindowsPath(name) if "\\" in name or PureWindowsPath(name).drive else PurePosixPath(name)
     if not (path.is_absolute() or path.drive or name.startswith("~")):
         return name, None, name.startswith(".")
     for folder, snapshots, commit in zip(path.parts, path.parts[1:], path.parts[2:], strict=False):
@@ -345,15 +311,12 @@ def _checked_weights(weights: Any) -> dict[str, WeightsDigest]:
 
 def _require_format_version(value: Any) -> None:
     if isinstance(value, bool) or value != FORMAT_VERSION:
-        raise FieldError(
-            "format_version",
-            f"is {shown_value(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}",
-            "Install the hf_dynspec that wrote the artifact",
-        )
+        problem = f"is {shown_value(value)}, and hf_dynspec {__version__} reads only {FORMAT_VERSION}"
+        raise FieldError("format_version", problem, "Install the hf_dynspec that wrote the artifact")
 
 
 def require_config_size(size: int | None) -> None:
-    """Refuse a `config.json` of more bytes than are read. None where nobody knows yet.
+    """Refuse a `config.json` of more bytes than are read. None: not known yet.
 
     Raises:
         ArtifactError: it has more.

@@ -7,12 +7,12 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from ..errors import ArtifactError
-from ..files import require_own_file
+from ..files import read_file, require_own_file
 from ..storable import POLICY_DATA
-from .card_file import card_to_publish, may_replace_card
-from .config import CARD_FILE, CONFIG_FILE, DynSpecConfig
-from .folder import FolderFiles
-from .hub import PublishedFiles, naming_hub_errors, usual_hub
+from .card import LARGEST_CARD, card_to_publish, is_unedited_card, may_replace_card
+from .config import CARD_FILE, CONFIG_FILE, LARGEST_CONFIG, DynSpecConfig
+from .folder import is_own_config, weights_paths
+from .hub import naming_hub_errors, usual_hub
 from .reading import read_artifact
 from .tensors import is_weights_name
 
@@ -30,63 +30,96 @@ def push_artifact(
 ) -> CommitInfo:
     """Publish a folder that `write_artifact` made, in one commit. The repository is made if needed.
 
-    Only the artifact's own files are uploaded. A generated model card is rewritten to name the repository; a card that
-    somebody edited, here or on the Hub, is kept (the one here if both were).
+    Only the artifact's own files are uploaded. A generated model card is rewritten to name the repository. An edited
+    card is kept, the folder's rather than the Hub's.
 
     Args:
         directory: the folder.
         repo_id: the repository, `"name"` or `"organisation/name"`. Must not hold another library's model.
-        private: whether a repository that is made is private (None: your account's default).
-        token: the Hub token (None: the one that you are logged in with).
+        private: whether a new repository is private (None: your account's default).
+        token: the Hub token (None: your login).
         commit_message: for the history (None: a plain sentence).
         revision: the branch, made if needed (None: the main branch).
         create_pr: open a pull request instead of committing to the branch.
-        api: the client of another Hub than the usual one.
+        api: the client of another Hub.
 
     Returns:
-        The commit, with `pr_url` set where a pull request was opened.
+        The commit, with `pr_url` set for a pull request.
 
     Raises:
         ArtifactError: the folder does not hold a sound artifact, or the repository belongs to something else.
     """
-    api = api or usual_hub()
-    files = FolderFiles(Path(directory))
-    config, _ = read_artifact(files.directory)
-    paths = {CONFIG_FILE: files.config_path(), **files.weights_paths(config.weights)}
+    api, folder = api or usual_hub(), Path(directory)
+    config, _ = read_artifact(folder)
+    paths = {CONFIG_FILE: folder / CONFIG_FILE, **weights_paths(folder, config.weights)}
     for name, path in paths.items():
         require_own_file(path, name)
-    card_to_publish(files.directory, config, repo_id)  # one that cannot be published is told before the Hub is asked
-    if constants.HF_HUB_OFFLINE:
-        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
+    card_to_publish(folder, config, repo_id)  # one that cannot be published is refused before the Hub is asked
+    require_online()
     with naming_hub_errors(repo_id, CONFIG_FILE):
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
-        published = PublishedFiles(api, repo_id, revision, token)
+        published = _Published(api, repo_id, revision, token)
     published.require_own()
     operations: list[Any] = [CommitOperationAdd(name, path) for name, path in paths.items()]
     stale = sorted(name for name in published.names if is_weights_name(name) and name not in config.weights)
     operations += [CommitOperationDelete(name) for name in stale]
-    if not (published.has_edited_card() and may_replace_card(files.directory / CARD_FILE)):
-        card = card_to_publish(files.directory, config, repo_id)
-        operations.append(CommitOperationAdd(CARD_FILE, card.encode("utf-8")))
+    if not (published.has_edited_card() and may_replace_card(folder)):
+        operations.append(CommitOperationAdd(CARD_FILE, card_to_publish(folder, config, repo_id).encode("utf-8")))
+    name = config.policy.name
+    title = name.replace("_", " ") if name in POLICY_DATA else f"{name} shortlist policy"
     return api.create_commit(
         repo_id,
         operations,
-        commit_message=commit_message or f"Upload the {_title(config)} with hf_dynspec",
+        commit_message=commit_message or f"Upload the {title} with hf_dynspec",
         token=token,
         revision=revision,
         create_pr=create_pr,
-        parent_commit=published.commit,  # the files looked at above are the ones that this commit replaces
+        parent_commit=published.commit,  # fails if somebody else pushed meanwhile
     )
 
 
-def _title(config: DynSpecConfig) -> str:
-    name = config.policy.name
-    return name.replace("_", " ") if name in POLICY_DATA else f"{name} shortlist policy"
+def require_online() -> None:
+    """Refuse to publish if the environment forbids to ask the Hub."""
+    if constants.HF_HUB_OFFLINE:
+        raise ArtifactError("repository", "the Hub is not asked for anything", "Unset HF_HUB_OFFLINE to publish.")
 
 
 def published_sizes(config: DynSpecConfig) -> dict[str, int]:
     """The bytes of the files that `push_artifact` uploads beside the model card, by name."""
     sizes = {name: digest.size for name, digest in config.weights.items()}
     return {CONFIG_FILE: len(config.to_json().encode("utf-8")), **sizes}
+
+
+class _Published:
+    """The files of a repository before it is pushed to."""
+
+    def __init__(self, api: HfApi, repo_id: str, revision: str | None, token: str | bool | None):
+        info = api.repo_info(repo_id, revision=revision, token=token)
+        self.names = {file.rfilename for file in info.siblings or ()}
+        self.commit, self._api, self._repo_id, self._token = info.sha, api, repo_id, token
+
+    def _path(self, filename: str, most: int) -> Path | None:
+        """A file's path; None if it is too large for a file of this package."""
+        options = {"revision": self.commit, "token": self._token}
+        size = self._api.hf_hub_download(self._repo_id, filename, dry_run=True, **options).file_size
+        return Path(self._api.hf_hub_download(self._repo_id, filename, **options)) if (size or 0) <= most else None
+
+    def has_edited_card(self) -> bool:
+        if CARD_FILE not in self.names:
+            return False
+        path = self._path(CARD_FILE, LARGEST_CARD)
+        text = b"" if path is None else read_file(path, CARD_FILE, LARGEST_CARD)
+        return not is_unedited_card(text.decode("utf-8", errors="replace"))
+
+    def require_own(self) -> None:
+        """Refuse to replace the files of another library's model."""
+        if CONFIG_FILE in self.names:
+            path = self._path(CONFIG_FILE, LARGEST_CONFIG)
+            own = path is not None and is_own_config(path)
+        else:
+            own = not any(map(is_weights_name, self.names))
+        if not own:
+            problem = f"{self._repo_id} holds a model that is not an hf_dynspec artifact"
+            raise ArtifactError("repository", problem, "Push to a repository of its own.")

@@ -1,13 +1,13 @@
-"""Reading artifacts: a policy with all that it needs, as `config.json`, `model.safetensors` and a model card.
+"""Reading artifacts: a policy with its tensors, as `config.json`, `model.safetensors` and a model card.
 
-Artifacts are data, never code and never pickle. Of a repository only these files are ever fetched, all at one commit.
-`model.safetensors` exists only where the policy has tensors; if they are large it is split into shards with an index,
-as transformers splits a model. `config.json` holds the digest of each of these files.
+Artifacts are data, never code and never pickle. Only these files of a repository are ever fetched, all of one commit.
+Large tensors are split into shards with an index, as transformers splits a model. `config.json` holds the digest of
+each file of tensors.
 """
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from huggingface_hub import HfApi
 
 from ..errors import ArtifactError, ConfigurationError, naming_source
 from ..fields import FieldError
-from ..files import open_file
 from ..storable import POLICY_DATA, UNKNOWN_POLICY_FIX, Storable, TensorRule, stored_class
 from ..vocabulary import TokenizerFingerprint, require_same_tokenizer
 from .config import CONFIG_FILE, WEIGHTS_FILE, DynSpecConfig
-from .folder import FETCH_AGAIN, FolderFiles, is_folder, read_config
-from .hub import RepositoryFiles, usual_hub
+from .folder import FETCH_AGAIN, read_config, weights_paths
+from .hub import Repository, is_folder, usual_hub
 from .tensors import read_tensors, require_weights_sizes
 
 
@@ -38,62 +37,48 @@ def read_artifact(
 
     Args:
         directory_or_repo: an existing folder, or a repository on the Hub.
-        revision: the branch, tag or commit of a repository (None: its main branch). It is resolved to a commit once,
-            and every file comes from that commit. Has no meaning for a folder.
-        tokenizer_fingerprint: the tokenizer that the artifact is about to be used with, to be checked against the
-            artifact's own (None: not checked).
-        cache_dir: where downloads are kept (None: the Hub's usual cache). A cached artifact is read without a network.
-        token: for a private repository (None: the one that you are logged in with).
-        api: the client of another Hub than the usual one.
+        revision: the branch, tag or commit of a repository (None: its main branch), resolved once for all files.
+        tokenizer_fingerprint: the tokenizer in use, compared with the artifact's (None: not compared).
+        cache_dir: the folder for downloads (None: the Hub's usual cache). A cached artifact needs no network.
+        token: for a private repository (None: your login).
+        api: the client of another Hub.
 
     Returns:
         The configuration, and CPU tensors by name: a ranking is int32 or int64 `[n]`.
 
     Raises:
         ArtifactError: a file is missing, too large, damaged, a pickle, or for another tokenizer. Its `field` names
-            the file and the part of it that is at fault.
+            the file and the faulty part of it.
     """
     with naming_source(directory_or_repo):
-        source = _opened(directory_or_repo, revision, cache_dir, token, api)
-        return _read(source, tokenizer_fingerprint)
-
-
-def _opened(
-    directory_or_repo: str | os.PathLike,
-    revision: str | None,
-    cache_dir: str | os.PathLike | None,
-    token: str | bool | None,
-    api: HfApi | None,
-) -> FolderFiles | RepositoryFiles:
-    if is_folder(directory_or_repo):
-        return FolderFiles(Path(directory_or_repo))
-    return RepositoryFiles(str(directory_or_repo), revision, api or usual_hub(), cache_dir, token)
-
-
-def _read(
-    files: FolderFiles | RepositoryFiles, tokenizer_fingerprint: TokenizerFingerprint | None
-) -> tuple[DynSpecConfig, dict[str, torch.Tensor]]:
-    config = read_config(files.config_path())
-    rules = require_policy(config)
-    eos_token_ids = config.tokenizer.eos_token_ids if config.tokenizer else ()
-    if tokenizer_fingerprint is not None and config.tokenizer is not None:
-        require_same_tokenizer(config.tokenizer, tokenizer_fingerprint)
-        eos_token_ids = tuple(dict.fromkeys(eos_token_ids + tokenizer_fingerprint.eos_token_ids))
-    if not config.weights:
-        return config, {}
-    require_weights_sizes(config.weights)
-    with ExitStack() as stack:
-        paths = files.weights_paths(config.weights)
-        opened = {name: stack.enter_context(open_file(path, name)) for name, path in paths.items()}
-        return config, read_tensors(opened, config.weights, rules, require_tokenizer(config), eos_token_ids)
+        repository = None
+        if is_folder(directory_or_repo):
+            folder = Path(directory_or_repo)
+        else:
+            options = {"cache_dir": cache_dir, "token": token}
+            repository = Repository(str(directory_or_repo), revision, api or usual_hub(), **options)
+            folder = repository.fetch_config()
+        config = read_config(folder)
+        rules = require_policy(config)
+        eos_token_ids = config.tokenizer.eos_token_ids if config.tokenizer else ()
+        if tokenizer_fingerprint is not None and config.tokenizer is not None:
+            require_same_tokenizer(config.tokenizer, tokenizer_fingerprint)
+            eos_token_ids = tuple(dict.fromkeys(eos_token_ids + tokenizer_fingerprint.eos_token_ids))
+        if not config.weights:
+            return config, {}
+        require_weights_sizes(config.weights)
+        if repository is not None:
+            repository.fetch_weights(config.weights)
+        paths = weights_paths(folder, config.weights)
+        return config, read_tensors(paths, config.weights, rules, require_tokenizer(config), eos_token_ids)
 
 
 def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Build the policy of an artifact from what `read_artifact` returned.
+    """Build the policy of an artifact that `read_artifact` returned.
 
     Raises:
         ArtifactError: a setting is unknown, mistyped or out of range, a tensor belongs to no policy, or the artifact
-            holds what policies read and none of them.
+            holds data for policies and no policy.
     """
     if config.policy.name in POLICY_DATA:
         problem = f"is {config.policy.name!r}, which is no policy by itself but what policies read"
@@ -102,7 +87,7 @@ def rebuild_policy(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -
 
 
 def rebuild(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Storable:
-    """Build what an artifact holds, a policy or what policies read, from what `read_artifact` returned.
+    """Build the policy, or the data for policies, of an artifact that `read_artifact` returned.
 
     Raises:
         ArtifactError: a setting is unknown, mistyped or out of range, or a tensor does not belong to it.
@@ -122,10 +107,10 @@ def read_graph(directory_or_repo: str | os.PathLike, **options: Any) -> tuple[An
 
     Args:
         directory_or_repo: as in `read_artifact`.
-        options: those of `read_artifact`.
+        options: as in `read_artifact`.
 
     Returns:
-        The `CooccurrenceGraph`, and the tokenizer whose ids it speaks of.
+        The `CooccurrenceGraph`, and the tokenizer of its ids.
 
     Raises:
         ArtifactError: as in `read_artifact`, or it is another kind of artifact.
@@ -140,11 +125,10 @@ def read_graph(directory_or_repo: str | os.PathLike, **options: Any) -> tuple[An
 
 
 def require_policy(config: DynSpecConfig) -> Mapping[str, TensorRule]:
-    """Check the name and settings of the policy and of every policy inside it, before any of them is built. A name
-    stands for a class that somebody imported and registered here; a file never causes an import.
+    """Check the names and settings of the policy and its parts before any of them is built.
 
     Returns:
-        The rules of the tensors that the policy may have.
+        The rules for the policy's tensors.
 
     Raises:
         ArtifactError: no class of such a name is registered, or a setting is unknown, mistyped or out of range.
@@ -170,10 +154,10 @@ def _naming_settings() -> Iterator[None]:
 
 
 def require_tokenizer(config: DynSpecConfig) -> TokenizerFingerprint:
-    """The tokenizer of an artifact that has tensors.
+    """The tokenizer of an artifact with tensors.
 
     Raises:
-        ArtifactError: the configuration does not say which.
+        ArtifactError: the configuration does not name it.
     """
     if config.tokenizer is None:
         problem = "is missing, so that nothing says whose ids the tensors hold"

@@ -1,8 +1,6 @@
-"""The models that an artifact names, and those it names them by: fetched from the Hub, from nowhere else, and without
-any code of theirs."""
+"""The models that an artifact names. They are fetched from the Hub only, and without their code."""
 
 import os
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -32,14 +30,13 @@ _MODEL_FILES = (
     "merges.txt",
     "spiece.model",
 )
-_ADAPTER_FILE = "adapter_config.json"
 _LARGEST_CONFIG = 2**24
 _FIELD = f"{CONFIG_FILE}: drafter"
 _LOAD_IT_YOURSELF = "Load the drafter yourself and pass it as drafter=…."
 
 
 def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
-    """Which model this is, or None where it does not say where it came from."""
+    """The reference to a model, or None if the model does not name its source."""
     if model is None or not model.name_or_path:
         return None
     return ModelReference(
@@ -47,13 +44,13 @@ def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
         vocab_size=output_rows(model),
-        # What an absolute path is, a snapshot in the Hub's cache or not, the reference tells itself.
+        # The reference itself tells a snapshot in the Hub's cache from other absolute paths.
         local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
     )
 
 
 def drafter_reference(drafter: Drafter) -> ModelReference | None:
-    """Which drafter this is, or None where it does not say where it came from."""
+    """The reference to a drafter, or None if it does not name its source."""
     if isinstance(drafter, CausalLMDrafter):
         return model_reference(drafter.model)
     if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
@@ -67,48 +64,32 @@ def load_named_drafter(
     cache_dir: str | os.PathLike | None = None,
     token: str | bool | None = None,
 ) -> PreTrainedModel | Drafter:
-    """Load the drafter that an artifact names, at the commit that it names: a causal language model in the target's
-    dtype and on its device, or an EAGLE head.
+    """Load an artifact's drafter at its commit: a causal language model in the target's dtype and on its device, or an
+    EAGLE head.
 
     Raises:
-        ArtifactError: the artifact names none, or it is not on the Hub, brings code of its own, is an adapter, or
+        ArtifactError: the artifact names none, or it is not on the Hub, needs code of its own, is an adapter, or
             cannot be loaded.
     """
-    if reference is None or reference.hub_id is None:
-        raise _unknown_drafter(reference)
-    if reference.architecture == EagleDrafter.__name__:
-        folder = download_snapshot(reference.hub_id, HEAD_FILES, reference.commit, cache_dir, token)
+    if reference is None:
+        raise ArtifactError(_FIELD, "names no drafter", _LOAD_IT_YOURSELF)
+    is_head, name = reference.architecture == EagleDrafter.__name__, reference.hub_id
+    if name is None:
+        kind, more = ("EagleDrafter", ", target=target") if is_head else ("AutoModelForCausalLM", "")
+        problem = f"{reference.name_or_path!r} was read from a local folder when this was saved, and is not on the Hub"
+        fix = f"Say where it is: DynSpecAssistant.from_pretrained(…, drafter={kind}.from_pretrained(FOLDER{more}))."
+        raise ArtifactError(_FIELD, problem, fix)
+    folder = download_snapshot(name, HEAD_FILES if is_head else _MODEL_FILES, reference.commit, cache_dir, token)
+    if is_head:
         return EagleDrafter.from_pretrained(folder, target=target)
-    folder = download_snapshot(reference.hub_id, _MODEL_FILES, reference.commit, cache_dir, token)
-    # transformers would go on to the model that the adapter names, wherever that is.
-    if is_there(folder / _ADAPTER_FILE):
-        raise ArtifactError(_FIELD, f"{reference.hub_id} is an adapter of another model", _LOAD_IT_YOURSELF)
+    # transformers would load the adapter's base model, wherever that is.
+    if is_there(folder / "adapter_config.json"):
+        raise ArtifactError(_FIELD, f"{name} is an adapter of another model", _LOAD_IT_YOURSELF)
     try:
         return load_model(folder, device=target.device, dtype=target.dtype, role="drafter", local_files_only=True)
     except ConfigurationError as error:
-        problem = f"{reference.hub_id} cannot be loaded: {first_line(error.__cause__ or error)}"
-        if _brings_code(folder):
-            problem = (
-                f"{reference.hub_id} needs code of its own to be loaded, and code from an artifact's models is never "
-                "run"
-            )
+        problem = f"{name} cannot be loaded: {first_line(error.__cause__ or error)}"
+        config = folder / CONFIG_FILE
+        if is_there(config) and b'"auto_map"' in read_file(config, CONFIG_FILE, _LARGEST_CONFIG):
+            problem = f"{name} needs code of its own to be loaded, and code from an artifact's models is never run"
         raise ArtifactError(_FIELD, problem, _LOAD_IT_YOURSELF) from error
-
-
-def _unknown_drafter(reference: ModelReference | None) -> ArtifactError:
-    """The error for a drafter that nobody but whoever saved the artifact could load."""
-    if reference is None:
-        return ArtifactError(_FIELD, "names no drafter", _LOAD_IT_YOURSELF)
-    loaded = "AutoModelForCausalLM.from_pretrained(FOLDER)"
-    if reference.architecture == EagleDrafter.__name__:
-        loaded = "EagleDrafter.from_pretrained(FOLDER, target=target)"
-    return ArtifactError(
-        _FIELD,
-        f"{reference.name_or_path!r} was read from a local folder when this was saved, and is not on the Hub",
-        f"Say where it is: DynSpecAssistant.from_pretrained(…, drafter={loaded}).",
-    )
-
-
-def _brings_code(folder: Path) -> bool:
-    path = folder / CONFIG_FILE
-    return is_there(path) and b'"auto_map"' in read_file(path, CONFIG_FILE, _LARGEST_CONFIG)

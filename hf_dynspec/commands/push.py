@@ -44,7 +44,7 @@ def push(
     card that somebody edited is kept.
     """
     from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild
-    from ..artifacts.card_file import card_to_publish
+    from ..artifacts.card import card_to_publish
     from ..artifacts.hub import require_repository_name
     from ..artifacts.publishing import published_sizes
     from ..artifacts.writing import with_annotations

@@ -108,8 +108,8 @@ def test_what_is_saved_is_loaded(target, drafter, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: tells modules apart"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: tells modules apart"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: sets ranks"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: sets ranks"),
         # peft takes 8 for it then.
         ({"lora_alpha": None}, "lora_alpha: is 8, and this drafter learns with 32.0"),
     ],

@@ -455,6 +455,7 @@ def test_transformers_alone_generates_the_same_tokens_with_the_folder(tmp_path, 
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["drafted"] == found["plain"]
+    assert "deprecated" not in run.stderr
     assert found["forwards"] < 36, "next to nothing of the drafts was accepted"
 
 
@@ -567,7 +568,7 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
     code = (out / "custom_generate/generate.py").read_text()
     assert "hf_dynspec" not in code and max(map(len, code.splitlines())) <= 120
     imported = {line.split()[1].split(".")[0] for line in code.splitlines() if line.startswith(("import", "from"))}
-    assert imported <= {"base64", "copy", "weakref", "zlib", "torch"}
+    assert imported <= {"base64", "copy", "functools", "weakref", "zlib", "torch"}
 
 
 def test_the_code_in_the_package_is_for_no_tokenizer(drafter):

@@ -45,7 +45,7 @@ from test_artifact import container, forge_weights
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
-from hf_dynspec.artifacts.card_file import card_to_publish
+from hf_dynspec.artifacts.card import card_to_publish
 from hf_dynspec.artifacts.config import LARGEST_VOCABULARY, DynSpecConfig, ModelReference, PolicyConfig
 from hf_dynspec.artifacts.tensors import serialize_tensors
 from hf_dynspec.build.corpus import plan_corpus

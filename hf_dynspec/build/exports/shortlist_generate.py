@@ -8,6 +8,7 @@ assisted generation does, so that the output is the target's own. Call it throug
 
 import base64
 import copy
+import functools
 import weakref
 import zlib
 
@@ -60,10 +61,20 @@ def shortlisted(drafter, rows):
             )
     view = copy.copy(drafter)
     view._modules = {**drafter._modules, names[0]: _shortlist_head(head, rows)}
+    view.generate = functools.partial(_draft, view)
     if head.out_features != rows:
         view.config = copy.deepcopy(drafter.config)
         view.config.get_text_config().vocab_size = rows
     return view
+
+
+def _draft(drafter, generation_config=None, **arguments):
+    """`drafter.generate` with settings moved into the configuration: transformers passes both for each draft, and
+    warns of that itself."""
+    if generation_config is not None:
+        generation_config = copy.deepcopy(generation_config)
+        arguments = generation_config.update(**arguments)
+    return type(drafter).generate(drafter, generation_config=generation_config, **arguments)
 
 
 class ShortlistHead(nn.Module):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...artifacts.folder import is_folder
-from ...artifacts.hub import download_snapshot
+from ...artifacts.hub import local_folder
 from ...assistant import DynSpecAssistant
 from ...drafters import EagleDrafter
 from ...drafters.eagle.checkpoint import NO_HEAD, EagleCheckpoint, read_checkpoint, write_checkpoint
@@ -33,8 +32,8 @@ def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pic
         ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names the
             nearest thing that a server can do with it.
     """
-    folder = Path(head) if is_folder(head) else download_snapshot(str(head), [CONFIG_FILE], revision, None, None)
-    config = read_json(Path(folder), CONFIG_FILE)
+    folder = local_folder(head, [CONFIG_FILE], revision=revision)
+    config = read_json(folder, CONFIG_FILE)
     whole = (
         "vLLM drafts with such a model from its whole vocabulary, and takes it as it is: there is nothing to export "
         '(--speculative-config \'{"method": "draft_model", "model": …}\').'
@@ -82,7 +81,7 @@ def trimmed_for_vllm(
         ArtifactError: the head was made for another target, or speculators' layout cannot express it.
         ConfigurationError: the head can draft fewer of the ranking's tokens than the shortlist is to have.
     """
-    folder = Path(target) if is_folder(target) else Path(download_snapshot(str(target), HEAD_FILES, None, None, None))
+    folder = local_folder(target, HEAD_FILES)
     rows, architectures = read_output_rows(folder)
     layers = _require_made_for(head, folder, rows)
     lent = has_target_rows(head, rows)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ...artifacts.folder import is_folder
-from ...artifacts.hub import download_snapshot
+from ...artifacts.hub import local_folder
 from ...errors import ArtifactError, shown_value
 from .checkpoint_files import (
     CONFIG_FILE,
@@ -116,7 +115,8 @@ def read_checkpoint(
             of range or asks for what this package does not do; a tensor is missing, unexpected, of another shape or
             dtype, not finite, or maps draft tokens to ids that are no tokens.
     """
-    folder = _local_folder(directory_or_repo, revision, cache_dir, token, allow_pickle)
+    patterns = [*HEAD_FILES, *[PICKLE_FILE] * allow_pickle]
+    folder = local_folder(directory_or_repo, patterns, revision=revision, cache_dir=cache_dir, token=token)
     config = read_json(folder, CONFIG_FILE)
     files = safetensors_files(folder)
     if files is None:
@@ -164,20 +164,6 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
         os.replace(weights, directory / WEIGHTS_FILE)
         os.replace(config, directory / CONFIG_FILE)
     return directory
-
-
-def _local_folder(
-    directory_or_repo: str | os.PathLike,
-    revision: str | None,
-    cache_dir: str | os.PathLike | None,
-    token: str | bool | None,
-    allow_pickle: bool,
-) -> Path:
-    """The folder itself, or a repository's files in the cache, all of one commit."""
-    if is_folder(directory_or_repo):
-        return Path(directory_or_repo)
-    patterns = [*HEAD_FILES, *[PICKLE_FILE] * allow_pickle]
-    return download_snapshot(str(directory_or_repo), patterns, revision, cache_dir, token)
 
 
 def _recognise(

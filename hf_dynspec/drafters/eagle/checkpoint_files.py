@@ -4,15 +4,14 @@ where their reader allows them."""
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from ...artifacts import tensors
+from ...artifacts.tensors import TensorHeader, open_safetensors
 from ...errors import ArtifactError, shown_value
 from ...files import is_there, open_file, parse_strict_json, read_file
 
@@ -33,14 +32,6 @@ _LARGEST_JSON = 16 * 2**20
 _LARGEST_TOTAL = 2**35
 _MOST_TENSORS = 256
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """What is known of a tensor before it is loaded. Dtypes are torch's, or the file's name of one we do not read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | str
 
 
 def read_json(folder: Path, filename: str) -> dict[str, Any]:
@@ -78,46 +69,8 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     Raises:
         ArtifactError: a file cannot be read, there are too many bytes or tensors, or two files have the same one.
     """
-    headers: dict[str, TensorHeader] = {}
-    total, count = 0, 0
-    for path in files:
-        with open_safetensors(path) as file:
-            total += path.stat().st_size
-            if total > _LARGEST_TOTAL:
-                problem = f"{total} bytes in all, and {_LARGEST_TOTAL} are the most"
-                raise ArtifactError(path.name, problem, FETCH_AGAIN)
-            names = file.keys()
-            count += len(names)
-            if count > _MOST_TENSORS:
-                problem = f"holds {count} tensors, and {_MOST_TENSORS} are the most"
-                raise ArtifactError(path.name, problem, "Give the folder or the repository of an EAGLE head.")
-            for name in names:
-                part = file.get_slice(name)
-                dtype = part.get_dtype()
-                known = {**FLOATS, **IDS, "BOOL": torch.bool}
-                if name in headers:
-                    raise ArtifactError(f"{path.name}: {name}", "is in two files", FETCH_AGAIN)
-                headers[name] = TensorHeader(tuple(part.get_shape()), known.get(dtype, dtype))
-    return headers
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file that may be anything; whatever goes wrong within the block names it.
-
-    Raises:
-        ArtifactError: it is no file, its header is damaged or too long, or it cannot be read.
-    """
-    with open_file(path, path.name) as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > _LARGEST_JSON:
-        problem = f"claims {length} bytes, and {_LARGEST_JSON} are the most"
-        raise ArtifactError(f"{path.name}: header", problem, FETCH_AGAIN)
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, OSError, MemoryError) as error:
-        raise ArtifactError(path.name, f"cannot be read: {error}", FETCH_AGAIN) from error
+    headers = tensors.read_headers(files, _MOST_TENSORS, _LARGEST_TOTAL)
+    return {name: header for held in headers.values() for name, header in held.items()}
 
 
 def load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
@@ -126,11 +79,11 @@ def load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
     Raises:
         ArtifactError: a file cannot be read.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
     for path in files:
         with open_safetensors(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}
-    return tensors
+            loaded |= {name: file.get_tensor(name) for name in file.keys()}
+    return loaded
 
 
 def load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
