@@ -1,5 +1,4 @@
-"""The errors that hf_dynspec raises on purpose. Each message names what was wrong and how to mend it. And how it warns
-in the midst of a call."""
+"""The errors and warnings of hf_dynspec. Each message names the fault and the fix."""
 
 import os
 import sys
@@ -8,23 +7,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 LONGEST_MESSAGE = 4000
-# Packages whose lines tell a user nothing of what to change.
+# Packages below the user's own line.
 _INNER = ("hf_dynspec", "transformers", "torch", "peft", "accelerate")
 _LONGEST_FIELD = 200
 _LONGEST_FIX = 800
 
 
 def shown_text(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Make a text that may come out of a file fit to be shown: in a message, on a card, on a terminal.
+    """Make a text from a file fit for a message, a card or a terminal.
 
     Args:
         text: any text.
-        longest: characters that are kept; the rest is left out from the end, which then says so by an ellipsis.
+        longest: the most characters; an ellipsis stands for the rest.
 
     Returns:
-        The text without control characters, line breaks, marks that reverse the direction of writing, invisible
-        characters and lone surrogates; what they were is written out, as Python's `repr` does. A text that has been
-        through this once stays as it is.
+        The text with control characters, line breaks, marks that reverse the direction of writing, invisible
+        characters and lone surrogates escaped, as in Python's `repr`. Idempotent.
     """
     # A character becomes ten at most, so that a huge text need not be looked at as a whole.
     start = text[: longest + 1]
@@ -34,7 +32,7 @@ def shown_text(text: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A value for a message: no longer than a line, whatever a file held."""
+    """A value for a message, in one line."""
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return f"a {type(value).__name__}"
     if isinstance(value, int) and abs(value) >= 10**60:
@@ -43,30 +41,23 @@ def shown_value(value: object) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """So many of something, in words: `1 token`, `1,024 tokens`.
-
-    Args:
-        count: how many.
-        one: what a single one is called.
-        many: what several are called (None: the same with an s).
-    """
+    """A number of things in words: `1 token`, `1,024 tokens`. `many` is the plural (None: `one` with an s)."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 class DynSpecError(Exception):
-    """Base class of every error that this package raises on purpose. Whatever a message repeats of a file is escaped
-    here, and long messages are cut off."""
+    """Base class of this package's errors. Texts from files are escaped, and long messages are cut."""
 
     def __init__(self, *arguments: object):
         super().__init__(*(shown_text(one) if isinstance(one, str) else one for one in arguments))
 
 
 class NotBoundError(DynSpecError, RuntimeError):
-    """The assistant was handed to a model that it is not bound to."""
+    """The assistant is not bound to this model."""
 
 
 class TargetError(DynSpecError, RuntimeError):
-    """The target's logits leave nothing that a token could be drawn from."""
+    """No token can be drawn from the target's logits."""
 
 
 class UnsupportedError(DynSpecError, ValueError):
@@ -82,7 +73,7 @@ class PolicyError(DynSpecError, ValueError):
 
     Attributes:
         policy: the name of the policy's class.
-        depth: the draft step at which it broke, None where it was not at a draft step.
+        depth: the draft step, or None if it was at no draft step.
     """
 
     def __init__(self, policy: str, depth: int | None, problem: str, fix: str):
@@ -98,25 +89,19 @@ class ArtifactError(DynSpecError, ValueError):
     """An artifact (configuration, ranking, router, …) is damaged, hostile or made for other models.
 
     Attributes:
-        field: the part of the artifact that is at fault, such as `"model.safetensors: ranking"`.
+        field: the faulty part of the artifact, such as `"model.safetensors: ranking"`.
     """
 
     def __init__(self, field: str, problem: str, fix: str, source: str | None = None):
-        # Each part is bounded by itself, so that a long name does not crowd out how to mend the file.
-        self.field = shown_text(field, _LONGEST_FIELD)
-        fix = shown_text(fix, _LONGEST_FIX)
+        # Each part has a bound of its own, so that a long name does not crowd out the fix.
+        self.field, self._fix = shown_text(field, _LONGEST_FIELD), shown_text(fix, _LONGEST_FIX)
         self._source = None if source is None else shown_text(source, _LONGEST_FIELD)
         start = self.field if self._source is None else f"{self._source}: {self.field}"
-        self._problem = shown_text(problem, LONGEST_MESSAGE - len(start) - len(fix) - len(": . "))
-        self._fix = fix
-        super().__init__(f"{start}: {self._problem}. {fix}")
+        self._problem = shown_text(problem, LONGEST_MESSAGE - len(start) - len(self._fix) - len(": . "))
+        super().__init__(f"{start}: {self._problem}. {self._fix}")
 
     def of(self, source: str) -> "ArtifactError":
-        """The same error with the folder or repository that it is about, where its message does not name that yet.
-
-        Args:
-            source: as the user wrote it.
-        """
+        """The same error with the name of the folder or repository, if the message lacks it."""
         if self._source is not None or shown_text(source, _LONGEST_FIELD) in str(self):
             return self
         return type(self)(self.field, self._problem, self._fix, source)
@@ -127,7 +112,7 @@ class ArtifactError(DynSpecError, ValueError):
 
 @contextmanager
 def naming_source(source: str | os.PathLike) -> Iterator[None]:
-    """Name the folder, the repository or the policy in the errors that are raised meanwhile about an artifact."""
+    """Add the name of the folder, repository or policy to the `ArtifactError`s of the block."""
     try:
         yield
     except ArtifactError as error:
@@ -138,11 +123,11 @@ def naming_source(source: str | os.PathLike) -> Iterator[None]:
 
 
 class DynSpecWarning(UserWarning):
-    """What hf_dynspec warns of in the midst of a call."""
+    """A warning of hf_dynspec during a call."""
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's that led here, and not at one of this package's, or of those that called it."""
+    """Warn at the user's own line, not at a line of this package or of its callers in other packages."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         frame, level = frame.f_back, level + 1

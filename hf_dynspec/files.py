@@ -1,11 +1,10 @@
-"""Opening files that may be anything, and replacing files in one step: the one place for either."""
+"""Opening files that may be anything, and replacing files in one step: the only place for either."""
 
 import json
 import math
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -16,21 +15,23 @@ from typing import Any, BinaryIO
 from .errors import ArtifactError
 from .fields import DEEPEST_JSON, FieldError, json_object
 
-# The most bytes of tensors in one file of an artifact, unless a user says otherwise.
+# The most bytes of tensors in one file of an artifact, by default.
 DEFAULT_SHARD_SIZE = "1GB"
+# Several times the index of the largest models. Small values take far more memory than room in a file.
+MOST_JSON_VALUES = 2**18
 
-# A file that is being written changes more often than this, in seconds.
+# Seconds; a file that is being written changes more often.
 _ABANDONED_AFTER = 3600.0
 _FETCH_AGAIN = "Download or write it again."
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name, a link that leads nowhere too."""
+    """Whether anything has this name, even a broken link."""
     return os.path.lexists(path)
 
 
 def require_own_file(path: Path, field: str) -> None:
-    """Refuse a link, whatever it leads to: what is published must be what lies in the folder.
+    """Refuse a link: only files of the folder itself are published.
 
     Raises:
         ArtifactError: it is one. Its `field` is `field`.
@@ -41,14 +42,13 @@ def require_own_file(path: Path, field: str) -> None:
 
 
 def open_file(path: Path, field: str) -> BinaryIO:
-    """Open a regular file, and nothing that could keep its reader waiting.
+    """Open a regular file, and nothing that could block its reader.
 
-    Links are followed within the folder, and from a snapshot in the Hub's cache to the files that it keeps beside its
-    snapshots.
+    Links are followed within the folder, and from a snapshot in the Hub's cache to its blobs.
 
     Args:
         path: the file.
-        field: what errors call it.
+        field: its name in errors.
 
     Raises:
         ArtifactError: it is a pipe, a device or a folder, a link that leads elsewhere, or cannot be opened. Its
@@ -56,7 +56,7 @@ def open_file(path: Path, field: str) -> BinaryIO:
     """
     _require_near(path, field)
     try:
-        # Looked at before it is opened, as to open a device may do something; and after, as it may be another by then.
+        # Before opening, as opening a device may have effects; and after, as it may be another file by then.
         _require_regular(os.stat(path), field)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         file = os.fdopen(descriptor, "rb")
@@ -88,7 +88,6 @@ def read_file(path: Path, field: str, most: int) -> bytes:
 
 
 def _require_near(path: Path, field: str) -> None:
-    """Refuse a link out of the folder: what it leads to is none of the folder's."""
     if not os.path.islink(path):
         return
     folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
@@ -96,7 +95,7 @@ def _require_near(path: Path, field: str) -> None:
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if not target.is_relative_to(folder) and target.parent != blobs:
         problem = f"is a link out of its folder, to {target}"
-        raise ArtifactError(field, problem, "Put a copy of the file in its place, if you trust where it leads.")
+        raise ArtifactError(field, problem, "Put a copy of the file in its place, if you trust the link.")
 
 
 def _require_regular(status: os.stat_result, field: str) -> None:
@@ -109,32 +108,28 @@ def _unreadable(field: str, error: Exception) -> ArtifactError:
     return ArtifactError(field, f"cannot be read: {problem}", "Make the file readable, or download it again.")
 
 
-# Several times what the index of the largest models holds. Small values take far more memory than room in a file.
-MOST_JSON_VALUES = 2**18
-
-
 def parse_strict_json(text: bytes, source: str) -> dict[str, Any]:
     """Parse a JSON object from a file that may be hostile.
 
     Args:
         text: UTF-8, already limited in length.
-        source: what errors call the file.
+        source: the file's name in errors.
 
     Raises:
         ArtifactError: not UTF-8, not JSON, not an object, a key given twice, a number that is not finite, too many
             values, or nested too deeply. Its `field` is `source`.
     """
-    # Commas in texts count too: an upper bound that costs next to nothing.
+    # An upper bound that costs next to nothing: commas in texts count too.
     if sum(map(text.count, (b",", b"[", b"{"))) > MOST_JSON_VALUES:
-        raise ArtifactError(source, f"holds more than {MOST_JSON_VALUES} values", f"{_FETCH_AGAIN}")
+        raise ArtifactError(source, f"holds more than {MOST_JSON_VALUES} values", _FETCH_AGAIN)
     try:
         data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-        # Settings lie a few levels below the file's top. How large a number may be is its own field's to say.
+        # Settings lie a few levels below the file's top. Numbers are bounded by their own fields.
         return json_object(source, data, DEEPEST_JSON + 4, largest=math.inf)
     except FieldError as error:
-        raise ArtifactError(source, error.problem, f"{_FETCH_AGAIN}") from error
+        raise ArtifactError(source, error.problem, _FETCH_AGAIN) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ArtifactError(source, f"is not strict JSON: {error}", f"{_FETCH_AGAIN}") from error
+        raise ArtifactError(source, f"is not strict JSON: {error}", _FETCH_AGAIN) from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,28 +143,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file so that whoever looks, at whatever time, finds the old one or the whole new one.
+    """Write a file so that readers always find the old one or the whole new one.
 
     ```python
     with replacing(path) as scratch:
         scratch.write_bytes(data)
     ```
 
-    Yields the file to write, beside the other. At the end of the block it is forced to the disk and takes the other's
-    place; where the block raises, it is removed. What a killed process has left is removed by the next writing that
-    finds it an hour old.
+    Yields a scratch file beside it, which is synced and takes its place at the end of the block, and is removed if the
+    block raises. Scratch files of killed processes are removed by the next writer, an hour later.
 
     Args:
         path: the file to make or replace. Its folder is made if needed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in scratch_files(path):
-        with suppress(FileNotFoundError):  # another process may remove it too, or be done with it
+        with suppress(FileNotFoundError):  # another process may remove it too
             if time.time() - left.stat().st_mtime > _ABANDONED_AFTER:
                 left.unlink()
     # A name of its own, as two processes may write the same file.
@@ -185,7 +176,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def scratch_files(path: Path) -> list[Path]:
-    """The unfinished files beside one that is, or was, being replaced."""
+    """The unfinished files beside a file."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.writing")
     return [one for one in path.parent.glob(".*.writing") if name.fullmatch(one.name)]
 
@@ -198,8 +189,8 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def append_json_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Add a line of JSON to the end of a file and wait until it is on the disk. A process that is killed meanwhile
-    leaves a torn last line at worst, which `read_whole_lines` leaves out."""
+    """Append a line of JSON and sync the file. A killed process leaves a torn last line at worst, which
+    `read_whole_lines` leaves out."""
     with path.open("ab") as file:
         file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         file.flush()
@@ -207,7 +198,7 @@ def append_json_line(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects that `append_json_line` has added to a file, without a last line that was torn.
+    """The objects of `append_json_line`, without a torn last line.
 
     Raises:
         ArtifactError: a line before the last is no JSON object. Its `field` names the file and the line.
@@ -223,23 +214,15 @@ def read_whole_lines(path: Path) -> list[dict[str, Any]]:
         if not isinstance(values, dict):
             if number == len(lines) - 1:
                 break
-            fix = "Restore the file, or delete that line; what it said is then measured anew."
+            fix = "Restore the file, or delete that line; its measurement is then repeated."
             raise ArtifactError(f"{path}, line {number}", "is no JSON object", fix)
         found.append(values)
     return found
 
 
 def write_through(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk, so that a rename never makes half a file visible."""
+    """Write a file and sync it, so that a rename never shows half a file."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def copy_through(source: Path, target: Path) -> None:
-    """Copy a file and wait until the copy is on the disk."""
-    with source.open("rb") as read, target.open("wb") as written:
-        shutil.copyfileobj(read, written, 2**20)
-        written.flush()
-        os.fsync(written.fileno())

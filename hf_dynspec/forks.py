@@ -1,4 +1,4 @@
-"""What a forked process makes anew, as the threads that did its work stay behind in the process that was forked."""
+"""Objects that a forked process has to rebuild, as threads do not survive a fork."""
 
 import os
 import weakref
@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 
 
 class ForkSafe(ABC):
-    """Something that uses a thread or a lock, to be known from when it is made."""
+    """An object that uses a thread or a lock."""
 
     def __init__(self) -> None:
         _known.add(self)
 
     @abstractmethod
     def reset_after_fork(self) -> None:
-        """Called in a forked process: wait for no thread, and for no lock that one may hold."""
+        """Called in a forked process. Must not wait for a thread, nor for a lock that a thread may hold."""
 
 
 _known: "weakref.WeakSet[ForkSafe]" = weakref.WeakSet()
@@ -24,6 +24,5 @@ def _reset_all() -> None:
         one.reset_after_fork()
 
 
-# Windows does not fork.
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_reset_all)

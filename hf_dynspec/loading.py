@@ -1,6 +1,6 @@
-"""Loading models, their configurations and tokenizers, the ids that end a text, and which token ids two models share.
+"""Loading models, configurations and tokenizers, end-of-sequence ids, and the token ids that two models share.
 
-Nothing that is loaded here brings code of its own, and weights are read from safetensors alone.
+No code of a repository is run, and weights are read from safetensors only.
 """
 
 import copy
@@ -32,14 +32,14 @@ from .vocabulary import as_token_ids
 # its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
 _LARGEST_PADDING = 1024
 _NO_TOKENIZER = "there are no files of one"
-# Of all layouts; models have `layers` within them.
+# In all layouts; models have `layers` within them.
 _NAMES_IN_EAGLE_HEADS = ("fc.", "midlayer.", "d2t", "t2d")
 _ALTERNATIVE = (
     "Choose a drafter of the target's family, or use transformers' universal assisted generation: pass the drafter "
     "itself as assistant_model, with tokenizer and assistant_tokenizer."
 )
-# By target, and by drafter (a head's is the target): the given tokenizer with which those beside both were last found
-# to agree. To read them takes a second or two with a large vocabulary, and whoever measures binds a pair many times.
+# By target and drafter (the target itself for a head): the given tokenizer that was found to agree with theirs.
+# Comparing large vocabularies takes a second or two, and benchmarks bind a pair many times.
 _AGREEING: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, tuple]] = WeakKeyDictionary()
 
 
@@ -55,29 +55,28 @@ def load_model(
 
     Args:
         name_or_path: the folder or Hub id.
-        device: where it runs, `"auto"` for wherever there is room.
-        dtype: of its weights, `"auto"` for that of the files.
-        role: what errors call it, such as `"target"`.
+        device: its device; `"auto"`: any with room.
+        dtype: of its weights; `"auto"`: that of the files.
+        role: its name in errors, such as `"target"`.
         local_files_only: ask nothing of the Hub.
 
     Raises:
-        ConfigurationError: it cannot be loaded, or lacks weights, in whose place transformers puts random ones.
+        ConfigurationError: it cannot be loaded, or lacks weights, which transformers would fill with random ones.
     """
     _require_folder_or_hub_id(name_or_path, f"the {role} {name_or_path} cannot be loaded")
-    placed = {"": device} if isinstance(device, torch.device) else device
     try:
         with without_warnings_of_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(
                 str(name_or_path),
                 dtype=dtype,
-                device_map=placed,
+                device_map={"": device} if isinstance(device, torch.device) else device,
                 trust_remote_code=False,
                 use_safetensors=True,
                 local_files_only=local_files_only,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # what transformers raises for models that it cannot load is not written down anywhere
+    except Exception as error:  # transformers does not document its errors
         problem = f"the {role} {name_or_path} cannot be loaded on {device} as {dtype}: {first_line(error)}"
         raise ConfigurationError(_or_no_folder(problem, name_or_path)) from error
     _require_all_weights(f"the {role} {name_or_path}", found)
@@ -85,13 +84,7 @@ def load_model(
 
 
 def _require_all_weights(described: str, found: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse a model of which some weights are random.
-
-    Args:
-        described: what errors call it.
-        found: what transformers tells of loading it.
-    """
-    # Of those of another shape it tells both shapes.
+    """Refuse a model with random weights. `found` is transformers' loading info."""
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
     if not wrong:
         return
@@ -108,7 +101,7 @@ def _require_all_weights(described: str, found: Mapping[str, Iterable[Any]]) -> 
 
 @contextmanager
 def without_warnings_of_transformers() -> Iterator[None]:
-    """In this block transformers warns of nothing."""
+    """Silence transformers' warnings in this block."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -118,11 +111,7 @@ def without_warnings_of_transformers() -> Iterator[None]:
 
 
 def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
-    """Read a configuration, without running code that comes with it.
-
-    Args:
-        name: a `config.json`, or the folder or Hub id of a model that has one.
-        role: what errors call it.
+    """Read a configuration from a `config.json`, or from the folder or Hub id of a model. `role` names it in errors.
 
     Raises:
         ConfigurationError: there is none, it is damaged, or this transformers does not know the kind of model.
@@ -130,7 +119,7 @@ def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
     _require_folder_or_hub_id(name, f"the {role}'s configuration cannot be read from {name}")
     try:
         return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
-    except Exception as error:  # what transformers raises for configurations that it cannot read is written nowhere
+    except Exception as error:  # transformers does not document its errors
         problem = f"the {role}'s configuration cannot be read from {name}: {first_line(error)}"
         problem = problem if os.path.isfile(name) else _or_no_folder(problem, name)
         raise ConfigurationError(
@@ -140,12 +129,7 @@ def load_config(name: str | os.PathLike, role: str) -> PreTrainedConfig:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreTrainedModel:
-    """A model with shapes and without memory.
-
-    Args:
-        config: the model's.
-        dtype: of its weights.
-        role: what errors call it.
+    """A model on the meta device: shapes without memory. `role` names it in errors.
 
     Raises:
         UnsupportedError: transformers cannot build it from its configuration.
@@ -153,7 +137,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, role: str) -> PreT
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False).eval()
-    except Exception as error:  # a configuration may say anything, and each family fails in its own way
+    except Exception as error:  # each family fails in its own way
         raise UnsupportedError(
             f"the {role} ({config.model_type}) cannot be built from its configuration: {first_line(error)}. Give the "
             "config.json of a decoder-only language model that this transformers knows."
@@ -170,9 +154,9 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
     _require_folder_or_hub_id(name_or_path, f"no tokenizer can be loaded from {name_or_path}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except Exception as error:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
+    except Exception as error:  # damaged tokenizers raise anything, bare exceptions too
         reason = first_line(error)
-        if reason.endswith(":"):  # and goes on with a list of what may be there, none of which is
+        if reason.endswith(":"):  # a list of missing files follows
             reason = _NO_TOKENIZER
         problem = f"no tokenizer can be loaded from {name_or_path}: {reason.rstrip('.')}."
         raise ConfigurationError(f"{_or_no_folder(problem, name_or_path)} {fix}") from error
@@ -182,15 +166,7 @@ def load_tokenizer(name_or_path: str | os.PathLike) -> Any:
 
 
 def _require_folder_or_hub_id(name_or_path: str | os.PathLike, problem: str) -> None:
-    """Refuse a path to nothing that cannot be meant for a repository on the Hub either.
-
-    Args:
-        name_or_path: what is to be loaded.
-        problem: what the error begins with.
-
-    Raises:
-        ConfigurationError: it is such a path.
-    """
+    """Refuse a missing path that cannot be a repository's name either."""
     if os.path.exists(name_or_path):
         return
     try:
@@ -200,45 +176,44 @@ def _require_folder_or_hub_id(name_or_path: str | os.PathLike, problem: str) -> 
 
 
 def _or_no_folder(problem: str, name_or_path: str | os.PathLike) -> str:
-    """Say besides where a name is that of no folder: the Hub's answer speaks of repositories alone."""
+    """Add that there is no folder of that name, as the Hub's answer speaks of repositories only."""
     if os.path.isdir(name_or_path):
         return problem
     return f"{problem.rstrip('.')}. There is no folder {name_or_path} here."
 
 
 def local_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer beside the model's weights, or None where there is none on this computer."""
+    """The tokenizer beside the model's weights, or None if there is none on this computer."""
     if not model.name_or_path:
         return None
     try:
         found = AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False, local_files_only=True)
-    except Exception:  # damaged tokenizers make the libraries below raise anything, bare exceptions too
+    except Exception:  # damaged tokenizers raise anything, bare exceptions too
         return None
     return found if _has_words(found) else None
 
 
 def _has_words(tokenizer: Any) -> bool:
-    """Whether a tokenizer has more than special tokens. For a model without a tokenizer's files transformers makes up
-    one that has not."""
+    """Whether a tokenizer has more than special tokens. transformers invents one without for a model without files of
+    a tokenizer."""
     return len(tokenizer.get_vocab()) > len(tokenizer.added_tokens_decoder)
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """The first line of an error's message, or its class."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def find_eos_token_ids(name_or_path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text: those of the generation configuration beside a model, which can name several, and the
-    tokenizer's own.
+    """The end-of-sequence ids of a generation configuration, which can name several, and of the tokenizer.
 
     Args:
         name_or_path: folder or Hub id of the model, or of a tokenizer alone.
-        tokenizer: its tokenizer. Ids that it does not have are left out.
+        tokenizer: its tokenizer. Ids that it lacks are left out.
     """
     try:
         generation = as_token_ids(GenerationConfig.from_pretrained(str(name_or_path)).eos_token_id)
-    except (OSError, ValueError):  # a tokenizer without a model beside it
+    except (OSError, ValueError):  # a tokenizer without a model
         generation = ()
     known = set(tokenizer.get_vocab().values())
     found = [*generation, *as_token_ids(tokenizer.eos_token_id)]
@@ -248,13 +223,7 @@ def find_eos_token_ids(name_or_path: str | os.PathLike, tokenizer: Any) -> tuple
 def draftable_eos_token_ids(
     generation_config: GenerationConfig, drafter: Drafter, vocabulary_size: int
 ) -> tuple[int, ...]:
-    """The ids that end a text and that the drafter can score, without repeats.
-
-    Args:
-        generation_config: says which ids end a text.
-        drafter: the model that drafts.
-        vocabulary_size: ids from here on are no tokens.
-    """
+    """The end-of-sequence ids below `vocabulary_size` that the drafter can score, without repeats."""
     # Some say −1 for a text without an end.
     eos = [one for one in as_token_ids(generation_config.eos_token_id) if 0 <= one < vocabulary_size]
     draftable = drafter.head.token_ids
@@ -264,18 +233,16 @@ def draftable_eos_token_ids(
 
 
 def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = None) -> Any:
-    """Return the tokenizer of both models: the one that is given, or the one found where either was loaded from, on
-    this computer only.
-
-    Warns where two models have sources of their own and their tokenizers cannot both be known.
+    """The tokenizer of both models: the given one, or one beside either's weights on this computer. Warns if the two
+    have different sources and their tokenizers are not both known.
 
     Args:
         target: the model that verifies.
-        drafter: the model that drafts. A head that was made for the target has no tokenizer of its own.
-        given: the tokenizer that the caller says both have.
+        drafter: the model that drafts. A head for the target has no tokenizer of its own.
+        given: the caller's tokenizer for both.
 
     Returns:
-        The tokenizer, or None where it is not known.
+        The tokenizer, or None if it is not known.
 
     Raises:
         UnsupportedError: the two have different tokenizers, or one of them has another than the given one.
@@ -295,23 +262,20 @@ def shared_tokenizer(target: PreTrainedModel, drafter: Drafter, given: Any = Non
                 "the tokenizers of target and drafter could not be compared, as they are not both known here. If they "
                 "differ, hardly any draft is accepted. Load both models from folders that have their tokenizers."
             )
-    are_known = None not in known.values()
-    known = {name: tokenizer for name, tokenizer in known.items() if tokenizer is not None}
-    vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items()}
+    vocabularies = {name: tokenizer.get_vocab() for name, tokenizer in known.items() if tokenizer is not None}
     for name, vocabulary in vocabularies.items():
         first, expected = next(iter(vocabularies.items()))
         if _disagree(vocabulary, expected):
             raise UnsupportedError(
                 f"{first} ({len(expected):,} entries) and {name} ({len(vocabulary):,}) differ. {_ALTERNATIVE}"
             )
-    if compared is not None and are_known:
+    if compared is not None and None not in known.values():
         agreeing[other] = compared
-    return next(iter(known.values()), None)
+    return next((tokenizer for tokenizer in known.values() if tokenizer is not None), None)
 
 
 def _disagree(one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether a token or an id means two things. One vocabulary may have more of them than the other, as that of a
-    chat model has beside its base model's."""
+    """Whether a token or an id has two meanings. A chat model's vocabulary may have more tokens than its base's."""
     if one == other:
         return False
     by_id = {token_id: token for token, token_id in other.items()}
@@ -322,19 +286,14 @@ def _disagree(one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer: Any) -> int:
-    """Return how many leading token ids are real tokens that both models can score.
-
-    Args:
-        target: the model that verifies.
-        drafter: the model that drafts.
-        tokenizer: the tokenizer of both, or None where it is not known; padding then counts as tokens.
+    """The number of leading ids that are tokens and that both models score. Without a tokenizer padding counts too.
 
     Raises:
         UnsupportedError: the models' vocabularies differ by more than padding, or the drafter's holds other ids.
     """
     target_rows = output_rows(target)
     draftable = drafter.head.token_ids
-    # A head that leaves tokens out says which ones it has, and was made for this target.
+    # A trimmed head lists its tokens, and was made for this target.
     drafter_rows = drafter.head.weight.shape[0] if draftable is None else target_rows
     rows = shared_rows(target_rows, drafter_rows)
     # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
@@ -348,7 +307,7 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
 
 
 def shared_rows(target_rows: int, drafter_rows: int) -> int:
-    """How many leading token ids two heads score, by their numbers of rows alone; padding counts as tokens.
+    """The number of leading ids that two heads score, padding included.
 
     Raises:
         UnsupportedError: they differ by more than padding.

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from .errors import ConfigurationError
-from .fields import WholeNumberOrWord
+from .fields import WholeNumber
 
 LONGEST_DRAFT = 1024
 # Let the number of tokens to draft be chosen round by round.
 AUTO = "auto"
-NUM_ASSISTANT_TOKENS = WholeNumberOrWord(1, LONGEST_DRAFT, word=AUTO)
+NUM_ASSISTANT_TOKENS = WholeNumber(1, LONGEST_DRAFT, word=AUTO)
 
 # Larger trees would take more memory for their masks than for anything else.
 _LIMITS = {"total_tokens": (2, 4096), "depth": (0, 128), "top_k": (1, 512)}

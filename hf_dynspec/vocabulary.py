@@ -1,4 +1,4 @@
-"""Tokenizer fingerprints: token ids mean something only beside the tokenizer that they come from."""
+"""Tokenizer fingerprints, which tie token ids to their tokenizer."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,20 +8,19 @@ from typing import Any
 from .errors import ArtifactError, ConfigurationError, shown_value
 from .fields import LARGEST_COUNT, Digits, FieldError, WholeNumber
 
-# It bounds what a file's claim about itself can make a reader allocate.
+# Bounds the memory for a file's claims about itself.
 LARGEST_VOCABULARY = LARGEST_COUNT
 MOST_EOS_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """Which tokenizer the ids of an artifact belong to.
+    """The tokenizer of an artifact's token ids.
 
     Args:
         size: one past the largest token id.
         sha256: hexadecimal digest of the pairs of token and id (`fingerprint_tokenizer`).
-        eos_token_ids: the end-of-sequence ids, each below `size`, without repeats, 256 at most. A list is taken as a
-            tuple.
+        eos_token_ids: the end-of-sequence ids, below `size`, without repeats, 256 at most. A list becomes a tuple.
 
     Raises:
         ConfigurationError: a value is mistyped or out of range.
@@ -35,9 +34,8 @@ class TokenizerFingerprint:
         WholeNumber(1, LARGEST_VOCABULARY).require("size", self.size)
         Digits(64).require("sha256", self.sha256)
         if not isinstance(self.eos_token_ids, list | tuple):
-            raise FieldError(
-                "eos_token_ids", f"must be a list of ids, got {shown_value(self.eos_token_ids)}", "Give a list"
-            )
+            problem = f"must be a list of ids, got {shown_value(self.eos_token_ids)}"
+            raise FieldError("eos_token_ids", problem, "Give a list")
         if len(self.eos_token_ids) > MOST_EOS_TOKENS:
             problem = f"holds {len(self.eos_token_ids)} ids, and {MOST_EOS_TOKENS} are the most"
             raise FieldError("eos_token_ids", problem, "Give the ids that end a text")
@@ -53,12 +51,12 @@ def fingerprint_tokenizer(tokenizer: Any, eos_token_ids: Iterable[int] | None = 
 
     Args:
         tokenizer: anything with transformers' `get_vocab()` and `eos_token_id`.
-        eos_token_ids: the end-of-sequence ids where they are known better than the tokenizer does, as a model's
-            generation configuration does where a chat model ends on several (None: the tokenizer's own).
+        eos_token_ids: the end-of-sequence ids, such as a chat model's generation configuration names (None: the
+            tokenizer's own).
 
     Returns:
-        A fingerprint whose `size` is one past the largest id. That is the tokenizer's length, unless ids were skipped,
-        in which case the length would cut off real tokens. Its `sha256` runs over the sorted pairs of token and id.
+        A fingerprint whose `size` is one past the largest id. The tokenizer's length would cut off tokens if ids were
+        skipped. Its `sha256` runs over the sorted pairs of token and id.
 
     Raises:
         ConfigurationError: the tokenizer has no vocabulary, or an end-of-sequence id is not one of its ids.
@@ -80,15 +78,13 @@ def fingerprint_tokenizer(tokenizer: Any, eos_token_ids: Iterable[int] | None = 
 def require_same_tokenizer(
     expected: TokenizerFingerprint, actual: TokenizerFingerprint, source: str = "config.json: tokenizer"
 ) -> None:
-    """Check that an artifact's ids mean the same tokens to the tokenizer at hand.
-
-    The end-of-sequence ids may differ, because a base model and its chat model share a vocabulary and end differently:
-    `read_artifact` asks its rankings to cover both.
+    """Compare an artifact's tokenizer with the one in use. Their end-of-sequence ids may differ, as those of a base
+    model and its chat model do.
 
     Args:
-        expected: what the artifact was made with.
-        actual: the tokenizer at hand.
-        source: what errors call the artifact's fingerprint.
+        expected: the artifact's.
+        actual: the one in use.
+        source: the artifact's fingerprint in errors.
 
     Raises:
         ArtifactError: the vocabularies differ.
@@ -103,22 +99,20 @@ def require_same_tokenizer(
 
 
 def require_tokenizer_of(fingerprints: Iterable[TokenizerFingerprint], tokenizer: Any) -> None:
-    """Check that a policy's ids mean the same tokens to the tokenizer at hand, where that is known (not None).
+    """Compare a policy's tokenizers with the one in use, if that is known (not None).
 
     Raises:
         ArtifactError: the policy was made for another vocabulary.
     """
     fingerprints = tuple(fingerprints)
-    if tokenizer is None or not fingerprints:
-        return
-    actual = fingerprint_tokenizer(tokenizer)
-    for expected in fingerprints:
-        require_same_tokenizer(expected, actual, "ranking")
+    if tokenizer is not None and fingerprints:
+        actual = fingerprint_tokenizer(tokenizer)
+        for expected in fingerprints:
+            require_same_tokenizer(expected, actual, "ranking")
 
 
 def as_token_ids(eos_token_id: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of a tokenizer or a generation configuration, however they are given: as a tensor, as a
-    list, as one id, or as None for none at all."""
+    """End-of-sequence ids from a tensor, a list, one id or None."""
     if eos_token_id is None:
         return ()
     given = eos_token_id.tolist() if hasattr(eos_token_id, "tolist") else eos_token_id

@@ -1,4 +1,4 @@
-"""SGLang's `--speculative-token-map`, which FR-Spec's own code reads too."""
+"""SGLang's `--speculative-token-map`, which FR-Spec's code reads too."""
 
 from pathlib import Path
 
@@ -11,31 +11,26 @@ from .static import StaticShortlist
 
 
 def write_token_map(path: str | Path, shortlist: StaticShortlist) -> int:
-    """Write a list of token ids as SGLang loads it: `torch.load(path, weights_only=True)` gives ids, which it takes as
-    the rows of the target's LM head that an EAGLE-2 head may draft, row by row.
-
-    The file is read back, by those rules, before it takes its place: an export that fails or is interrupted leaves no
-    file, or the one that was there. The same list gives the same bytes.
+    """Write token ids as SGLang loads them, by `torch.load(path, weights_only=True)`: the rows of the target's LM head
+    for an EAGLE-2 head. The file is read back by those rules before it takes its place. Equal lists give equal bytes.
 
     Args:
         path: the file to write; missing folders are made.
-        shortlist: which tokens.
+        shortlist: the tokens.
 
     Returns:
-        How many ids were written.
+        The number of ids.
 
     Raises:
         ConfigurationError: as `StaticShortlist.token_ids`.
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    ids = shortlist.token_ids().tolist()
+    path, ids = Path(path), shortlist.token_ids().tolist()
     with replacing(path) as scratch:
         try:
-            # Into a stream, as torch writes the name of a file into it.
-            with scratch.open("wb") as stream:
+            with scratch.open("wb") as stream:  # a stream, as torch writes the name of a file into it
                 torch.save(ids, stream)
-        except RuntimeError as error:  # what torch makes of a write that the system refuses, without its number
+        except RuntimeError as error:  # how torch reports a failed write
             problem = next(iter(str(error).splitlines()), type(error).__name__)
             raise OSError(f"{path} could not be written, most often for want of space: {problem}") from error
         if import_frequency_list(scratch, shortlist.tokenizer.size, field=path.name) != ids:

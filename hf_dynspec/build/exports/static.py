@@ -1,4 +1,4 @@
-"""The static shortlist of an artifact: all that engines with one list for good can take of a policy."""
+"""The static shortlist of an artifact, for engines with one fixed list."""
 
 import os
 from collections.abc import Sequence
@@ -16,16 +16,14 @@ from ...protocol import VocabularyInfo
 from ...shortlists import FrequencyShortlist, ShortlistPolicy
 from ...vocabulary import TokenizerFingerprint, fingerprint_tokenizer
 
-BUILD_A_RANKING = "build a ranking with `hf-dynspec build frequency` and export that"
-
 
 @dataclass(frozen=True)
 class StaticShortlist:
-    """A list of tokens that never changes.
+    """A fixed list of tokens.
 
     Args:
-        policy: what drafts these tokens here.
-        tokenizer: whose ids they are, and which of them end a text.
+        policy: the policy that drafts these tokens here.
+        tokenizer: the tokenizer of the ids, with the ids that end a text.
         config: the artifact's configuration.
     """
 
@@ -34,14 +32,13 @@ class StaticShortlist:
     config: DynSpecConfig
 
     def token_ids(self, draftable: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-        """int64 `[n]`: the ids that the policy selects, those that end a text and the most frequent others, in the
-        order of the ranking.
+        """int64 `[n]`, in the order of the ranking: the ids that end a text and the most frequent others.
 
         Args:
             draftable: the ids that a head can score (None: all of them).
 
         Raises:
-            ConfigurationError: the ranking holds fewer ids than were asked for, or none that the head can score.
+            ConfigurationError: the ranking holds fewer ids than the size, or none that the head can score.
         """
         ids, eos = None, self.tokenizer.eos_token_ids
         if draftable is not None:
@@ -57,7 +54,7 @@ class StaticShortlist:
             )
         if self.policy.ranking is None:
             return chosen.sort().values
-        # An end of texts that the ranking lacks comes first.
+        # End-of-sequence ids that the ranking lacks come first.
         place = torch.full((self.tokenizer.size,), -1, dtype=torch.int64)
         ranked = self.policy.ranking[self.policy.ranking < self.tokenizer.size]
         place[ranked] = torch.arange(ranked.numel())
@@ -72,19 +69,19 @@ def read_static_shortlist(
     take_core: bool = False,
     target: str | os.PathLike | None = None,
 ) -> StaticShortlist:
-    """Read an artifact for its static shortlist.
+    """Read the static shortlist of an artifact.
 
     Args:
         artifact: a folder, or a repository on the Hub.
-        engine: what the list is for, as errors call it.
-        size: how many tokens (None: what the artifact says).
-        take_core: of a policy that chooses tokens anew as a text goes on, take the core that it starts from.
-        target: folder or Hub id of the target, whose tokenizer is held against the artifact's, and whose
-            end-of-sequence ids are the list's (None: the artifact's own).
+        engine: the engine's name, for errors.
+        size: number of tokens (None: the artifact's).
+        take_core: of a policy that follows the text, take its static core.
+        target: folder or Hub id of the target. Its tokenizer is compared with the artifact's, and its end-of-sequence
+            ids are the list's (None: the artifact's own).
 
     Raises:
-        ArtifactError: as `read_artifact`; the policy is not static, and the message names the nearest thing that is;
-            or nothing says whose ids the artifact holds.
+        ArtifactError: as `read_artifact`; the policy is not static, and the message names the nearest static thing; or
+            the tokenizer is not known.
         ConfigurationError: the target has no tokenizer, or the size is no number of tokens.
     """
     fingerprint = None
@@ -93,15 +90,13 @@ def read_static_shortlist(
         fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
     config, tensors = read_artifact(artifact, tokenizer_fingerprint=fingerprint)
     with naming_source(artifact):
-        whole = rebuild_policy(config, tensors)
-    policy = _static_core(Path(artifact).name, whole, engine, take_core)
+        policy = _static_core(Path(artifact).name, rebuild_policy(config, tensors), engine, take_core)
     known = fingerprint or config.tokenizer
     if known is None:
         problem = "is not named, so that nothing says which ids there are"
         fix = "Give --target, the folder or Hub id of the target."
         raise ArtifactError("config.json: tokenizer", problem, fix, str(artifact))
-    size = policy.size if size is None else size
-    return StaticShortlist(FrequencyShortlist(policy.ranking, size), known, config)
+    return StaticShortlist(FrequencyShortlist(policy.ranking, policy.size if size is None else size), known, config)
 
 
 def _static_core(artifact: str, policy: ShortlistPolicy, engine: str, take_core: bool) -> FrequencyShortlist:
@@ -111,7 +106,7 @@ def _static_core(artifact: str, policy: ShortlistPolicy, engine: str, take_core:
     problem = f"is {policy.name!r}, which chooses tokens anew as a text goes on, and {engine} takes one list for good"
     if policy.name == "full":
         problem = f"is 'full', which needs no list: {engine} drafts from all tokens unless it is given one"
-    fix = f"To gain there what a static list gains, {BUILD_A_RANKING}."
+    fix = "To gain there what a static list gains, build a ranking with `hf-dynspec build frequency` and export that."
     if core is not None:
         fix = f"The nearest static thing is its core of {core.size:,} tokens: give --static to export that."
     raise ArtifactError(f"{artifact}: policy", problem, fix)

@@ -21,7 +21,7 @@ from .static import StaticShortlist
 
 
 def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pickle: bool = False) -> EagleCheckpoint:
-    """Read a head that vLLM can be given a part of.
+    """Read a head to be trimmed for vLLM.
 
     Args:
         head: folder or Hub id of an EAGLE-3 head, official or of speculators.
@@ -29,8 +29,8 @@ def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pic
         allow_pickle: as `read_checkpoint`.
 
     Raises:
-        ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names the
-            nearest thing that a server can do with it.
+        ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names an
+            alternative.
     """
     folder = local_folder(head, [CONFIG_FILE], revision=revision)
     config = read_json(folder, CONFIG_FILE)
@@ -38,8 +38,7 @@ def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pic
         "vLLM drafts with such a model from its whole vocabulary, and takes it as it is: there is nothing to export "
         '(--speculative-config \'{"method": "draft_model", "model": …}\').'
     )
-    is_whole = config.get("num_hidden_layers", 1) != 1 and "speculators_model_type" not in config
-    if is_whole:
+    if config.get("num_hidden_layers", 1) != 1 and "speculators_model_type" not in config:
         raise ArtifactError(str(head), "is a model of its own, and no EAGLE head", whole)
     try:
         checkpoint = read_checkpoint(head, revision=revision, allow_pickle=allow_pickle)
@@ -67,19 +66,19 @@ def trimmed_for_vllm(
 ) -> EagleCheckpoint:
     """The head with no more tokens than a shortlist's, in speculators' layout.
 
-    Its `lm_head` holds the target's rows of these tokens or, where it has an output projection of its own, its own
-    rows; such a head can draft those of the shortlist's tokens that it has, and `size` of them are taken.
+    Its `lm_head` holds its own rows of these tokens, or the target's if it has none. A head with rows of its own may
+    lack some of the shortlist's tokens; `size` of the others are taken.
 
     Args:
         head: see `read_head`.
-        shortlist: which tokens.
-        target: folder or Hub id of the model that it drafts for.
-        verifier: what the configuration calls the target (None: `target`).
-        speculative_tokens: tokens to draft unless the server is told otherwise.
+        shortlist: the tokens.
+        target: folder or Hub id of the head's target.
+        verifier: the target's name in the configuration (None: `target`).
+        speculative_tokens: tokens to draft by default.
 
     Raises:
         ArtifactError: the head was made for another target, or speculators' layout cannot express it.
-        ConfigurationError: the head can draft fewer of the ranking's tokens than the shortlist is to have.
+        ConfigurationError: the head can draft fewer of the ranking's tokens than the shortlist's size.
     """
     folder = local_folder(target, HEAD_FILES)
     rows, architectures = read_output_rows(folder)
@@ -100,10 +99,10 @@ def trimmed_for_vllm(
 
 
 def write_head(folder: Path, head: EagleCheckpoint) -> None:
-    """Write a head and read it back by the rules of its layout, bit for bit.
+    """Write a head and read it back, bit for bit.
 
     Raises:
-        ArtifactError: what was read is not what was written.
+        ArtifactError: it was read back otherwise.
         OSError: a file cannot be written.
     """
     write_checkpoint(folder, head)
@@ -120,17 +119,17 @@ def require_equal_drafts(
     target: PreTrainedModel,
     texts: Sequence[torch.Tensor],
 ) -> int:
-    """Draft with the trimmed head, from its own rows and maps alone, what the original drafts from the shortlist.
+    """Compare the drafts of the trimmed head, from its own rows and maps, with the original's from the shortlist.
 
     Args:
         original: the head as it was read.
         trimmed: the head as it was written.
-        shortlist: the policy that drafts the same tokens here.
-        target: the model, in fp32: in 16 bit, scores tie that do not elsewhere.
-        texts: each int64 `[1, n]`: token ids to draft after.
+        shortlist: the policy of the same tokens.
+        target: the model, in fp32: in 16 bit more scores tie.
+        texts: token ids to draft after, each int64 `[1, n]`.
 
     Returns:
-        How many tokens were compared.
+        The number of compared tokens.
 
     Raises:
         DynSpecError: a draft differs.
@@ -150,10 +149,10 @@ def require_equal_drafts(
 
 
 def _require_made_for(head: EagleCheckpoint, folder: Path, rows: torch.Tensor) -> tuple[int, ...]:
-    """Compare the sizes that a head was made for with a target's.
+    """Compare a head's sizes with a target's.
 
     Returns:
-        The hidden states of the target that heads read unless they say otherwise.
+        The hidden states of the target that heads read by default.
 
     Raises:
         ArtifactError: they differ, or the target has fewer layers than the head reads.
