@@ -1,7 +1,7 @@
-"""What artifacts store of a policy, as its class declares it.
+"""What artifacts can hold: the table of classes, and the rules for their settings and tensors.
 
-A class declares its settings and its tensors by name, and whoever reads an artifact refuses everything else. Dtypes
-and shapes are looked at before memory is taken for a tensor, its contents afterwards.
+A class declares its settings and tensors by name, and readers of artifacts refuse everything else. Dtypes and shapes
+are checked before memory is taken for a tensor, contents afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,23 +15,22 @@ from .errors import ArtifactError, ConfigurationError, shown_value
 from .fields import SettingRule
 from .vocabulary import TokenizerFingerprint
 
-# The dtypes by the names that safetensors gives them.
+# Dtypes by their names in safetensors.
 ID_DTYPES = ("I32", "I64")
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
-# In the shape of a rule, a function of the tokenizer's size: one place for each of its ids.
+# A dimension of a rule: one place for each id of the tokenizer.
 TOKENIZER_SIZE: Callable[[int], int] = int
 
 BUILD_AGAIN = "Build it again with the tokenizer that config.json names."
-
-# The table of classes, by name. `shortlists` fills it, and `register_policy` adds classes of a user's own.
-POLICIES: dict[str, Any] = {}
-# Data that policies read. It has artifacts of its own.
-POLICY_DATA: dict[str, type["Storable"]] = {}
-
 UNKNOWN_POLICY_FIX = (
     "Import the package that registers it (register_policy) before the artifact is loaded, or install the hf_dynspec "
     "that wrote it"
 )
+
+# The table of classes, by name. `shortlists` fills it, and `register_policy` adds a user's own.
+POLICIES: dict[str, Any] = {}
+# Data that policies read. It has artifacts of its own.
+POLICY_DATA: dict[str, type["Storable"]] = {}
 
 
 def stored_class(name: str) -> type["Storable"]:
@@ -50,19 +49,19 @@ def stored_class(name: str) -> type["Storable"]:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What a stored tensor of a certain name may be.
+    """The rule of a stored tensor.
 
     ```python
     tensor_rules = {"ranking": token_ranking(), "gain": TensorRule(WEIGHT_DTYPES, (TOKENIZER_SIZE,))}
     ```
 
     Args:
-        dtypes: the safetensors names of its dtypes, such as `ID_DTYPES` or `WEIGHT_DTYPES`. Numbers that are not
-            finite are refused for every rule.
-        largest_shape: the most of each of its dimensions, as a number or as a function of the tokenizer's size, such
-            as `TOKENIZER_SIZE` for as many as there are ids; none may be 0.
-        check_contents: called with the tensor's field, the tensor, the tokenizer and the end-of-sequence ids to cover.
-            Raises `ArtifactError` (None: any contents will do).
+        dtypes: the safetensors names of its dtypes, such as `ID_DTYPES` or `WEIGHT_DTYPES`. NaN and infinity are
+            always refused.
+        largest_shape: the most of each dimension, as a number or as a function of the tokenizer's size, such as
+            `TOKENIZER_SIZE`. No dimension may be 0.
+        check_contents: called with the tensor's field, the tensor, the tokenizer and the end-of-sequence ids that
+            rankings must hold. Raises `ArtifactError` (None: any contents will do).
     """
 
     dtypes: tuple[str, ...]
@@ -75,7 +74,7 @@ class TensorRule:
 
 
 def token_ids() -> TensorRule:
-    """The rule of a list of unique token ids `[n]`. The end-of-sequence ids need not be among them."""
+    """The rule of unique token ids `[n]`."""
     return TensorRule(ID_DTYPES, (TOKENIZER_SIZE,), check_token_ids)
 
 
@@ -110,23 +109,21 @@ def check_token_ranking(
         ArtifactError: it does not. Its `field` is `field`.
     """
     check_token_ids(field, ranking, tokenizer, eos_token_ids)
-    is_ranked = ranking.new_zeros(tokenizer.size, dtype=torch.bool).index_fill(0, ranking.to(torch.int64), True)
     for token_id in eos_token_ids:
-        if token_id >= tokenizer.size or not bool(is_ranked[token_id]):
+        if not bool((ranking == token_id).any()):
             problem = f"lacks the end-of-sequence id {token_id}, so that no draft could ever end"
             raise ArtifactError(field, problem, "Append the id to the ranking and write the artifact again.")
 
 
 class Storable:
-    """What an artifact can hold: something that its settings and its tensors rebuild, and whose class declares which
-    those may be. Nothing else is written, and nothing else is read.
+    """Something that artifacts can hold, and that its settings and tensors rebuild. Nothing else is written or read.
 
     Attributes:
-        name: what it is called on a command line and in artifacts.
-        setting_rules: what `settings()` may return: each setting by its name, which is the constructor's argument too.
-        tensor_rules: what `tensors()` may return, likewise.
-        card_summary: a sentence that says what it is, for the model cards of its artifacts.
-        card_tags: what people who search the Hub call it, beside its name.
+        name: its name on command lines and in artifacts.
+        setting_rules: the rules of `settings()` by name. Each name is an argument of the constructor too.
+        tensor_rules: the rules of `tensors()`, likewise.
+        card_summary: a sentence about it for model cards.
+        card_tags: tags for the Hub, beside its name.
     """
 
     name: ClassVar[str]
@@ -136,7 +133,7 @@ class Storable:
     card_tags: ClassVar[tuple[str, ...]] = ()
 
     def settings(self) -> dict[str, Any]:
-        """The JSON-serialisable settings that, with `tensors()`, rebuild this."""
+        """The JSON values that, with `tensors()`, rebuild this."""
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -145,7 +142,7 @@ class Storable:
 
     @classmethod
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        """Check settings, from wherever they come, without building anything.
+        """Check settings without building anything.
 
         Raises:
             ConfigurationError: a setting is unknown, mistyped or out of range.
@@ -160,22 +157,17 @@ class Storable:
 
     @classmethod
     def tensor_rules_for(cls, settings: Mapping[str, Any]) -> Mapping[str, TensorRule]:
-        """The rules of the tensors that one of these settings may have, by the names that `tensors()` gives them.
-
-        Args:
-            settings: those that `require_settings` let pass.
-        """
+        """The rules of the tensors for these valid settings."""
         return cls.tensor_rules
 
     @classmethod
     def classes_in(cls, settings: Mapping[str, Any]) -> tuple[type["Storable"], ...]:
-        """The classes that have to be registered where one of these settings is loaded: this one, and those of its
-        parts where it has some."""
+        """The classes needed to load these settings: this one, and those of its parts."""
         return (cls,)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "Storable":
-        """Rebuild one from what `settings()` and `tensors()` returned.
+        """Rebuild one from `settings()` and `tensors()`.
 
         Raises:
             ConfigurationError: a setting is unknown, mistyped or out of range.
@@ -188,5 +180,5 @@ class Storable:
 
     @classmethod
     def _arguments_from(cls, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The constructor's arguments that the tensors stand for."""
+        """The constructor's arguments from the tensors."""
         return dict(tensors)

@@ -9,11 +9,11 @@ import torch
 from ..errors import ConfigurationError, shown_value
 from ..fields import FieldError
 from ..protocol import Needs
+from ..storable import POLICIES, UNKNOWN_POLICY_FIX, Storable, TensorRule
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy
 from .frequency import FrequencyShortlist
-from .registry import POLICIES, UNKNOWN_POLICY_FIX, policy_class
-from .storage import Storable, TensorRule
+from .registry import policy_class
 
 # Policies of one that is made of several and of such ones within it, all together, and how deep they may lie.
 MOST_POLICIES = 32

@@ -1,32 +1,28 @@
-"""The policies by name, and what else artifacts hold. A name stands for a class that was imported and registered, and
-for nothing else."""
+"""Policies by name. A name stands for a class that was imported and registered, and for nothing else."""
 
 import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..artifacts.reading import read_artifact
 from ..errors import ArtifactError, ConfigurationError, shown_value
-from ..storable import POLICIES, UNKNOWN_POLICY_FIX
+from ..storable import POLICIES
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy
-
-__all__ = ["POLICIES", "UNKNOWN_POLICY_FIX", "as_policy", "policy_class", "read_stored_policy", "register_policy"]
 
 DEFAULT_POLICY = "hybrid"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def register_policy(policy: type[ShortlistPolicy]) -> type[ShortlistPolicy]:
-    """Let a policy class be found by its `name`: by an assistant, on a command line and in artifacts.
+    """Make a policy class known by its `name`: to assistants, on command lines and in artifacts.
 
     Returns:
-        The class, so that this can stand above it as a decorator.
+        The class, so that this works as a decorator.
 
     Raises:
         ConfigurationError: the class is no policy, has no name that a command line could hold, or another class has
@@ -42,7 +38,7 @@ def register_policy(policy: type[ShortlistPolicy]) -> type[ShortlistPolicy]:
 
 
 def require_policy_class(policy: Any) -> None:
-    """Refuse what is not a policy's class with a name of its own.
+    """Refuse anything but a policy's class with a name of its own.
 
     Raises:
         ConfigurationError: it is none.
@@ -58,7 +54,7 @@ def require_policy_class(policy: Any) -> None:
 
 
 def policy_class(name: str) -> type[ShortlistPolicy]:
-    """Return the policy class of that name.
+    """The policy class of that name.
 
     Raises:
         ConfigurationError: there is no such policy.
@@ -69,29 +65,27 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
 
 
 def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
-    """Return a policy as it is, one made by name with its default settings, or the default policy for None.
+    """A policy as it is, one by name with its default settings, or the default policy for None.
 
     Raises:
-        ConfigurationError: no policy has that name, or it cannot be made without settings.
+        ConfigurationError: no policy has that name, or it needs settings.
     """
-    if policy is None:
-        return POLICIES[DEFAULT_POLICY]()
     if isinstance(policy, ShortlistPolicy):
         return policy
-    made = policy_class(policy)
+    made = policy_class(DEFAULT_POLICY if policy is None else policy)
     require_arguments(made, ())
     return made()
 
 
 def require_arguments(policy: type[ShortlistPolicy], given: Iterable[str]) -> None:
-    """Refuse to make a policy without the arguments that it has no defaults for.
+    """Refuse to make a policy without its required arguments.
 
     Args:
         policy: its class.
-        given: the arguments that there are.
+        given: the names of the given arguments.
 
     Raises:
-        ConfigurationError: it needs more. The message says how to give it.
+        ConfigurationError: it needs more. The message says how to give them.
     """
     parameters = inspect.signature(policy).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -112,16 +106,8 @@ def require_arguments(policy: type[ShortlistPolicy], given: Iterable[str]) -> No
         )
 
 
-@dataclass(frozen=True)
-class StoredPolicy:
-    """What an artifact holds that was named in place of a ranking, a router, … .
-
-    Args:
-        name: the policy's.
-        settings: those that it was stored with.
-        tensors: on the CPU, by name.
-        tokenizer: whose ids the tensors speak of.
-    """
+class StoredPolicy(NamedTuple):
+    """An artifact that was named in place of a ranking, a router, … . Its tensors are on the CPU."""
 
     name: str
     settings: Mapping[str, Any]
@@ -130,11 +116,7 @@ class StoredPolicy:
 
 
 def read_stored_policy(artifact: str | os.PathLike, tensor: str) -> StoredPolicy:
-    """Read an artifact for one of its tensors. The one place where a policy opens files.
-
-    Args:
-        artifact: a folder, or a repository on the Hub.
-        tensor: the name of a tensor that must be there.
+    """Read an artifact, a folder or a repository on the Hub, that must have a certain tensor.
 
     Raises:
         ArtifactError: the artifact is damaged, or has no such tensor.

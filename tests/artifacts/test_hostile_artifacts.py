@@ -54,7 +54,6 @@ from hf_dynspec.build.texts import CorpusError
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import read_checkpoint
 from hf_dynspec.drafters.eagle.conversion import read_output_rows
-from hf_dynspec.drafting.tree_config import LONGEST_DRAFT
 from hf_dynspec.errors import LONGEST_MESSAGE, ArtifactError, ConfigurationError, DynSpecError, shown_text
 from hf_dynspec.fields import LARGEST_COUNT
 from hf_dynspec.loading import load_tokenizer
@@ -72,6 +71,7 @@ from hf_dynspec.shortlists import (
 )
 from hf_dynspec.shortlists.composite import DEEPEST, MOST_POLICIES
 from hf_dynspec.shortlists.in_context import LARGEST_TOP_K
+from hf_dynspec.tree_config import LONGEST_DRAFT
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
