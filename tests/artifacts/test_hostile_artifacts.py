@@ -46,9 +46,8 @@ import hf_dynspec
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import push_artifact, read_artifact, rebuild_policy, render_card, write_artifact
 from hf_dynspec.artifacts.card import card_to_publish
-from hf_dynspec.artifacts.config import LARGEST_VOCABULARY, DynSpecConfig, ModelReference, PolicyConfig
+from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig
 from hf_dynspec.artifacts.tensors import serialize_tensors
-from hf_dynspec.build.corpus import plan_corpus
 from hf_dynspec.build.frequency_list import import_frequency_list
 from hf_dynspec.build.texts import CorpusError
 from hf_dynspec.drafters import EagleDrafter
@@ -71,7 +70,6 @@ from hf_dynspec.shortlists import (
 )
 from hf_dynspec.shortlists.composite import DEEPEST, MOST_POLICIES
 from hf_dynspec.shortlists.in_context import LARGEST_TOP_K
-from hf_dynspec.tree_config import LONGEST_DRAFT
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
@@ -269,10 +267,6 @@ def test_a_named_eagle_head_comes_from_the_hub(hub, tmp_path):
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_bounds_are_those_of_the_configuration():
-    assert LARGEST_COUNT == LARGEST_VOCABULARY
-
-
 @pytest.mark.parametrize("make", POLICY_CASES.values(), ids=POLICY_CASES)
 def test_every_setting_of_every_policy_has_a_rule(make):
     """By the constructor and by the loader: a policy without rules cannot be loaded with settings at all."""
@@ -287,30 +281,6 @@ def test_every_setting_of_every_policy_has_a_rule(make):
             refusal(lambda name=name, value=value: type(policy).from_settings({**settings, name: value}, tensors))
     for name in ("ranking", "router", "no_such_setting", STEERING):
         refusal(lambda name=name: type(policy).from_settings({**settings, name: "acme/model"}, tensors))
-
-
-WRONG_SETTINGS = {
-    "window": lambda: InContextShortlist(window=2**31),
-    "window, larger": lambda: InContextShortlist(window=2**70),
-    "prompt_top_k": lambda: InContextShortlist(prompt_top_k=LARGEST_TOP_K + 1),
-    "verify_top_k": lambda: HybridShortlist(verify_top_k=2**20),
-    "prompt_positions": lambda: InContextShortlist(prompt_positions=2**40),
-    "size": lambda: FrequencyShortlist(size=2**23),
-    "core_size": lambda: HybridShortlist(core_size=2**23),
-    "max_clusters": lambda: RouterShortlist(random_router(), max_clusters=2**31),
-    "pinned": lambda: RouterShortlist(random_router(), pinned=2**31, ranking=RANKING),
-    "mass": lambda: RouterShortlist(random_router(), mass=float("nan")),
-    "top_groups": lambda: CoralShortlist(layer_router(), top_groups=2**31),
-    "schedule": lambda: RouterShortlist(random_router(), schedule=["fixed"]),
-    "eviction": lambda: InContextShortlist(eviction=["lru"]),
-    "num_assistant_tokens": lambda: DynSpecAssistant(tiny(), num_assistant_tokens=LONGEST_DRAFT + 1),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_SETTINGS)
-def test_constructors_have_the_same_bounds(case):
-    error = refusal(WRONG_SETTINGS[case])
-    assert isinstance(error, ConfigurationError) and str(error).startswith(f"{case.split(',')[0]} must be")
 
 
 @pytest.mark.parametrize("eviction", ["stream", "lru"])
@@ -453,13 +423,6 @@ def test_what_is_no_file_of_the_folder_is_not_read(tmp_path, stranger, name):
         (folder / name).unlink()
         STRANGERS[stranger](folder / name)
         assert refusal(lambda act=act, folder=folder: act(folder)).field == name, kind
-
-
-def test_a_link_within_the_folder_is_read(tmp_path):
-    folder = stored(tmp_path / "artifact", FrequencyShortlist(RANKING))
-    (folder / "model.safetensors").rename(folder / "ranking.safetensors")
-    (folder / "model.safetensors").symlink_to("ranking.safetensors")
-    use(load(folder))
 
 
 def test_shards_that_are_no_files_of_the_folder_are_not_read(tmp_path):
@@ -829,79 +792,23 @@ def test_a_damaged_tokenizer_is_told(tmp_path):
     refusal(lambda: load_tokenizer(tmp_path / "missing"))
 
 
-def test_a_corpus_that_is_none_is_told(tmp_path):
-    put_pipe(tmp_path / "pipe.jsonl")
-    (tmp_path / "numbers.jsonl").write_text('{"text": ' + "9" * 5000 + "}")
-    (tmp_path / "nested.jsonl").write_text("[" * 10**5)
-    (tmp_path / "steering.jsonl").write_text(json.dumps({STEERING.replace("\ud800", ""): 1}))
-    (tmp_path / "damaged.parquet").write_bytes(b"PAR1" + b"\xff" * 100 + b"PAR1")
-    (tmp_path / "damaged.txt.xz").write_bytes(b"\xfd7zXZ\0" + b"\xff" * 100)
-    for path in sorted(tmp_path.iterdir()):
-        error = refusal(lambda path=path: list(plan_corpus([path]).units))
-        assert isinstance(error, CorpusError) and path.name in str(error)
-    refusal(lambda: plan_corpus([tmp_path / ("a" * 5000)]))
-
-
-def test_views_in_a_pickled_head_take_no_memory(tmp_path):
-    head = random_head("eagle3")
-    folder = head.write(tmp_path / "head", pickled=True)
-    tensors = dict(head.tensors)
-    tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(1).expand(2**19, 2**14)
-    torch.save(tensors, folder / "pytorch_model.bin")
-    error = refusal(lambda: read_checkpoint(folder, allow_pickle=True))
-    assert error.field == "pytorch_model.bin"
-    tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(64, 32, device="meta")
-    torch.save(tensors, folder / "pytorch_model.bin")
-    refusal(lambda: read_checkpoint(folder, allow_pickle=True))
-
-
 # Fuzz ----------------------------------------------------------------------------------------------------------------
 
-CASES = int(os.environ.get("HF_DYNSPEC_FUZZ", "3000"))
+CASES = int(os.environ.get("HF_DYNSPEC_FUZZ", "1000"))
 SEED = int(os.environ.get("HF_DYNSPEC_FUZZ_SEED", "0"))
 
 Files = dict[str, bytes]
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 301, 302, 2**15, 2**16, 2**22, 2**22 + 1, 2**31 - 1, 2**31, 2**48, 2**63, 2**64, 2**70]
 NUMBERS += [-(2**63), 10**400, 0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 1e308, -1e308, float("nan"), float("inf")]
-TEXTS = [
-    "",
-    "full",
-    "union",
-    "hybrid",
-    "router",
-    "lru",
-    "fitted",
-    "dynaspec",
-    "I64",
-    "F32",
-    "BF16",
-    "U8",
-    "silu",
-    "gelu",
-]
-TEXTS += [
-    "acme/model",
-    "../..",
-    "/etc/passwd",
-    "~",
-    "C:\\model",
-    "file:///etc/passwd",
-    "http://localhost:1/",
-    STEERING,
-]
-TEXTS += [
-    "x" * 70_000,
-    "\u202e" * 100,
-    "[bold]",
-    "{{ card_data }}",
-    "---\n---\n",
-    "|`<b>",
-    "yarn",
-    "llama3",
-    "longrope",
-]
-TEXTS += ["eagle3", "qwen3", "config.json", "__class__", "model.safetensors", "\0", "a\tb", "NaN", "1", "true"]
+TEXTS = (
+    "full union hybrid router lru fitted dynaspec I64 F32 BF16 U8 silu gelu".split()
+TEXTS += "yarn llama3 longrope eagle3 qwen3 config.json __class__ model.safetensors".split()
+)
+TEXTS += (
+    "acme/model ../.. /etc/passwd ~ C:\\model file:///etc/passwd http://localhost:1/ [bold] |`<b> NaN 1 true".split()
+)
+TEXTS += ["", STEERING, "x" * 70_000, "\u202e" * 100, "{{ card_data }}", "---\n---\n", "\0", "a\tb"]
 
 
 def hostile_value(rng: random.Random, donor: Any) -> Any:

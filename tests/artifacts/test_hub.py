@@ -59,12 +59,6 @@ def refusal(*arguments, **options) -> ArtifactError:
 # --- Reading ---
 
 
-def test_an_artifact_is_read_from_the_hub(hub, api, old):
-    hub.publish(REPO, old)
-    config, tensors = read_artifact(REPO, tokenizer_fingerprint=TOKENIZER, api=api)
-    assert config == CONFIG and torch.equal(tensors["ranking"], OLD_RANKING)
-
-
 def test_only_the_files_of_an_artifact_are_fetched(hub, api, old):
     for name in ("modeling_evil.py", "pytorch_model.bin", "notes.txt"):
         (old / name).write_bytes(b"never fetched")
@@ -212,6 +206,7 @@ def test_shards_are_published_and_read_back(hub, api, sharded):
     require_lists(tensors)
 
 
+@pytest.mark.families
 def test_all_shards_come_from_one_commit_while_the_branch_moves(hub, api, sharded, tmp_path):
     """Somebody pushes other shards of the same names while the artifact is being downloaded, between any two requests
     in turn."""
@@ -258,16 +253,6 @@ def test_a_missing_or_damaged_shard_on_the_hub_is_named(hub, api, sharded, name)
     assert refusal(REPO, api=api).field == name
 
 
-def test_a_cached_sharded_artifact_needs_no_network(hub, api, sharded, monkeypatch):
-    hub.publish(REPO, sharded)
-    read_artifact(REPO, api=api)
-    hub.server.shutdown()
-    hub.server.server_close()
-    require_lists(read_artifact(REPO, api=api)[1])
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    require_lists(read_artifact(REPO, api=api)[1])
-
-
 def test_publishing_again_removes_the_shards_of_before(hub, api, sharded, old, tmp_path):
     def published() -> set[str]:
         repository = hub.repositories[REPO]
@@ -285,14 +270,6 @@ def test_publishing_again_removes_the_shards_of_before(hub, api, sharded, old, t
     assert published() == set(weights_files(2))
     push_artifact(write_artifact(tmp_path / "bare", DynSpecConfig(PolicyConfig("full")), {}), REPO, api=api)
     assert published() == set()
-
-
-def test_another_librarys_shards_are_not_overwritten(hub, api, old):
-    hub.repositories[REPO] = Repository()
-    commit = hub.repositories[REPO].commit({SHARDS[0]: b"weights"})
-    with pytest.raises(ArtifactError) as caught:
-        push_artifact(old, REPO, api=api)
-    assert caught.value.field == "repository" and hub.repositories[REPO].branches == {"main": commit}
 
 
 def test_nothing_is_published_where_the_hub_is_switched_off(hub, api, old, monkeypatch):
@@ -318,15 +295,6 @@ def test_an_artifact_is_published_in_one_commit_and_read_back(hub, api, old):
     assert hub.commit_headers[0]["summary"] == "Upload the frequency shortlist policy with hf_dynspec"
     config, tensors = read_artifact(REPO, api=api)
     assert config == CONFIG and torch.equal(tensors["ranking"], OLD_RANKING)
-
-
-def test_publishing_again_replaces_and_removes(hub, api, old, tmp_path):
-    push_artifact(old, REPO, api=api)
-    bare = write_artifact(tmp_path / "bare", DynSpecConfig(PolicyConfig("full")), {})
-    info = push_artifact(bare, REPO, commit_message="Smaller", api=api)
-    assert set(hub.repositories[REPO].commits[info.oid]) == {".gitattributes", "config.json", "README.md"}
-    assert hub.commit_headers[-1]["summary"] == "Smaller"
-    assert read_artifact(REPO, api=api)[1] == {}
 
 
 def test_a_name_without_an_owner_becomes_the_users(hub, api, old):

@@ -151,12 +151,6 @@ def test_a_module_may_be_named_as_its_policy(own):
         assert parse_policy("favourites:extra=5").extra == 5
 
 
-def test_a_folder_named_as_a_policy_is_no_module(own):
-    (own / "router").mkdir()
-    with pytest.raises(ConfigurationError, match="settings are written name=value, got 'router'"):
-        parse_policy("router:router")
-
-
 @pytest.mark.parametrize(
     "text",
     ["hybrid+somebodys.policies:Favourites:extra=3", "somebodys.policies:Favourites:extra=3+hybrid"],
@@ -196,13 +190,6 @@ def test_what_is_no_policy_of_ones_own_is_refused(own, text, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_registered_name_with_digits_joins_others(own):
-    made = type(parse_policy("somebodys.policies:Favourites"))
-    register_policy(type("Second", (made,), {"name": "favourites_2"}))
-    union = parse_policy("hybrid+favourites_2:extra=5+favourites_2")
-    assert [getattr(policy, "extra", None) for policy in union.policies] == [None, 5, 8]
-
-
 def test_a_plus_sign_in_a_path_still_joins_nothing(own):
     with pytest.raises(
         ArtifactError, match=r"^policy frequency:ranking=runs/a\+B2: .*there is no folder 'runs/a\+B2'"
@@ -210,24 +197,13 @@ def test_a_plus_sign_in_a_path_still_joins_nothing(own):
         parse_policy("frequency:ranking=runs/a+B2")
 
 
+@pytest.mark.process
 def test_bench_takes_a_class_of_the_current_folder(own):
     # The pocket pair's own prompts; a script elsewhere, so that nothing but the command makes the folder importable.
     code = "import sys; from hf_dynspec.commands import main; assert '' not in sys.path; main()"
     words = ["bench", "--target", str(POCKET / "target"), "--drafter", str(POCKET / "drafter")]
     words += ["--prompts", str(POCKET / "prompts.jsonl"), "--policy", "somebodys.policies:Favourites:extra=40"]
-    words += [
-        "--skip-coverage",
-        "--limit",
-        "1",
-        "--max-new-tokens",
-        "4",
-        "--repeats",
-        "1",
-        "--profile-prompts",
-        "1",
-        "--threads",
-        "1",
-    ]
+    words += "--skip-coverage --limit 1 --max-new-tokens 4 --repeats 1 --profile-prompts 1 --threads 1".split()
     done = run_python(code, *words, "--no-transformers-assisted", "--json", "out.json", cwd=own)
     assert done.returncode == 0, done.stderr
     described = json.loads((own / "out.json").read_text())["policies"]
@@ -260,6 +236,7 @@ def test_a_registered_class_is_saved_and_loaded(own, target, tmp_path):
     assert assistant.stats.drafted > 0
 
 
+@pytest.mark.process
 def test_an_assistant_saves_it_and_only_those_who_import_it_load_it(own, target, tmp_path):
     """In processes that have registered the class and in one that has not. The package lies in the current folder, so
     that whatever imported by name would find it."""
@@ -293,21 +270,6 @@ def test_an_assistant_saves_it_and_only_those_who_import_it_load_it(own, target,
     refusal, was_imported = unknown.stdout.splitlines()
     assert refusal.startswith("config.json: policy.settings.policies[0].name|") and was_imported == "False"
     assert "there is no policy 'favourites'" in refusal and "Import the package that registers it" in refusal
-
-
-def test_an_unknown_policy_is_named_before_its_tensors_are_looked_at(own, tmp_path):
-    policy = favourites(own, favourites=FAVOURITES)
-    config = DynSpecConfig(PolicyConfig(policy.name, policy.settings()), tokenizer=TOKENIZER)
-    folder = write_artifact(tmp_path / "artifact", config, policy.tensors())
-    del POLICIES["favourites"]
-    (folder / "model.safetensors").write_bytes(b"anything")
-    with pytest.raises(ArtifactError, match=r"there is no policy 'favourites'.*Import the package") as caught:
-        read_artifact(folder)
-    assert caught.value.field == "config.json: policy.name"
-    with pytest.raises(ArtifactError, match="there is no policy 'favourites'"):
-        write_artifact(tmp_path / "other", config, policy.tensors())
-    assert not (tmp_path / "other").exists()
-    assert "**Policy `favourites`.**" in render_card(config)
 
 
 HOSTILE = {

@@ -22,7 +22,7 @@ from hf_dynspec.artifacts.writing import merge_results
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.bench.published_rows import read_published_rows
-from hf_dynspec.shortlists import POLICIES, FrequencyShortlist, InContextShortlist, UnionShortlist
+from hf_dynspec.shortlists import FrequencyShortlist, InContextShortlist, UnionShortlist
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 REPO = "acme/dynspec"
@@ -112,15 +112,6 @@ def test_an_artifact_is_pushed_with_its_measurements(hub, measured, artifact):
     assert {"frequency", "fr-spec", "speculative-decoding"} <= set(metadata.tags)
 
 
-def test_pushing_again_replaces_rows_and_keeps_datasets(hub, measured, artifact):
-    for dataset in ("acme/texts", "acme/more"):
-        assert push(artifact, REPO, "--results", measured.bench, "--dataset", dataset).exit_code == 0
-    config, _ = read_artifact(artifact)
-    assert config.provenance["datasets"] == ["acme/texts", "acme/more"]
-    expected = read_published_rows(measured.bench, measured.policy)
-    assert config.results == expected
-
-
 def test_pull_requests_and_branches(hub, artifact):
     assert push(artifact, REPO).exit_code == 0
     before = published(hub)
@@ -145,17 +136,7 @@ def test_a_dry_run_prints_the_card_and_changes_nothing(hub, measured, artifact):
     assert push(artifact, REPO, "--dry-run").stdout == "edited here"
 
 
-def test_shards_are_pushed_by_the_command(hub, artifact):
-    policy = UnionShortlist(*(FrequencyShortlist(torch.arange(SIZE).roll(shift)) for shift in (1, 2)))
-    config = DynSpecConfig(
-        PolicyConfig(policy.name, policy.settings()), tokenizer=read_artifact(artifact)[0].tokenizer
-    )
-    write_artifact(artifact, config, policy.tensors(), max_shard_size=1)
-    done = push(artifact, REPO)
-    assert done.exit_code == 0 and all(name in done.stderr for name in weights_files(2))
-    assert set(weights_files(2)) <= set(published(hub))
-
-
+@pytest.mark.process
 def test_the_installed_command_ends_in_one_line(hub, measured, artifact, tmp_path):
     """As it is really run: another process, told of the Hub and the token by its environment."""
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "0"}
@@ -219,13 +200,6 @@ def test_an_exported_folder_is_left_to_the_hubs_own_command(hub, artifact, tmp_p
     done = push(folder, REPO)
     assert isinstance(done.exception, ConfigurationError)
     assert f"hf upload {REPO} {folder}" in str(done.exception) and hub.requests == []
-
-
-def test_an_interrupted_measurement_is_refused(measured, tmp_path):
-    data = json.loads(measured.bench.read_text())
-    (tmp_path / "half.json").write_text(json.dumps({**data, "complete": False}))
-    with pytest.raises(ConfigurationError, match="interrupted"):
-        read_published_rows(tmp_path / "half.json", measured.policy)
 
 
 def test_a_measurement_of_another_artifact_is_refused(measured):
@@ -314,12 +288,6 @@ def test_annotating_keeps_the_tensors_and_replaces_the_configuration_in_one_step
 
 
 # --- The card ---
-
-
-def test_every_policy_is_described():
-    for name, policy in POLICIES.items():
-        assert policy.card_summary.endswith(".")
-        assert policy.card_summary in render_card(DynSpecConfig(PolicyConfig(name)))
 
 
 def test_training_metrics_have_tables_and_places_in_the_metadata():
