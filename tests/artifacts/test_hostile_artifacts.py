@@ -801,13 +801,10 @@ Files = dict[str, bytes]
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 301, 302, 2**15, 2**16, 2**22, 2**22 + 1, 2**31 - 1, 2**31, 2**48, 2**63, 2**64, 2**70]
 NUMBERS += [-(2**63), 10**400, 0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 1e308, -1e308, float("nan"), float("inf")]
-TEXTS = (
-    "full union hybrid router lru fitted dynaspec I64 F32 BF16 U8 silu gelu".split()
+TEXTS = "full union hybrid router lru fitted dynaspec I64 F32 BF16 U8 silu gelu".split()
 TEXTS += "yarn llama3 longrope eagle3 qwen3 config.json __class__ model.safetensors".split()
-)
-TEXTS += (
-    "acme/model ../.. /etc/passwd ~ C:\\model file:///etc/passwd http://localhost:1/ [bold] |`<b> NaN 1 true".split()
-)
+TEXTS += "acme/model ../.. /etc/passwd ~ C:\\model file:///etc/passwd http://localhost:1/".split()
+TEXTS += "[bold] |`<b> NaN 1 true".split()
 TEXTS += ["", STEERING, "x" * 70_000, "\u202e" * 100, "{{ card_data }}", "---\n---\n", "\0", "a\tb"]
 
 
