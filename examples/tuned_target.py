@@ -12,8 +12,7 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from hf_dynspec.build.corpus import plan_corpus
-from hf_dynspec.build.texts import CorpusError, read_unit
+from hf_dynspec.build.corpus import CorpusError, find_corpus, read_pieces
 from hf_dynspec.files import write_json
 from hf_dynspec.loading import load_model
 
@@ -48,12 +47,11 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
     Raises:
         CorpusError: a path does not exist, or there are less than `HELD_OUT_EVERY` pieces of text.
     """
-    corpus = plan_corpus(paths)
-    units = list(corpus.units)
-    random.Random(seed).shuffle(units)
+    files = list(find_corpus(paths).files)
+    random.Random(seed).shuffle(files)
     pieces: list[list[int]] = []
-    for text in (text for unit in units for text, _ in read_unit(unit)):
-        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    for piece in read_pieces(files):
+        token_ids = tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
         pieces += [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
         if len(pieces) >= most:
             break

@@ -1,4 +1,4 @@
-"""Starts commands in their own processes and stops them in the middle of their work."""
+"""Commands in processes of their own, which are stopped in the middle of their work."""
 
 import os
 import signal
@@ -12,39 +12,33 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 
-RUN_WITH_SMALL_UNITS = """
-import functools, signal, sys
-from hf_dynspec.build import corpus
+# Batches are small, and everything that was counted is saved at once.
+SMALL_BATCHES = """
+import signal
+from hf_dynspec.build import corpus, frequency, graph, tokens
+
+corpus.PIECE_CHARACTERS, tokens.BATCH_CHARACTERS, graph.BATCHES_OF_A_PART = 500, 2_000, 2
+frequency.SAVE_EVERY_SECONDS = 0
+"""
+_MAIN = """
 from hf_dynspec.commands import main
 
-if __name__ == "__main__":
-    # A shell's background jobs ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=4_000)
-    main()
+# What a shell starts in the background is to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
 """
-
-
-# With a pause after each unit, so that a command does not end before it is stopped.
-REST = """
+# With a rest after each saving, so that a command does not end while whoever is to stop it is held up.
+_REST = """
 import time
-from hf_dynspec.build.bigram_counts import BigramCounts
-from hf_dynspec.build.frequency import Tally
 
-def resting(add):
-    return lambda *arguments: (add(*arguments), time.sleep(SECONDS))[0]
+def resting(save):
+    return lambda *arguments: (save(*arguments), time.sleep(1.0))[0]
 
-if __name__ == "__main__":
-    BigramCounts.add, Tally.add = resting(BigramCounts.add), resting(Tally.add)
+frequency.Tally.save = resting(frequency.Tally.save)
+graph.BigramCounts._write = resting(graph.BigramCounts._write)
 """
-RUN_SLOWLY = REST.replace("SECONDS", "1.0") + RUN_WITH_SMALL_UNITS
-# For few units, which are large.
-RUN_VERY_SLOWLY = f"""{REST.replace("SECONDS", "60.0")}
-from hf_dynspec.commands import main
-
-if __name__ == "__main__":
-    main()
-"""
+RUN_WITH_SMALL_BATCHES = SMALL_BATCHES + _MAIN
+RUN_SLOWLY = SMALL_BATCHES + _REST + _MAIN
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
@@ -59,7 +53,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen:
 
 
 def stop_when(is_time: Callable[[], bool], process: subprocess.Popen, how: signal.Signals) -> str:
-    """Send a signal as soon as `is_time()`; return the command's stderr. No process that it started outlives it."""
+    """Send a signal as soon as something holds; return what the command said. Nothing that it started outlives it."""
     while not is_time():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)

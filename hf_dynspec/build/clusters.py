@@ -1,10 +1,11 @@
-"""Token clusters: the vocabulary parted by the directions of the LM head's rows.
+"""Token clusters: the vocabulary divided by the directions of the LM head's rows, and how well that keeps neighbours
+together.
 
 Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": spherical k-means over the normalised
 LM-head weights, balance not enforced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ Report = Callable[[str, int, int], None]
 _CHUNK_ROWS = 8192
 # faiss takes seeds of 31 bits.
 LARGEST_SEED = 2**31 - 1
-# Rows with this cosine to a centroid are the centroid, up to rounding: there is no second cluster to make of them.
+# Rows with this cosine to a centroid equal it up to rounding, and make no second cluster.
 _SAME_DIRECTION = 1 - 1e-5
 _MOST_REFILLS = 10
 
@@ -35,8 +36,8 @@ class TokenClusters:
 
     Args:
         clusters: int32 `[n]`: the cluster of each token id. They are numbered from 0 without gaps.
-        centroids: fp32 `[M, d]`: the mean of each cluster's rows as they are, not normalised. Multiplied with hidden
-            states they score each cluster as if it were one token.
+        centroids: fp32 `[M, d]`: the mean of each cluster's rows, not normalised. Multiplied with hidden states they
+            score each cluster as if it were one token.
     """
 
     clusters: torch.Tensor
@@ -59,33 +60,29 @@ def cluster_tokens(
     device: str | torch.device = "cpu",
     report: Report = lambda activity, done, total: None,
 ) -> TokenClusters:
-    """Part tokens into clusters by the directions of their rows in an LM head; how long rows are does not matter.
+    """Divide tokens into clusters by the directions of their rows in an LM head.
 
-    Unbalanced, as in the paper: spherical k-means by faiss, over all rows (faiss would leave out some at random where
-    a centroid has more than 256 of them, which for large vocabularies are the small clusters). Each token ends in the
-    cluster whose centroid is nearest. A cluster that is left empty starts anew from the row farthest from its
-    centroid; where rows have fewer than `num_clusters` directions, there are fewer clusters.
+    Unbalanced, as in the paper: spherical k-means by faiss over all rows. A cluster that is left empty starts again
+    from the row farthest from its centroid. If rows have fewer than `num_clusters` directions, there are fewer
+    clusters.
 
-    Balanced: sizes differ by at most one. The vocabulary is halved again and again by spherical 2-means whose halves
-    have given sizes; for given centroids, cutting the sorted differences of cosines is the best such split. It is
-    quick for any number of clusters, but greedy: no token comes back over an earlier cut, so it is not the best
-    balanced partition, nor is each token in the cluster of its nearest centroid.
+    Balanced: sizes differ by at most one. The vocabulary is halved repeatedly by spherical 2-means whose halves have
+    given sizes. That is fast for any number of clusters, but greedy: no token comes back over an earlier cut.
 
     An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again.
 
     Args:
-        weight: `[V, d]`, floating-point. Row `i` scores token `i`. Not written to.
+        weight: `[V, d]`, floating-point. Row `i` scores token `i`.
         num_clusters: `M`, from 1 to the number of tokens.
         vocabulary_size: rows from here on are padding and belong to no cluster (None: there is none).
         seed: from 0 to 2³¹ − 1. The same seed, weights and number of threads give the same clusters.
-        iterations: of k-means; when balanced, at most so many for each split.
-        balanced: make equal groups.
+        iterations: of k-means; if balanced, at most so many for each split.
+        balanced: make groups of equal size.
         device: `cpu` or a CUDA device. Unbalanced clusters on CUDA need a faiss with GPU support.
-        report: called with what is being done, how much of it is done, and how much there is.
+        report: called with the activity, how much of it is done, and how much there is.
 
     Returns:
-        Clusters for the `n` tokens, on the CPU. Tokens whose row is zero are in some cluster, of which they say
-        nothing.
+        Clusters of the `n` tokens, on the CPU. A token whose row is zero is in an arbitrary cluster.
 
     Raises:
         ConfigurationError: an argument is out of range; a row is not finite; there are fewer rows other than zero than
@@ -115,11 +112,7 @@ def cluster_tokens(
 
 
 def require_balanced(clusters: torch.Tensor) -> None:
-    """Refuse clusters, int64 `[n]`, whose sizes differ by more than one.
-
-    Raises:
-        ConfigurationError: they do.
-    """
+    """Raise a `ConfigurationError` if the sizes of clusters, int64 `[n]`, differ by more than one."""
     sizes = torch.bincount(clusters)
     if int(sizes.max() - sizes.min()) > 1:
         raise ConfigurationError(
@@ -137,8 +130,8 @@ def kept_clusters(
     report: Report,
     balanced: bool = False,
 ) -> torch.Tensor:
-    """int64 `[V]`: the clusters of `cluster_tokens`, from a file that an earlier call wrote for as many of the same
-    tokens with the same seed, or made now and written there."""
+    """int64 `[V]`: the clusters of `cluster_tokens`. They are read from a file if an earlier call wrote them
+    there with the same settings, else made and written."""
     settings = {"num_clusters": num_clusters, "tokens": vocabulary_size, "seed": seed, "balanced": balanced}
     made_with = {name: str(value) for name, value in settings.items()}
     if file.exists():
@@ -155,11 +148,7 @@ def kept_clusters(
 
 
 def require_cluster_settings(num_clusters: int, seed: int, iterations: int, tokens: int) -> None:
-    """Check what can be checked before any weights are read.
-
-    Raises:
-        ConfigurationError: a setting is out of range.
-    """
+    """Raise a `ConfigurationError` if a setting is out of range, before any weights are read."""
     for name, value, least, most in (
         ("num_clusters", num_clusters, 1, tokens),
         ("seed", seed, 0, LARGEST_SEED),
@@ -208,7 +197,7 @@ def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
     return vocabulary_size
 
 
-def unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
+def _unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
     """Pieces of the rows, fp32 `[m, d]`, each row divided by its length (zero rows stay zero), and where they begin.
 
     Raises:
@@ -226,9 +215,9 @@ def unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Ite
 
 
 def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 `[n, d]` on the CPU, from `unit_chunks`."""
+    """fp32 `[n, d]` on the CPU, from `_unit_chunks`."""
     rows = torch.empty(weight.shape, dtype=torch.float32)
-    for start, chunk in unit_chunks(weight):
+    for start, chunk in _unit_chunks(weight):
         rows[start : start + chunk.shape[0]] = chunk
     return rows
 
@@ -314,3 +303,75 @@ def _means(weight: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
         chunk = weight[start : start + _CHUNK_ROWS].detach().to(device="cpu", dtype=torch.float64)
         sums.index_add_(0, clusters[start : start + chunk.shape[0]], chunk)
     return (sums / sizes.unsqueeze(1)).float()
+
+
+# How well neighbours stay together -----------------------------------------------------------------------------------
+
+
+def neighbour_spread(
+    weight: torch.Tensor,
+    clusters: torch.Tensor,
+    *,
+    neighbours: Sequence[int] = (10, 50),
+    samples: int = 1000,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    report: Report = lambda activity, done, total: None,
+) -> dict[int, tuple[float, float]]:
+    """In how many clusters the nearest neighbours of tokens lie, which are the other rows of highest cosine.
+
+    Args:
+        weight: `[V, d]`, as in `cluster_tokens`.
+        clusters: int32 or int64 `[n]`, `n <= V`.
+        neighbours: how many neighbours of a token are counted. Numbers that the vocabulary has not are left out.
+        samples: tokens to look at, drawn without repeats from all whose row is not zero.
+        seed: of the sample and of the random partition.
+        device: where rows are compared.
+        report: as in `cluster_tokens`.
+
+    Returns:
+        For each number of neighbours the mean number of clusters that they lie in, and the same mean for a random
+        partition with clusters of the same sizes.
+    """
+    tokens = clusters.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    has_direction = torch.cat([rows.any(dim=1).cpu() for _, rows in _unit_chunks(weight[:tokens], device)])
+    candidates = has_direction.nonzero().squeeze(1)
+    sample = candidates[torch.randperm(candidates.shape[0], generator=generator)[:samples]].sort().values
+    kept = sorted(count for count in set(neighbours) if 1 <= count < tokens)
+    if not kept or not sample.numel():
+        return {}
+    nearest = _nearest(weight[:tokens], sample, kept[-1], device, report)
+    shuffled = clusters[torch.randperm(tokens, generator=generator)]
+    return {
+        count: (_mean_distinct(clusters[nearest[:, :count]]), _mean_distinct(shuffled[nearest[:, :count]]))
+        for count in kept
+    }
+
+
+def _nearest(
+    weight: torch.Tensor, sample: torch.Tensor, count: int, device: str | torch.device, report: Report
+) -> torch.Tensor:
+    """int64 `[s, count]`: the tokens of highest cosine to those of the sample, int64 `[s]`, highest first."""
+    picked = weight[sample.to(weight.device)]
+    queries = torch.cat([rows for _, rows in _unit_chunks(picked, device)])
+    sample = sample.to(device)
+    cosines = torch.empty(sample.shape[0], 0, device=device)
+    nearest = torch.empty(sample.shape[0], 0, dtype=torch.int64, device=device)
+    for start, rows in _unit_chunks(weight, device):
+        report("neighbours", start, weight.shape[0])
+        found = queries @ rows.T
+        ids = torch.arange(start, start + rows.shape[0], device=device)
+        found.masked_fill_(ids == sample.unsqueeze(1), float("-inf"))
+        cosines = torch.cat([cosines, found], dim=1)
+        nearest = torch.cat([nearest, ids.expand(sample.shape[0], -1)], dim=1)
+        cosines, places = cosines.topk(min(count, cosines.shape[1]), dim=1)
+        nearest = nearest.gather(1, places)
+    report("neighbours", weight.shape[0], weight.shape[0])
+    return nearest.cpu()
+
+
+def _mean_distinct(values: torch.Tensor) -> float:
+    """The mean number of different values in the rows of `[s, k]`."""
+    ordered = values.sort(dim=1).values
+    return float((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).float().mean()) + 1

@@ -1,5 +1,5 @@
-"""The `hf-dynspec` command line. Each file beside this one is one command or one group of commands,
-but for `options`, `common`, `running`, `launched`, `building` and `training_job`, which they share."""
+"""The `hf-dynspec` command line. Each file is one command or one group of commands, except for those that commands
+share: `options`, `common`, `running`, `launched`, `building` and `training_job`."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ build_app = CommandApp(help="Build artifacts from text, prompts and weights.")
 # Whole sentences that fit into a line of the list of commands: click cuts longer ones off.
 build_app.command(short_help="Rank tokens by how often they occur in text.")(frequency)
 build_app.command("frequency-import", short_help="Make a ranking of a .pt frequency list.")(frequency_import)
-build_app.command(short_help="Part the vocabulary into clusters of tokens.")(clusters)
+build_app.command(short_help="Divide the vocabulary into clusters of tokens.")(clusters)
 build_app.command(short_help="Count which token follows on which in text.")(graph)
 
 app = CommandApp(name="hf-dynspec", help="Dynamic drafter vocabularies for speculative decoding.", cls=Commands)
@@ -60,13 +60,13 @@ def options(
 
 
 def main() -> None:
-    """Run the command line. Errors that this package raises on purpose, and what the operating system refuses, end in
-    one line and exit status 1, an interrupt in one line and 130."""
+    """Run the command line. This package's own errors and those of the operating system end in one line and exit
+    status 1, an interrupt in one line and 130."""
     import warnings
 
     from ..errors import DynSpecError
 
-    # Who did not write the line that warns has no use for it.
+    # The line of source that warns means nothing to a user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:
         app()
@@ -74,7 +74,7 @@ def main() -> None:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise SystemExit(1) from None
     except SystemExit as end:
-        # After a failure the others may still wait in an exchange, which parting from them could wait for too.
+        # After a failure other processes may still wait in an exchange, and parting would wait for them.
         if not end.code:
             part_from_launched()
         raise

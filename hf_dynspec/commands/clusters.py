@@ -1,21 +1,19 @@
 """`hf-dynspec build clusters`: the vocabulary in groups of tokens whose rows of the LM head point the same way."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import counted
 from . import options
-from .building import command_text, require_free_folder, shorten_name
+from .building import command_text, require_free_folder, shorten_name, write_policy
 from .common import progress_bar, wide_console
 
 if TYPE_CHECKING:
     import torch
 
     from ..build.clusters import TokenClusters
-    from ..shortlists.router import RouterShortlist
 
 
 def clusters(
@@ -44,15 +42,15 @@ def clusters(
     ] = "cpu",
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Part the tokens into clusters by spherical k-means over the rows of an LM head (DynaSpec).
+    """Divide the tokens into clusters by spherical k-means over the rows of an LM head (DynaSpec).
 
     The artifact is a `router` policy that chooses clusters by their centroids, with nothing trained. A router can be
     trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
     in none.
     """
-    from ..build.cluster_spread import neighbour_spread
-    from ..build.clusters import cluster_tokens, require_cluster_settings
+    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
     from ..loading import find_eos_token_ids, load_tokenizer
+    from ..shortlists.router import Router, RouterShortlist
     from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
@@ -87,7 +85,9 @@ def clusters(
         "balanced": balanced,
         "partition": _describe(made, spread),
     }
-    policy = _write(out, made, fingerprint, provenance)
+    policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))
+    # Provenance alone names the model: the head may be the target's or the drafter's own.
+    write_policy(out, policy.name, policy.settings(), policy.tensors(), fingerprint, provenance)
     _print_report(provenance["partition"])
     count = made.centroids.shape[0]
     if count < num_clusters:
@@ -147,20 +147,6 @@ def _describe(made: "TokenClusters", spread: dict[int, tuple[float, float]]) -> 
             for count, (found, at_random) in spread.items()
         },
     }
-
-
-def _write(out: Path, made: "TokenClusters", fingerprint: Any, provenance: dict[str, Any]) -> "RouterShortlist":
-    from ..artifacts import write_artifact
-    from ..artifacts.config import DynSpecConfig, PolicyConfig
-    from ..shortlists.router import Router, RouterShortlist
-
-    policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))
-    # The model is in the provenance alone: its head may be the target's or the drafter's own.
-    config = DynSpecConfig(
-        policy=PolicyConfig(name=policy.name, settings=policy.settings()), tokenizer=fingerprint, provenance=provenance
-    )
-    write_artifact(out, config, tensors=policy.tensors())
-    return policy
 
 
 def _print_report(metrics: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What commands have in common: the command as it was given, the file of results, the progress bar, the console."""
+"""What commands share: the command as it was given, the file of results, the progress bar, the console."""
 
 import os
 import time
@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import counted
+from ..errors import DynSpecError, counted
 from .running import claim_file, describe_os_error, end_interrupted, raise_lost_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Of tables in a file or a pipe, which are taken to have 80 columns where nothing says otherwise.
+# Columns of tables in a file or a pipe, which rich takes to have 80.
 WIDTH_OF_FILES = 180
 
 
 def claim_results(context: typer.Context, json_file: Path | None, plot: Path | None = None) -> "ResultsFile":
-    """The file of a measurement's results. It and its plot are kept from other commands, and what could not be written
-    is refused before any work.
+    """The file of a measurement's results. It and its plot are locked, or refused, before any work.
 
     Raises:
         ConfigurationError: see `claim_file` and `require_plot_file`.
@@ -36,7 +35,7 @@ def claim_results(context: typer.Context, json_file: Path | None, plot: Path | N
 
 
 class ResultsFile:
-    """The file that holds what was measured so far. A disk that is full meanwhile does not end a measurement.
+    """The file that holds what was measured so far. A full disk does not end a measurement.
 
     Args:
         path: the file; None keeps nothing.
@@ -47,7 +46,7 @@ class ResultsFile:
         self._problem: OSError | None = None
 
     def save(self, values: Callable[[], dict[str, Any]]) -> None:
-        """Replace what is in the file, if it can be written, by the JSON values that `values` gives."""
+        """Replace the file by JSON values, if it can be written."""
         from ..files import write_json
 
         if self._path is None:
@@ -59,35 +58,20 @@ class ResultsFile:
             self._problem = error
 
     def require_saved(self) -> None:
-        """Tell that the last state could not be written.
-
-        Raises:
-            DynSpecError: it could not.
-        """
-        from ..errors import DynSpecError
-
+        """Raise a `DynSpecError` if the last values could not be written."""
         if self._problem is not None:
             problem = describe_os_error(self._problem)
             raise DynSpecError(f"{self._path} lacks what was measured, which is above: {problem}")
 
     def end_interrupted(self, is_empty: bool) -> None:
-        """Say what is kept of a measurement that was interrupted.
-
-        Raises:
-            Exit: with the status of an interrupt.
-        """
+        """Say where an interrupted measurement's figures are, and exit with the status of an interrupt."""
         where = "above" if self._path is None else f"above and in {self._path}"
         kept = "nothing was measured yet" if is_empty else f"what was measured until then is {where}"
         end_interrupted(f"{kept}; the same command begins anew")
 
 
 def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> list[str]:
-    """The words of the command as it was given; `provenance` shortens the paths.
-
-    Args:
-        context: of the command.
-        shown: what the value of an option becomes.
-    """
+    """The words of the command as it was given; `shown` turns the value of an option into a word."""
     group = context.parent.info_name if context.parent and context.parent.parent else None
     words = ["hf-dynspec", *([group] if group else []), context.info_name or ""]
     for parameter in sorted(context.command.params, key=lambda item: item.param_type_name == "argument"):
@@ -109,7 +93,7 @@ def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> l
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that moves only when it is told to, so that nothing is drawn while a call is timed."""
+    """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn
@@ -126,7 +110,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
         if done < before:
-            # Something else begins, whose time has nothing to do with that of what was before.
+            # Another activity begins, with a pace of its own.
             progress.reset(task)
         before = done
         progress.update(task, description=activity, completed=done, total=total)
@@ -140,37 +124,30 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class Pace:
-    """Tells how long something is going to take, as soon as a part of it is done.
+    """Says how long an activity is going to take, once, as soon as a part of it is done.
 
     Args:
-        say: takes the sentence, once for each activity.
+        say: takes the sentence.
     """
 
-    # How much has to be done before it is told: so many seconds, or such a share.
+    # The part that has to be done before: so many seconds, or such a share.
     _SECONDS, _SHARE = 2.0, 0.05
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._activity: str | None = None
         self._first = self._start = self._now = self._done = self._total = 0.0
-        self._is_told = False
+        self._is_said = False
 
     def note(self, activity: str, done: int, total: int, bound: str = "") -> None:
-        """Take in how far an activity is, and tell how long the rest takes where that was not told yet.
-
-        Args:
-            activity: what is being done.
-            done: how much of it is done.
-            total: how much there is.
-            bound: words to put before the time, such as `"at most"`.
-        """
+        """Note how much of an activity is done; `bound` are words to put before the time, such as `"at most"`."""
         self._now = time.monotonic()
         if activity != self._activity:
-            self._activity, self._first, self._start, self._is_told = activity, done, self._now, False
+            self._activity, self._first, self._start, self._is_said = activity, done, self._now, False
         self._done, self._total = done, total
         elapsed, share = self._now - self._start, (done - self._first) / max(1, total)
-        if not self._is_told and 0 < share and done < total and (elapsed >= self._SECONDS or share >= self._SHARE):
-            self._is_told = True
+        if not self._is_said and 0 < share and done < total and (elapsed >= self._SECONDS or share >= self._SHARE):
+            self._is_said = True
             self._say(f"{activity}: {bound}{' ' if bound else ''}{self.left()} left, at the pace so far")
 
     def left(self) -> str:
@@ -190,16 +167,16 @@ def duration(seconds: float) -> str:
 
 
 def tell_notes(notes: Iterable[str]) -> None:
-    """Say what a measurement has to remark."""
+    """Print the notes of a measurement."""
     from ..evaluation.pair import INTERRUPTION
 
     for note in notes:
-        if note != INTERRUPTION:  # which is said at the end, with what is kept
+        if note != INTERRUPTION:  # said at the end
             typer.echo(f"note: {note}", err=True)
 
 
 def wide_console() -> "Console":
-    """A console for tables: as wide as the terminal, as `COLUMNS` says, or wide where neither limits it."""
+    """A console for tables: as wide as the terminal or as `COLUMNS` says, else wide."""
     from rich.console import Console
 
     console = Console()
@@ -209,7 +186,7 @@ def wide_console() -> "Console":
 
 
 def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | str | None) -> str:
-    """One line that says on what and how it was measured; `chain_length` is None where no chains were drafted."""
+    """One line about the hardware and the settings of a measurement; `chain_length` is None without chains."""
     from ..evaluation.provenance import cpu_threads, hardware
 
     target, where = models["target"], hardware()

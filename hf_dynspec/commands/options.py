@@ -91,9 +91,6 @@ Text = Annotated[
     ),
 ]
 TextField = Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")]
-Processes = Annotated[
-    int | None, typer.Option(min=1, help="Processes that count text. Default: one per core, at most 8.")
-]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in the folder.")]
 OverwriteCounts = Annotated[
     bool, typer.Option("--overwrite", help="Replace the artifact and drop unfinished counts in the folder.")

@@ -1,11 +1,10 @@
-"""How commands end and what they write to: interrupts, what the operating system refuses, folders and files in use."""
+"""How commands end and what they write to: interrupts, errors of the operating system, folders and files in use."""
 
 import errno
 import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -16,30 +15,31 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import ConfigurationError, DynSpecError
+
 INTERRUPTED = 130
-# Under this name a context holds what an interrupt leaves, or gives it when it is called.
-_KEPT = "hf_dynspec.kept"
-# Under this one, what the command writes to, for errors that do not name it.
-_PLACE = "hf_dynspec.place"
+# Keys of a context: what an interrupt leaves, or a function that says it; and the folder that a command writes to.
+_KEPT, _PLACE = "hf_dynspec.kept", "hf_dynspec.place"
 _NOTHING_KEPT = "nothing is left half-written, and nothing is kept; run the same command to begin anew"
-# The system's number of an error in a message of safetensors, which wraps it.
+# safetensors wraps an error of the system in a text with its number.
 _WRAPPED_NUMBER = re.compile(r"(?:code: |os error )(\d+)")
+_NO_SPACE = "free some space, or write to another disk"
+_NO_PERMISSION = "choose another one, or mend its permissions"
+_FILE_IN_THE_WAY = "a file stands where a folder should be; choose another place or move it away"
 _FIXES = {
-    errno.ENOSPC: "free some space, or write to another disk",
-    errno.EDQUOT: "free some space, or write to another disk",
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
     errno.EFBIG: "write to another disk, or raise the limit of file sizes",
     errno.EROFS: "choose a folder that can be written",
-    errno.EACCES: "choose another one, or mend its permissions",
-    errno.EPERM: "choose another one, or mend its permissions",
-    errno.ENOTDIR: "a file stands where a folder should be; choose another place or move it away",
-    errno.EEXIST: "a file stands where a folder should be; choose another place or move it away",
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
+    errno.ENOTDIR: _FILE_IN_THE_WAY,
+    errno.EEXIST: _FILE_IN_THE_WAY,
     errno.EISDIR: "a folder stands where a file should be; choose another name",
-    errno.ENOENT: "see whether the name is right",
+    errno.ENOENT: "check the name",
     errno.ENOTEMPTY: "another process may be writing there; wait for it to end",
 }
-
-
-# The parameters of commands that give settings of other names.
+# Parameters of commands by the settings that they give, if the names differ.
 _GIVEN_BY = {
     "temperatures": "temperature",
     "chains": "chain",
@@ -51,13 +51,14 @@ _GIVEN_BY = {
     "flops": "device_flops",
     "max_steps": "max_batches",
 }
+_was_interrupted = threading.Event()
 
 
 class CommandApp(typer.Typer):
-    """A group of commands: its help is plain, and its commands name their options in errors."""
+    """A group of commands with plain help, whose errors name options."""
 
     def __init__(self, **settings: Any):
-        # Rich's boxes cut the names of options short where the terminal has 80 columns.
+        # Rich's boxes cut the names of options short on a terminal of 80 columns.
         super().__init__(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
 
     def command(self, *arguments: Any, **settings: Any) -> Callable:
@@ -66,7 +67,7 @@ class CommandApp(typer.Typer):
 
 
 class OptionNamingCommand(TyperCommand):
-    """A command that names the option where a setting that it gives is out of range."""
+    """A command whose errors about settings name the options that gave them."""
 
     def invoke(self, context: Any) -> Any:
         """See `click.Command.invoke`.
@@ -74,27 +75,22 @@ class OptionNamingCommand(TyperCommand):
         Raises:
             ConfigurationError: a setting is out of range.
         """
-        from ..errors import ConfigurationError
         from ..fields import ChangedSettings, SettingError
 
+        options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
+        options |= {setting: options[name] for setting, name in _GIVEN_BY.items() if name in options}
         try:
             return super().invoke(context)
         except SettingError as error:
-            option = self._options().get(error.field)
-            if option is None:
+            if error.field not in options:
                 raise
-            raise ConfigurationError(f"{option} {error.problem}") from error
+            raise ConfigurationError(f"{options[error.field]} {error.problem}") from error
         except ChangedSettings as error:
-            raise error.renamed(self._options()) from error
-
-    def _options(self) -> dict[str, str]:
-        """How the options are written that give settings, by the settings' names."""
-        options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
-        return options | {setting: options[name] for setting, name in _GIVEN_BY.items() if name in options}
+            raise error.renamed(options) from error
 
 
 class Commands(TyperGroup):
-    """A group whose commands end in one line when they are interrupted or the operating system refuses something."""
+    """A group whose commands end in one line if they are interrupted or the operating system refuses something."""
 
     def invoke(self, context: Any) -> Any:
         """See `click.Group.invoke`.
@@ -105,49 +101,28 @@ class Commands(TyperGroup):
         """
         from safetensors import SafetensorError
 
-        from ..errors import DynSpecError
-
         try:
             with _noted_interrupts():
                 return super().invoke(context)
         except BaseException as error:
-            # A library in whose code an interrupt arrives may raise an error of its own, and one compiled from Rust
-            # such as is no Exception. A command may make a failure of that.
+            # A library that is interrupted may raise an error of its own, and one in Rust such as is no Exception.
             has_ended = isinstance(error, typer.Exit) and error.exit_code in (0, INTERRUPTED)
             if isinstance(error, KeyboardInterrupt) or (_was_interrupted.is_set() and not has_ended):
                 end_interrupted(_kept(context))
-            if not isinstance(error, (OSError, SafetensorError)):
-                raise
-            # Whoever read the output has gone, as in `| head`; click ends quietly then.
-            if getattr(error, "errno", None) == errno.EPIPE:
+            # A broken pipe means that the reader has gone, as in `| head`; click ends quietly then.
+            is_of_system = isinstance(error, OSError | SafetensorError) and getattr(error, "errno", 0) != errno.EPIPE
+            if not is_of_system:
                 raise
             kept = _kept(context) if _KEPT in context.meta else ""
-            kept = f". {kept[0].upper()}{kept[1:]}" if kept else ""
             problem = describe_os_error(error)
             if getattr(error, "filename", None) is None and _PLACE in context.meta:
                 problem = f"{context.meta[_PLACE]}: {problem}"
-            raise DynSpecError(problem + kept) from error
-
-
-def end_interrupted(kept: str) -> None:
-    """Say what is kept of a command that was interrupted.
-
-    Raises:
-        Exit: with the status of an interrupt.
-    """
-    typer.echo(f"interrupted: {kept}", err=True)
-    # CPython notes an interrupt that leaves a text given to `exec`, as libraries do, and would end the process by the
-    # signal later, whatever status was asked for. Another text makes it forget.
-    exec("")
-    raise typer.Exit(INTERRUPTED) from None
-
-
-_was_interrupted = threading.Event()
+            raise DynSpecError(f"{problem}. {kept[0].upper()}{kept[1:]}" if kept else problem) from error
 
 
 @contextmanager
 def _noted_interrupts() -> Iterator[None]:
-    """Note an interrupt from the keyboard besides raising it: raised in a destructor it would be lost."""
+    """Note an interrupt from the keyboard and raise it: a destructor, or a library, would lose what is only raised."""
     _was_interrupted.clear()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -158,32 +133,30 @@ def _noted_interrupts() -> Iterator[None]:
         _was_interrupted.set()
         raise KeyboardInterrupt
 
-    def show_unraisable(unraisable: Any) -> None:
-        # It is heard of all the same, and a traceback through somebody's destructor says nothing.
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            show_others(unraisable)
-
-    show_others, sys.unraisablehook = sys.unraisablehook, show_unraisable
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.unraisablehook = show_others
 
 
 def raise_lost_interrupt() -> None:
-    """Raise an interrupt that was noted, and of which the command has not heard.
-
-    Raises:
-        KeyboardInterrupt: there was one.
-    """
+    """Raise a `KeyboardInterrupt` if one was noted and lost."""
     if _was_interrupted.is_set():
         raise KeyboardInterrupt
 
 
+def end_interrupted(kept: str) -> None:
+    """Say what an interrupted command keeps, and exit with the status of an interrupt."""
+    typer.echo(f"interrupted: {kept}", err=True)
+    # CPython remembers an interrupt that left `exec`, and would end the process by the signal in place of the status.
+    # Another `exec` makes it forget.
+    exec("")
+    raise typer.Exit(INTERRUPTED) from None
+
+
 def keeps(context: typer.Context, what: str | Callable[[], str]) -> None:
-    """Note what is kept of a command, and how to go on, should it be stopped from here on."""
+    """Set what a command keeps, and how to go on, if it is stopped from here on."""
     context.meta[_KEPT] = what
 
 
@@ -193,19 +166,19 @@ def _kept(context: Any) -> str:
 
 
 def describe_os_error(error: Exception, says_where: bool = True) -> str:
-    """What the operating system refused and what to do, in one line.
+    """One line that says what the operating system refused and what to do.
 
     Args:
         error: an `OSError`, or one of safetensors that wraps it.
-        says_where: name the file, where the error does.
+        says_where: name the file, if the error does.
     """
     wrapped = _WRAPPED_NUMBER.search(str(error))
     number = getattr(error, "errno", None) or (int(wrapped[1]) if wrapped else None)
     reason = getattr(error, "strerror", None) or (os.strerror(number) if number else str(error))
-    # Where something was renamed, the second name is the one that matters.
+    # The second name of a renaming is the one that matters.
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
-    parts = [str(name)] if says_where and name is not None else []
-    text = ": ".join([*parts, " ".join(reason.split()) or type(error).__name__])
+    text = " ".join(reason.split()) or type(error).__name__
+    text = f"{name}: {text}" if says_where and name is not None else text
     return f"{text}; {_FIXES[number]}" if number in _FIXES else text
 
 
@@ -215,80 +188,63 @@ def describe_os_error(error: Exception, says_where: bool = True) -> str:
 def claim_folder(
     context: typer.Context, folder: Path, option: str = "--out", own: Collection[str] | None = None
 ) -> None:
-    """Make a folder and keep it from other commands until this one ends; refuse before any work what would fail later.
-
-    If nothing was written by then, the folder is gone again.
+    """Make a folder and lock it until the command ends. If nothing was written by then, it is removed.
 
     Args:
         context: of the command.
         folder: the folder.
         option: which names it.
-        own: names of files by which a folder tells that an earlier run wrote it; another one must hold nothing but
-            hidden files (None: it may hold anything).
+        own: names of files that an earlier run leaves. A folder without any of them must hold only hidden files (None:
+            it may hold anything).
 
     Raises:
-        ConfigurationError: it holds somebody else's files, it cannot be made or written, or another process is writing
-            to it.
+        ConfigurationError: it holds somebody else's files, it cannot be written, or another process is writing to it.
     """
-    if own is not None:
-        _require_no_others(folder, option, own)
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    others = [name for name in names if not name.startswith(".")]
+    if own is not None and others and not set(own) & set(others):
+        raise ConfigurationError(
+            f"{option} {folder} holds files that are not of this command, such as {others[0]}; name a new folder, or "
+            "an empty one"
+        )
     _make_writable(context, folder, f"{option} {folder}")
-    context.with_resource(_held(folder / ".hf-dynspec.lock", f"{option} {folder}"))
+    context.with_resource(_locked(folder / ".hf-dynspec.lock", f"{option} {folder}"))
 
 
 def claim_file(context: typer.Context, path: Path | None, option: str, make_folder: bool = False) -> None:
-    """Keep a file that is going to be written from other commands until this one ends; refuse before any work what
-    would fail later.
+    """Lock a file that is going to be written until the command ends.
 
     Args:
         context: of the command.
         path: the file; None for none.
         option: which names it.
-        make_folder: make the folder that it is to lie in, which is gone again if nothing was written.
+        make_folder: make its folder. If nothing was written when the command ends, the folder is removed.
 
     Raises:
-        ConfigurationError: it is a folder or a device, it lies in no folder or in one that cannot be written, or
-            another process is writing it.
+        ConfigurationError: it is a folder or a device, its folder is missing or cannot be written, or another process
+            is writing it.
     """
-    from ..errors import ConfigurationError
-
     if path is None:
         return
     if (path.exists() and not path.is_file()) or not (make_folder or path.parent.is_dir()):
         raise ConfigurationError(f"{path} cannot be written: {option} takes a file in an existing folder")
     _make_writable(context, path.parent, f"{option} {path}")
-    context.with_resource(_held(path.with_name(f".{path.name}.lock"), f"{option} {path}"))
+    context.with_resource(_locked(path.with_name(f".{path.name}.lock"), f"{option} {path}"))
 
 
 def require_space(folder: Path, needed: float, what: str) -> None:
-    """Refuse what would fill the disk.
-
-    Args:
-        folder: where it is going to be written; exists.
-        needed: bytes.
-        what: they are for.
-
-    Raises:
-        ConfigurationError: there is less space.
-    """
-    from ..errors import ConfigurationError
-
+    """Raise a `ConfigurationError` if `needed` bytes for `what` do not fit on the disk of an existing folder."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigurationError(
-            f"{what} take about {needed / 2**20:,.1f} MiB, and {folder} has {free / 2**20:,.1f} MiB left; "
-            f"{_FIXES[errno.ENOSPC]}"
-        )
+        problem = f"{what} take about {needed / 2**20:,.1f} MiB, and {folder} has {free / 2**20:,.1f} MiB left"
+        raise ConfigurationError(f"{problem}; {_NO_SPACE}")
 
 
 def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
-    """Make a folder, which is removed when the command ends if it is empty then, and write to it. Permissions alone do
-    not tell whether that can be done: disks may be full or mounted to be read."""
-    from ..errors import ConfigurationError
-
+    """Make a folder and write to it. Permissions alone do not tell: disks may be full or read-only."""
     context.meta[_PLACE] = folder
-    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
-    context.call_on_close(lambda: _remove_empty(missing))
+    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    context.call_on_close(lambda: _remove_empty(made))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hf-dynspec-") as file:
@@ -298,45 +254,28 @@ def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
         raise ConfigurationError(f"{what} cannot be written: {describe_os_error(error, says_where=False)}") from error
 
 
-def _require_no_others(folder: Path, option: str, own: Collection[str]) -> None:
-    from ..errors import ConfigurationError
-
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    others = [name for name in names if not name.startswith(".")]
-    if others and not set(own) & set(others):
-        raise ConfigurationError(
-            f"{option} {folder} holds files that are not of this command, such as {others[0]}; name a new folder, or "
-            "an empty one"
-        )
-
-
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders that are empty, the innermost of which comes first."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 @contextmanager
-def _held(lock_file: Path, what: str) -> Iterator[None]:
-    """Hold a lock that ends with this process however it ends, and leaves no file behind."""
+def _locked(lock_file: Path, what: str) -> Iterator[None]:
+    """Hold a lock, which ends with this process however that ends. Leaves no file behind."""
     from filelock import FileLock, Timeout
 
-    from ..errors import ConfigurationError
-
     lock = FileLock(lock_file)
-    # An interrupt may come as soon as the file is there.
     try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigurationError(
-                f"{what} is being written by another process; wait for it to end, or choose another place"
-            ) from None
+        lock.acquire(timeout=0)
         yield
+    except Timeout:
+        raise ConfigurationError(
+            f"{what} is being written by another process; wait for it to end, or choose another place"
+        ) from None
     finally:
         if lock.is_locked:
-            # While it is held: whoever opened the file before sees that it is gone, and makes a new one.
+            # Removed while it is held: who opened the file before sees that it is gone, and makes a new one.
             with suppress(OSError):
                 lock_file.unlink()
             lock.release()

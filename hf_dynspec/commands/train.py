@@ -6,26 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConfigurationError
 from . import options
-from .building import UNFINISHED, command_text, describe_inputs, going_on, require_free_folder, shorten_name
+from .building import UNFINISHED, command_text, describe_inputs, require_free_folder, shorten_name
 from .common import wide_console
 from .launched import before_connecting
 from .running import CommandApp, keeps
-from .training_job import TrainingJob, describe_kept
 
 if TYPE_CHECKING:
     from ..build.recording import Recording
     from ..build.router_judging import HeldOutFigures
-    from ..evaluation.pair import PairSettings
     from ..shortlists.router import Router
     from ..shortlists.router.clusters import ClusterShortlist
 
 train_app = CommandApp(help="Train what policies need.")
 
 _METHODS = ("dynaspec", "coral")
-# Groups are whole: where they are few they may hold so much less than was asked for.
+# Groups are whole, so that few of them may hold much less than was asked for.
 _MUCH_LESS = 0.8
-# Options of what CORAL's router does not have.
+# Options that CORAL's router lacks.
 _NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
 
 
@@ -118,15 +117,17 @@ def router(
     with the same result.
     """
     import torch
+    from accelerate import Accelerator
 
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
-    from ..build.corpus import plan_corpus
+    from ..build.corpus import find_corpus
     from ..build.recording import RecordingSettings
     from ..build.router_judging import held_out_figures, settle
     from ..build.router_training import TrainingSettings
-    from ..evaluation.pair import PairSettings
+    from ..evaluation.pair import PairSettings, load_models
     from ..shortlists.coral import CoralShortlist
     from ..shortlists.router.policy import RouterShortlist
+    from .training_job import TrainingJob, describe_kept
 
     _require_options(context, method, schedule, share, mass)
     is_coral = method == "coral"
@@ -136,7 +137,7 @@ def router(
     training_settings = TrainingSettings(
         None if is_coral else hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed
     )
-    corpus = plan_corpus([*data, *(more or [])], text_field)
+    corpus = find_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
     if stored is not None and is_coral:
         require_balanced(stored)
@@ -144,25 +145,37 @@ def router(
     if stored is None and not is_coral:
         require_faiss(torch.device("cpu"))
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
-    job = _start(context, settings, eagle, allow_pickle, out, overwrite, seed)
-    pair = job.pair
-    # What would stop the clusters is told before hours of recording.
+    before_connecting()
+    accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
+    work = out / UNFINISHED
+    if accelerator.is_main_process:
+        require_free_folder(context, out, overwrite)
+        if overwrite:
+            shutil.rmtree(work, ignore_errors=True)
+        keeps(context, lambda: describe_kept(work, out, overwrite))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    job = TrainingJob(accelerator, *load_models(settings.on(accelerator.device), eagle, allow_pickle), work, seed)
+    # Everything that can be refused is refused before hours of recording.
     if stored is None:
-        require_cluster_settings(num_clusters, seed, 1, pair.vocabulary_size)
-    size = share * pair.vocabulary_size
-    if not is_coral:
-        _require_room(pinned, size)
-    parts = None if stored is None else pair.clusters(stored)
+        require_cluster_settings(num_clusters, seed, 1, job.vocabulary_size)
+    size = share * job.vocabulary_size
+    if not is_coral and pinned >= size:
+        raise ConfigurationError(
+            f"--pinned {pinned:,} leaves no room for clusters on shortlists of {size:,.0f} tokens, which is what "
+            "--share allows: pin fewer tokens, or allow a larger share"
+        )
+    parts = None if stored is None else job.stored_clusters(stored)
     for name, other in others.items():
-        pair.require_trained_for(name, other)
-    windows, recording = job.record(corpus, text_field, recording_settings, rounds)
+        job.require_trained_for(name, other)
+    windows, recording = job.record(corpus, recording_settings, rounds)
     recorded = _require_enough(recording, batch_size)
     if job.is_main and recorded < steps:
         typer.echo(f"the data gives {recorded:,} draft steps to train on, and not {steps:,}", err=True)
     parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
-    ranking = pair.rank(windows)
-    embed, draftable = pair.drafter.embed, pair.drafter.head.token_ids
-    # As many of the clusters as of the vocabulary, until the router is there and its budget can be found.
+    ranking = job.rank(windows)
+    embed, draftable = job.drafter.embed, job.drafter.head.token_ids
+    # The same share of the clusters as of the vocabulary, until a trained router tells the right budget.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
 
     def policy_of(one: "Router") -> "ClusterShortlist":
@@ -179,10 +192,10 @@ def router(
     judged = [(shorten_name(name), other) for name, other in others.items()]
     policy, metrics = settle(recording, policy_of(trained), schedule, size, judged, embed, draftable)
     inputs = {"command": command_text(context), **describe_inputs(corpus.files)}
-    pair.save(policy, out, {**inputs, "draft_steps": recorded, "metrics": metrics})
+    job.save(policy, out, {**inputs, "draft_steps": recorded, "metrics": metrics})
     if not keep_steps:
-        shutil.rmtree(out / UNFINISHED)
-    _print_figures(str(out), metrics, pair.vocabulary_size)
+        shutil.rmtree(work)
+    _print_figures(str(out), metrics, job.vocabulary_size)
     what = "groups" if is_coral else "clusters"
     typer.echo(f"{out}: a router over {trained.num_clusters:,} {what}, {policy.budget(0):,} chosen at most")
     held = policy.budget(0) / trained.num_clusters
@@ -194,8 +207,7 @@ def router(
 
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
-    """Refuse options that are out of range, or not for the method."""
-    from ..errors import ConfigurationError
+    """Raise a `ConfigurationError` if options are out of range, or not for the method."""
     from ..shortlists.router.policy import SCHEDULES
 
     if method not in _METHODS:
@@ -213,51 +225,9 @@ def _require_options(context: typer.Context, method: str, schedule: str, share: 
             raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
 
 
-def _require_room(pinned: int, size: float) -> None:
-    """Refuse pinned tokens that leave no room for clusters on shortlists of a mean `size`."""
-    from ..errors import ConfigurationError
-
-    if pinned >= size:
-        raise ConfigurationError(
-            f"--pinned {pinned:,} leaves no room for clusters on shortlists of {size:,.0f} tokens, which is what "
-            "--share allows: pin fewer tokens, or allow a larger share"
-        )
-
-
-def _start(
-    context: typer.Context,
-    settings: "PairSettings",
-    eagle: str | None,
-    allow_pickle: bool,
-    out: Path,
-    overwrite: bool,
-    seed: int,
-) -> TrainingJob:
-    """Keep the folder from others, and load the pair on this process's device."""
-    import torch
-    from accelerate import Accelerator
-
-    from ..build.router_pair import RouterPair
-    from ..evaluation.pair import load_models
-
-    work = out / UNFINISHED
-    before_connecting()
-    accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")
-    if accelerator.is_main_process:
-        require_free_folder(context, out, overwrite)
-        if overwrite:
-            shutil.rmtree(work, ignore_errors=True)
-        keeps(context, lambda: describe_kept(work, going_on(out, overwrite)))
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    pair = RouterPair(*load_models(settings.on(accelerator.device), eagle, allow_pickle))
-    return TrainingJob(accelerator, pair, work, seed)
-
-
 def _require_enough(recording: "Recording", batch_size: int) -> int:
-    """How many draft steps there are to train on, which must make a batch; and some must be there to judge by."""
-    from ..errors import ConfigurationError
-
+    """The number of draft steps to train on. Raises a `ConfigurationError` if they do not make a batch, or if there
+    are none to judge by."""
     recorded = recording.count(recording.train)
     if recorded < batch_size:
         raise ConfigurationError(
@@ -270,7 +240,7 @@ def _require_enough(recording: "Recording", batch_size: int) -> int:
 
 
 def _trained(name: str) -> "ClusterShortlist":
-    """The router of an artifact, whichever method trained it."""
+    """The router of an artifact, of either method."""
     from ..shortlists import CoralShortlist, RouterShortlist
     from ..shortlists.registry import read_stored_policy
 
@@ -281,24 +251,15 @@ def _trained(name: str) -> "ClusterShortlist":
 def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> None:
     from ..evaluation.tables import FittedTable
 
-    table = FittedTable(
-        f"At {metrics['held_out_steps']:,} held-out draft steps",
-        [
-            "router",
-            "mean shortlist",
-            "cluster\nrecall",
-            "drafter's\nlikeliest token",
-            "target's\nmass",
-            "acceptance length,\nof full",
-        ],
-    )
+    shares = {
+        "cluster_recall": "cluster\nrecall",
+        "likeliest_recall": "drafter's\nlikeliest token",
+        "target_mass": "target's\nmass",
+        "relative_acceptance_length": "acceptance length,\nof full",
+    }
+    title = f"At {metrics['held_out_steps']:,} held-out draft steps"
+    table = FittedTable(title, ["router", "mean shortlist", *shares.values()])
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
-        table.add_row(
-            figures["router"],
-            f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})",
-            *(
-                f"{figures[share]:.2%}"
-                for share in ("cluster_recall", "likeliest_recall", "target_mass", "relative_acceptance_length")
-            ),
-        )
+        size = f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})"
+        table.add_row(figures["router"], size, *(f"{figures[share]:.2%}" for share in shares))
     wide_console().print(table)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..build.corpus import CorpusError
 from ..build.prompts import CATEGORY, PROMPT_FIELDS, QUESTION, PromptRow, find_prompt_files, read_prompt_file
-from ..build.texts import CorpusError
 from ..errors import DynSpecError, counted, shown_text
 
 

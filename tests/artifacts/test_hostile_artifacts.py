@@ -48,8 +48,8 @@ from hf_dynspec.artifacts import push_artifact, read_artifact, rebuild_policy, r
 from hf_dynspec.artifacts.card import card_to_publish
 from hf_dynspec.artifacts.config import DynSpecConfig, ModelReference, PolicyConfig
 from hf_dynspec.artifacts.tensors import serialize_tensors
+from hf_dynspec.build.corpus import CorpusError
 from hf_dynspec.build.frequency_list import import_frequency_list
-from hf_dynspec.build.texts import CorpusError
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.drafters.eagle.checkpoint import read_checkpoint
 from hf_dynspec.drafters.eagle.conversion import read_output_rows

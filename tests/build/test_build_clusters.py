@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact, rebuild_policy, write_artifact
-from hf_dynspec.build.cluster_spread import neighbour_spread
-from hf_dynspec.build.clusters import cluster_tokens, kept_clusters
+from hf_dynspec.build.clusters import cluster_tokens, kept_clusters, neighbour_spread
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.protocol import VocabularyInfo

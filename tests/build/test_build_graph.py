@@ -1,11 +1,8 @@
-"""The co-occurrence graph: counting out of core, in processes and on machines, pruning, looking up, storing, and the
-command."""
+"""The co-occurrence graph: counting out of core and on several machines, pruning, looking up, storing, the command."""
 
 import json
 import signal
-import subprocess
 import sys
-import tracemalloc
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import make_documents, save_tokenizer, write_texts
 from launched_processes import launch_command
 from safetensors.torch import load_file
-from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_UNITS, start, stop_when
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_BATCHES, SMALL_BATCHES, start, stop_when
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, read_graph, rebuild_policy, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.build import bigram_runs
-from hf_dynspec.build.bigram_counts import BigramCounts, count_bigrams, merge_counts, special_ids
-from hf_dynspec.build.bigram_runs import FAN_IN
-from hf_dynspec.build.cooccurrence import Pruning, build_graph, graph_coverage
-from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build import corpus as corpus_module
+from hf_dynspec.build import graph as graph_module
+from hf_dynspec.build import tokens
+from hf_dynspec.build.corpus import find_corpus
+from hf_dynspec.build.graph import BigramCounts, Pruning, build_graph, graph_coverage, special_ids
 from hf_dynspec.build.ranking import vocabulary_size
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
@@ -34,34 +31,10 @@ from hf_dynspec.shortlists import CooccurrenceGraph
 from hf_dynspec.shortlists.retrieval.graph import WantedSuccessors
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
-ROOT = Path(__file__).parents[2]
-WORDS = ["speculative", "decoding", "drafts", "tokens", "Größe", "東京", "🙂", "return", "x", "1024", "(", ")"]
-
-
-def make_documents(count: int, words: int = 40, seed: int = 0) -> list[str]:
-    """Sentences over several lines. Line breaks follow no white space, so that text has the same tokens whether it is
-    cut at them or not."""
-    draw = np.random.default_rng(seed)
-    share = np.arange(1, len(WORDS) + 1) ** -1.0
-    return [
-        "\n".join(" ".join(draw.choice(WORDS, 8, p=share / share.sum())) for _ in range(words // 8))
-        for _ in range(count)
-    ]
-
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(show_progress=False, vocab_size=300, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(make_documents(60), trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    wrapped.add_tokens(["<tool>"])
-    wrapped.save_pretrained(folder)
-    return folder
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +42,16 @@ def tokenizer(tokenizer_folder) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Texts go on in the next piece, batch and part."""
+    monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(graph_module, "BATCHES_OF_A_PART", 3)
+
+
 def plain_counts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Counter:
-    """The plain twin of `count_bigrams`: one text at a time, one bigram at a time."""
+    """The plain twin of `BigramCounts`: one text at a time, one bigram at a time."""
     counts: Counter = Counter()
     special = set(special_ids(tokenizer))
     for text in texts:
@@ -115,141 +96,56 @@ def assert_same_rows(graph: CooccurrenceGraph, expected: dict[int, list[tuple[in
         assert [share for _, share in found[source]] == pytest.approx([share for _, share in row], rel=1e-6)
 
 
-def counted(
-    tokenizer, paths, folder: Path, *, unit_bytes: int = 1000, processes: int = 1, memory: int = 1 << 24, **options
-) -> BigramCounts:
-    units = plan_corpus(paths, unit_bytes=unit_bytes).units
-    counts = BigramCounts(folder, len(units), {})
-    settings = {"processes": processes, "memory": memory}
-    count_bigrams(tokenizer, units, counts, vocabulary_size=vocabulary_size(tokenizer), **settings, **options)
+def counted(tokenizer, paths, folder: Path, *, known: int | None = None, memory: int = 1 << 26) -> BigramCounts:
+    counts = BigramCounts(folder, known or vocabulary_size(tokenizer), memory)
+    counts.count(find_corpus(paths), tokenizer)
     return counts
-
-
-def graph_of(tokenizer, counts: BigramCounts, pruning: Pruning, memory: int = 1 << 24) -> CooccurrenceGraph:
-    merge_counts(counts, processes=1, memory=memory)
-    return build_graph(counts, vocabulary_size(tokenizer), pruning, memory=memory)
-
-
-def write_texts(folder: Path, documents: list[str]) -> list[str]:
-    """Documents as plain text in one file and as JSON lines; return the texts that this makes."""
-    folder.mkdir(exist_ok=True)
-    half = len(documents) // 2
-    (folder / "a.txt").write_text("\n".join(documents[:half]), encoding="utf-8")
-    rows = [json.dumps({"text": document}, ensure_ascii=False) for document in documents[half:]]
-    (folder / "b.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return ["\n".join(documents[:half]), *documents[half:]]
 
 
 # Counting
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_graph_is_that_of_counting_one_by_one(tokenizer, tmp_path, seed):
-    """A plain text that is cut into many units, documents of their own, special tokens, turns and empty texts."""
-    documents = make_documents(40, seed=seed)
-    texts = write_texts(tmp_path / "text", documents)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_graph_is_that_of_counting_one_by_one(tokenizer, tmp_path, small_parts, seed):
+    """A plain text in many parts, documents of their own, special tokens, turns and empty texts."""
+    texts = write_texts(tmp_path / "text", make_documents(40, seed=seed))
     odd = [f"x{tokenizer.eos_token}return decoding<tool>x", "", "drafts"]
     turns = [["decoding return", "", "x x x"], ["tokens"]]
     rows = [json.dumps({"text": text}) for text in odd] + [json.dumps({"turns": one}) for one in turns]
     (tmp_path / "text" / "c.jsonl").write_text("\n".join(rows))
-    expected = plain_counts(tokenizer, [*texts, *odd, *(turn for one in turns for turn in one)])
+    all_texts = [*texts, *odd, *(turn for one in turns for turn in one)]
+    expected = plain_counts(tokenizer, all_texts)
     pruning = Pruning(minimum_count=2, threshold=0.01, largest_degree=5)
-    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts", unit_bytes=300)
-    assert len(counts.finished) > 2 * FAN_IN
-    graph = graph_of(tokenizer, counts, pruning)
+    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts")
+    assert len(counts.parts) > 5 and counts.documents == 1 + 20 + 2 + 2
+    assert counts.tokens == sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in all_texts)
+    graph = build_graph(counts, pruning)
     assert_same_rows(graph, plain_graph(expected, pruning))
     assert (graph.edges, graph.sources) == (len(graph.successors), len(rows_of(graph)))
-    assert counts.documents == 1 + 20 + 2 + 2
 
 
-@pytest.mark.parametrize("memory", [1, 1 << 24])
-def test_other_text_is_held_against_a_graph(tokenizer, tmp_path, memory):
+def test_other_text_is_compared_with_a_graph(tokenizer, tmp_path, small_parts):
     write_texts(tmp_path / "text", make_documents(40))
     others = write_texts(tmp_path / "others", make_documents(40, seed=7))
-    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts")
-    graph = graph_of(tokenizer, counts, Pruning(2, 0.001, 12))
+    graph = build_graph(counted(tokenizer, [tmp_path / "text"], tmp_path / "counts"), Pruning(2, 0.001, 12))
     rows = {source: [after for after, _ in row] for source, row in rows_of(graph).items()}
     expected = plain_counts(tokenizer, others)
-    held_out = counted(tokenizer, [tmp_path / "others"], tmp_path / "held-out")
-    merge_counts(held_out, processes=1)
-    found = graph_coverage(graph, held_out, memory=memory)
+    found = graph_coverage(graph, counted(tokenizer, [tmp_path / "others"], tmp_path / "held-out"))
     assert found.bigrams == expected.total()
     for share, most in ((found.in_expansion, 8), (found.in_graph, 12)):
         assert share == sum(expected[bigram] for bigram in expected if bigram[1] in rows.get(bigram[0], [])[:most])
     assert 0 < found.in_expansion < found.in_graph < found.bigrams
 
 
-@pytest.mark.parametrize("piece", [3, 20])
-def test_a_text_in_many_pieces_is_one_text(tokenizer, tmp_path, monkeypatch, piece):
-    """Also where it goes on in the next unit, behind a unit that holds no piece because a line reaches over it."""
-    from hf_dynspec.build import texts
-
-    monkeypatch.setattr(texts, "PIECE_CHARACTERS", piece)
-    text = "x" * 90 + "\n" + "( 1024 x )" * 30
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    for name, unit_bytes in (("a.txt", 7), ("a.txt", 100), ("b.jsonl", 1000)):
-        units = plan_corpus([tmp_path / name], unit_bytes=unit_bytes).units
-        pieces = [part.text for unit in units for part in texts.read_pieces(unit)]
-        assert "".join(pieces) == text and len(pieces) > 5
-        tokens = [token for part in pieces for token in tokenizer.encode(part, add_special_tokens=False)]
-        expected = Counter(pairwise(tokens))
-        # In this process, which knows the small pieces.
-        size = vocabulary_size(tokenizer)
-        runs = [count_here(tokenizer, unit, index, tmp_path / name[0]) for index, unit in enumerate(units)]
-        found: Counter = Counter()
-        for bigrams, numbers in merged(runs):
-            found.update({divmod(int(b), size): int(n) for b, n in zip(bigrams, numbers, strict=True)})
-        assert found == expected
-
-
-def count_here(tokenizer, unit, index: int, folder: Path) -> bigram_runs.Run:
-    """What a process does with a unit, done in this one."""
-    from multiprocessing import get_context
-
-    from hf_dynspec.build import bigram_counts, text_workers
-
-    folder.mkdir(exist_ok=True)
-    context = get_context("spawn")
-    before = dict(text_workers._worker)
-    text_workers._worker.update(
-        tokenizer=tokenizer.backend_tokenizer, text_field="text", counted=context.Value("q", 0), stop=context.Event()
-    )
-    try:
-        setting = (str(folder), vocabulary_size(tokenizer), special_ids(tokenizer), 1 << 20)
-        return bigram_counts._count_unit(index, unit, *setting)[0]
-    finally:
-        text_workers._worker.clear()
-        text_workers._worker.update(before)
-
-
-def merged(runs: list[bigram_runs.Run]):
-    """All runs at once, or in groups of neighbours first."""
-    while len(runs) > FAN_IN:
-        groups = [runs[start : start + FAN_IN] for start in range(0, len(runs), FAN_IN)]
-        runs = [
-            bigram_runs.write_run(
-                group[0].path.parent,
-                bigram_runs.merged_blocks(group, 1 << 20),
-                bigram_runs.joined_head([run.head for run in group]),
-            )
-            for group in groups
-        ]
-    return bigram_runs.merged_blocks(runs, 1 << 20)
-
-
 def test_ids_past_the_vocabulary_and_special_tokens_break_a_text(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("x<tool>x<|end|>return\n" * 9)
-    size = vocabulary_size(tokenizer)
-    tool = tokenizer.convert_tokens_to_ids("<tool>")
+    size, tool = vocabulary_size(tokenizer), tokenizer.convert_tokens_to_ids("<tool>")
     assert tool == size - 1 and special_ids(tokenizer) == sorted([tokenizer.eos_token_id, tokenizer.pad_token_id])
-    units = plan_corpus([tmp_path / "a.txt"]).units
-    for known, sources in ((size, True), (size - 1, False)):
-        counts = BigramCounts(tmp_path / str(known), 1, {})
-        count_bigrams(tokenizer, units, counts, vocabulary_size=known, processes=1)
-        graph = build_graph(counts, known, Pruning(1, 0.0))
-        assert (tool in rows_of(graph)) == sources
-        assert not {tokenizer.eos_token_id} & ({after for row in rows_of(graph).values() for after, _ in row})
+    for known, is_source in ((size, True), (size - 1, False)):
+        counts = counted(tokenizer, [tmp_path / "a.txt"], tmp_path / str(known), known=known)
+        graph = build_graph(counts, Pruning(1, 0.0))
+        assert (tool in rows_of(graph)) == is_source
+        assert tokenizer.eos_token_id not in {after for row in rows_of(graph).values() for after, _ in row}
         assert tokenizer.eos_token_id not in rows_of(graph)
         assert graph_coverage(graph, counts).in_graph < counts.tokens
 
@@ -258,172 +154,75 @@ def bytes_of(graph: CooccurrenceGraph) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in graph.tensors().values()]
 
 
-def test_processes_and_memory_do_not_change_a_byte(tokenizer, tmp_path):
-    """Down to so little memory that each unit is spilled in more runs than are merged at once."""
-    write_texts(tmp_path / "text", make_documents(200))
-    spills = []
-    whole = None
-    for processes, memory in ((1, 1 << 24), (2, 1 << 24), (3, 1 << 24), (1, 1000), (2, 30_000)):
-        folder = tmp_path / f"{processes}-{memory}"
-        counts = counted(tokenizer, [tmp_path / "text"], folder, unit_bytes=6000, processes=processes, memory=memory)
-        assert counts.finished.all() and not list(folder.glob("*.spill")) and not list(folder.glob("*.writing"))
-        spills.append(memory // processes // 64)
-        graph = graph_of(tokenizer, counts, Pruning(2, 1e-3), memory)
-        whole = whole or bytes_of(graph)
-        assert bytes_of(graph) == whole
-    tokens_of_a_unit = counts.tokens / len(counts.finished)
-    assert tokens_of_a_unit / max(64, min(spills)) > FAN_IN, "no unit was spilled in many runs"
+def test_counts_that_memory_does_not_hold_go_to_the_disk(tokenizer, tmp_path, monkeypatch):
+    """A million bigrams, nearly all different, in 64 MiB and in 1 GiB; and in no memory at all."""
+    draw, size = np.random.default_rng(0), 100_000
+    whole, spilled = (BigramCounts(tmp_path / name, size, memory) for name, memory in (("1", 1 << 30), ("2", 1 << 26)))
+    for part in range(2):
+        bigrams = draw.integers(0, size, (2, 500_000), dtype=np.int32)
+        bigrams[:, :1000] = 5
+        for counts in (whole, spilled):
+            counts._write(part, bigrams, 500_000, 1)
+    graphs = [build_graph(counts, Pruning(2, 0.0)) for counts in (whole, spilled)]
+    assert bytes_of(graphs[0]) == bytes_of(graphs[1])
+    assert graphs[0].successors[graphs[0].offsets[5]] == 5 and graphs[0].edges > 1
+    with pytest.raises(DynSpecError, match="--memory"):
+        BigramCounts(tmp_path / "3", size, 1 << 20)._write(0, bigrams, 500_000, 1)
 
 
-def test_runs_are_merged_while_others_are_counted(tokenizer, tmp_path):
-    write_texts(tmp_path / "text", make_documents(100))
-    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts", unit_bytes=300, processes=2)
-    units = len(counts.finished)
-    assert units > 3 * FAN_IN
-    names = sorted(path.name for path in (tmp_path / "counts").glob("*.bigrams"))
-    assert len(names) == units // FAN_IN + units % FAN_IN
-    assert sum(run.head.end - run.head.start for run in counts.runs()) == units
-
-
-@pytest.mark.parametrize("trial", range(8))
-def test_buffers_spill_and_merge_to_the_same_counts(tmp_path, trial):
-    """Random streams with breaks, in random portions, against a dictionary."""
-    draw = np.random.default_rng(trial)
-    size, memory = int(draw.integers(2, 40)), int(draw.choice([1, 5000, 1 << 24]))
-    expected: Counter = Counter()
-    before, runs = bigram_runs.BREAK, []
-    for unit in range(int(draw.integers(1, 9))):
-        buffer = bigram_runs.BigramBuffer(tmp_path, unit, size, memory)
-        for _ in range(int(draw.integers(0, 4))):
-            tokens = draw.integers(-1, size, int(draw.integers(0, 2000)))
-            for token in tokens.tolist():
-                if before >= 0 and token >= 0:
-                    expected[before * size + token] += 1
-                before = token
-            buffer.add(tokens)
-        runs.append(buffer.finish(0, 0))
-        buffer.clear()
-    blocks = list(bigram_runs.merged_blocks(runs, memory))
-    keys = np.concatenate([bigrams for bigrams, _ in blocks]).tolist() if blocks else []
-    assert keys == sorted(expected)
-    assert [int(n) for _, counts in blocks for n in counts] == [expected[key] for key in keys]
-
-
-@pytest.mark.parametrize("memory", [1 << 20, 8 << 20])
-def test_counting_and_merging_stay_within_their_memory(tmp_path, memory):
-    """numpy tells tracemalloc what it takes. Most bigrams are different ones, which is the worst case."""
-    draw, size, tokens = np.random.default_rng(0), 150_000, 400_000
-    small = 20_000  # tokens that are handed over at once
-    tracemalloc.start()
-    runs = []
-    for unit in range(2):
-        buffer = bigram_runs.BigramBuffer(tmp_path, unit, size, memory)
-        for _ in range(tokens // small):
-            buffer.add(draw.integers(0, size, small))
-        runs.append(buffer.finish(0, 0))
-        del buffer
-    assert sum(len(bigrams) for bigrams, _ in bigram_runs.merged_blocks(runs, memory)) > 1.9 * tokens
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(list(tmp_path.iterdir())) >= 2 and tokens * 8 > memory / 4
-    assert peak < memory + 60 * small
+def test_the_error_without_duckdb_names_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(DynSpecError, match=r"pip install 'hf-dynspec\[build\]'"):
+        BigramCounts(tmp_path, 10)
 
 
 # Going on
 
 
-def test_what_a_kill_left_between_two_files_is_counted_once(tokenizer, tmp_path):
-    """A merged run beside those that it was made of, a half-written one, and a spill."""
+def test_parts_that_are_there_are_not_counted_again(tokenizer, tmp_path, small_parts):
     write_texts(tmp_path / "text", make_documents(60))
-    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts", unit_bytes=2000)
-    pruning = Pruning(2, 1e-3)
-    kept = {run.path: run.path.read_bytes() for run in counts.runs()}
-    assert 2 < len(kept) <= FAN_IN
-    whole = bytes_of(graph_of(tokenizer, counts, pruning))
-    runs = counts.runs()
-    bigram_runs.write_run(
-        counts.folder,
-        bigram_runs.merged_blocks(runs[:2], 1 << 20),
-        bigram_runs.joined_head([r.head for r in runs[:2]]),
-    )
-    (counts.folder / "00000001.000000.spill").write_bytes(b"spilled")
-    (counts.folder / "00000001-00000002.bigrams.7.writing").write_bytes(b"half")
-    again = BigramCounts(counts.folder, len(counts.finished), {})
-    assert again.finished.all() and len(again.runs()) == len(runs) - 1
-    assert again.tokens == counts.tokens and again.documents == counts.documents
-    assert {path.suffix for path in counts.folder.iterdir()} == {".bigrams", ".json"}
-    assert bytes_of(graph_of(tokenizer, again, pruning)) == whole
-    again.delete()
-    assert not counts.folder.exists()
+    counts = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts")
+    whole = bytes_of(build_graph(counts, Pruning(2, 1e-3)))
+    (tmp_path / "counts" / "00000001.parquet").unlink()
+    (tmp_path / "counts" / ".00000003.parquet.12345678.writing").write_bytes(b"half")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "counts").glob("*.parquet")}
+    again = counted(tokenizer, [tmp_path / "text"], tmp_path / "counts")
+    assert (again.tokens, again.documents, again.parts) == (counts.tokens, counts.documents, counts.parts)
+    assert len(kept) > 3 and all(path.stat().st_mtime_ns == stamp for path, stamp in kept.items())
+    assert bytes_of(build_graph(again, Pruning(2, 1e-3))) == whole
 
 
-def test_counts_of_another_job_are_refused(tmp_path):
-    BigramCounts(tmp_path, 3, {"inputs": "one", "tokenizer": "two"})
-    with pytest.raises(ConfigurationError, match=r"another job \(changed: inputs\).*--overwrite"):
-        BigramCounts(tmp_path, 3, {"inputs": "other", "tokenizer": "two"})
-    assert BigramCounts(tmp_path, 3, {"inputs": "other"}, fresh=True).unfinished() == [0, 1, 2]
-    with pytest.raises(ConfigurationError, match="a folder that all of them see"):
-        BigramCounts(tmp_path / "elsewhere", 3, {}, is_main=False)
-
-
-@pytest.mark.parametrize("name", ["job.json", "run"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"HFDSBG01", b"PK\3\4 cut" * 20])
-def test_damaged_counts_are_refused(tokenizer, tmp_path, name, content):
-    (tmp_path / "a.txt").write_text("x return " * 30)
-    counts = counted(tokenizer, [tmp_path / "a.txt"], tmp_path / "counts")
-    (counts.folder / "job.json" if name == "job.json" else counts.runs()[0].path).write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut" * 20])
+def test_damaged_counts_are_refused(tokenizer, tmp_path, content):
+    (tmp_path / "00000000.parquet").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"damaged.*--overwrite"):
-        BigramCounts(counts.folder, 1, {"inputs": "x"} if name == "job.json" else {})
+        BigramCounts(tmp_path, 10)
 
 
-def test_a_run_that_was_cut_or_renamed_is_refused(tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text("x return " * 30)
-    (run,) = counted(tokenizer, [tmp_path / "a.txt"], tmp_path / "counts").runs()
-    whole = run.path.read_bytes()
-    run.path.write_bytes(whole[:-3])
-    with pytest.raises(ConfigurationError, match="damaged"):
-        BigramCounts(run.path.parent, 1, {})
-    run.path.unlink()
-    run.path.with_name("00000001-00000002.bigrams").write_bytes(whole)
-    with pytest.raises(ConfigurationError, match="damaged"):
-        BigramCounts(run.path.parent, 2, {})
-    run.path.with_name("00000001-00000002.bigrams").unlink()
-    run.path.write_bytes(whole)
-    with pytest.raises(ConfigurationError, match="not those of this job"):
-        BigramCounts(run.path.parent, 0, {})
-
-
-def test_a_bad_line_stops_the_processes_and_keeps_what_is_finished(tokenizer, tmp_path):
+def test_a_bad_line_keeps_the_parts_before_it(tokenizer, tmp_path, small_parts):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' * 50 + "{\n" + '{"text": "fine"}\n' * 50)
-    with pytest.raises(DynSpecError, match=r"a\.jsonl, line 51"):
-        counted(tokenizer, [path], tmp_path / "counts", unit_bytes=100, processes=2)
-    again = BigramCounts(tmp_path / "counts", len(plan_corpus([path], unit_bytes=100).units), {})
-    assert again.finished.any() and not again.finished.all()
+    path.write_text('{"text": "fine, this is a line"}\n' * 150 + "{\n")
+    with pytest.raises(DynSpecError, match=r"a\.jsonl, line 151"):
+        counted(tokenizer, [path], tmp_path / "counts")
+    assert BigramCounts(tmp_path / "counts", vocabulary_size(tokenizer)).parts
 
 
-def test_counting_processes_start_fast():
-    """What they import must not bring in torch and transformers, which cost seconds and hundreds of megabytes each."""
-    check = "import sys, hf_dynspec.build.cooccurrence; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
-
-
-def stop_between_units(process: subprocess.Popen, folder: Path, how: signal.Signals) -> str:
-    """Send a signal as soon as there are more runs; return what the command said."""
-    before = set(folder.glob("*.bigrams"))
-    return stop_when(lambda: bool(set(folder.glob("*.bigrams")) - before), process, how)
-
-
-def test_a_stopped_command_continues_and_ends_with_the_same_graph(tokenizer, tokenizer_folder, tmp_path):
-    texts = write_texts(tmp_path / "text", make_documents(2000))
+@pytest.mark.process
+def test_a_stopped_command_goes_on_and_ends_with_the_same_graph(tokenizer, tokenizer_folder, tmp_path):
+    texts = write_texts(tmp_path / "text", make_documents(1000))
     arguments = ["build", "graph", "--tokenizer", tokenizer_folder, "--text", tmp_path / "text"]
-    arguments += ["--out", tmp_path / "out", "--processes", 2]
+    arguments += ["--out", tmp_path / "out"]
     partial = tmp_path / "out" / "partial"
-    said = stop_between_units(start(RUN_SLOWLY, *arguments), partial, signal.SIGINT)
-    assert f"parts are kept in {partial}; run the same command again to go on" in said
+
+    def stop_between_parts(how: signal.Signals) -> str:
+        before = set(partial.glob("*.parquet"))
+        return stop_when(lambda: bool(set(partial.glob("*.parquet")) - before), start(RUN_SLOWLY, *arguments), how)
+
+    said = stop_between_parts(signal.SIGINT)
+    assert f"tokens are kept in {partial}; run the same command again to go on" in said
     assert "Traceback" not in said
-    stop_between_units(start(RUN_SLOWLY, *arguments), partial, signal.SIGKILL)
-    process = start(RUN_WITH_SMALL_UNITS, *arguments, "--minimum-count", 3)
+    stop_between_parts(signal.SIGKILL)
+    process = start(RUN_WITH_SMALL_BATCHES, *arguments, "--minimum-count", 3)
     _, messages = process.communicate(timeout=600)
     assert process.returncode == 0, messages
     assert "continuing: " in messages
@@ -583,21 +382,15 @@ def command(tokenizer_folder: Path, text: Path, out: Path, *more: object) -> lis
 
 
 def test_the_command_makes_an_artifact(tokenizer, tokenizer_folder, tmp_path):
-    texts = write_texts(tmp_path / "text", make_documents(200))
-    made = {}
-    for processes in (1, 3):
-        out = tmp_path / f"out{processes}"
-        result = invoke(*command(tokenizer_folder, tmp_path / "text", out, "--processes", processes, "--memory", 16))
-        assert result.exit_code == 0, result.output
-        made[processes] = (out / "model.safetensors").read_bytes()
-    assert made[1] == made[3]
+    texts, out = write_texts(tmp_path / "text", make_documents(200)), tmp_path / "out"
+    result = invoke(*command(tokenizer_folder, tmp_path / "text", out, "--memory", 64))
+    assert result.exit_code == 0, result.output
     graph, _ = read_graph(out)
     expected = plain_counts(tokenizer, texts)
     assert_same_rows(graph, plain_graph(expected, Pruning()))
     edges = graph.edges
     assert f"{edges:,} edges from {len(rows_of(graph)):,} of {vocabulary_size(tokenizer):,} tokens" in result.output
     assert "--policy retrieval:core=RANKING,graph=" in result.output
-    assert "memory: at most" in result.output
     record = read_artifact(out)[0].provenance
     assert record["pruning"] == {"minimum_count": 5, "threshold": 1e-4, "largest_degree": 64}
     assert (record["edges"], record["sources"]) == (edges, graph.sources)
@@ -620,9 +413,6 @@ def test_text_that_is_held_out_judges_the_graph_and_is_not_counted(tokenizer, to
     texts = write_texts(tmp_path / "text", make_documents(200))
     others = write_texts(tmp_path / "others", make_documents(50, seed=3))
     held_out = ["--held-out", tmp_path / "others" / "a.txt", "--held-out", tmp_path / "others" / "b.jsonl"]
-    # As a run that was killed while it counted held-out text leaves them.
-    (tmp_path / "out" / "partial" / "held-out").mkdir(parents=True)
-    (tmp_path / "out" / "partial" / "held-out" / "job.json").write_text("{}")
     result = invoke(*command(tokenizer_folder, tmp_path / "text", tmp_path / "out", *held_out))
     assert result.exit_code == 0, result.output
     assert_same_rows(read_graph(tmp_path / "out")[0], plain_graph(plain_counts(tokenizer, texts), Pruning()))
@@ -672,7 +462,7 @@ def test_texts_without_tokens_or_edges_are_told(tokenizer_folder, tmp_path):
     assert isinstance(result.exception, ConfigurationError) and "--minimum-count" in str(result.exception)
     # The counts are kept, so that a lower limit needs no second counting.
     result = invoke(*command(tokenizer_folder, tmp_path / "few.txt", tmp_path / "out", "--minimum-count", 1))
-    assert result.exit_code == 0 and "continuing: 1 of 1 part and 5 tokens" in result.output, result.output
+    assert result.exit_code == 0 and "continuing: 2 tokens were counted before" in result.output, result.output
 
 
 def test_a_disk_that_is_too_small_is_told(tokenizer_folder, tmp_path, monkeypatch):
@@ -685,22 +475,13 @@ def test_a_disk_that_is_too_small_is_told(tokenizer_folder, tmp_path, monkeypatc
     assert "the counts take about" in str(result.exception) and "free some space" in str(result.exception)
 
 
-# Files are read in many parts, of which both processes have some.
-SMALL_UNITS = """
-import functools
-from hf_dynspec.build import corpus
-corpus.plan_corpus = functools.partial(corpus.plan_corpus, unit_bytes=2_000)
-"""
-
-
+@pytest.mark.process
 def test_several_machines_build_the_same_graph(tokenizer_folder, tmp_path):
     write_texts(tmp_path / "text", make_documents(400))
-    units = len(plan_corpus([tmp_path / "text"], unit_bytes=2000).units)
-    assert units > 2 * FAN_IN, "the second process has nothing to do"
     alone = invoke(*command(tokenizer_folder, tmp_path / "text", tmp_path / "one"))
     assert alone.exit_code == 0, alone.output
-    words = command(tokenizer_folder, tmp_path / "text", tmp_path / "two", "--processes", 1)
-    run = launch_command(tmp_path, *words, before=SMALL_UNITS)
+    words = command(tokenizer_folder, tmp_path / "text", tmp_path / "two")
+    run = launch_command(tmp_path, *words, before=SMALL_BATCHES)
     assert run.stdout.count(" edges from ") == 1, "only the first process reports"
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one) and set(one) == set(two)

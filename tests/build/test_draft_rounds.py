@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
-from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build.corpus import find_corpus
 from hf_dynspec.build.draft_rounds import RoundRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import held_out_figures, largest_budget
@@ -196,7 +196,7 @@ def folder(target, tmp_path_factory) -> Path:
 
 
 def windows(folder: Path) -> Windows:
-    return sample_windows(plan_corpus([folder / "texts.jsonl"]).units, word_tokenizer(), VOCABULARY, SETTINGS)
+    return sample_windows(find_corpus([folder / "texts.jsonl"]), word_tokenizer(), VOCABULARY, SETTINGS)
 
 
 def same(one: Recording, other: Recording) -> bool:
@@ -273,7 +273,7 @@ def test_the_command_trains_on_rounds(folder, drafter, tmp_path):
     stamps = [path.stat().st_mtime_ns for path in (tmp_path / "again" / "partial").glob("steps-*")]
     for changes in (["--rounds", "--temperature", "0"], []):
         other = train(folder, tmp_path / "again", *changes, drafter=drafter)
-        assert isinstance(other.exception, ConfigurationError) and "other models, texts" in str(other.exception)
+        assert isinstance(other.exception, ConfigurationError) and "holds unfinished work of another job" in str(other.exception)
     again = train(folder, tmp_path / "again", "--rounds", "--temperature", "0.8", "--keep-steps", drafter=drafter)
     assert again.exit_code == 0, again.output
     assert stamps == [path.stat().st_mtime_ns for path in (tmp_path / "again" / "partial").glob("steps-*")]

@@ -25,13 +25,12 @@ from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
-from hf_dynspec.build.corpus import plan_corpus
+from hf_dynspec.build.corpus import CorpusError, find_corpus
 from hf_dynspec.build.draft_steps import StepRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import fit_budgets, held_out_figures, largest_budget
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
-from hf_dynspec.build.texts import CorpusError
-from hf_dynspec.build.windows import Windows, sample_windows, windows_of
+from hf_dynspec.build.windows import Windows, kept_windows, sample_windows
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
 from hf_dynspec.protocol import VocabularyInfo
@@ -80,8 +79,7 @@ def drafter(request, folder, target):
 
 
 def windows(folder: Path, settings: RecordingSettings = SETTINGS) -> Windows:
-    units = plan_corpus([folder / "texts.jsonl"]).units
-    return sample_windows(units, word_tokenizer(), VOCABULARY, settings)
+    return sample_windows(find_corpus([folder / "texts.jsonl"]), word_tokenizer(), VOCABULARY, settings)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +115,8 @@ def test_a_large_corpus_is_sampled_evenly(tmp_path):
     """Each of 2,000 windows is as likely to be among the sampled ones, whatever its place in the corpus."""
     lines = [json.dumps({"text": " ".join(f"t{3 + number % 298}" for _ in range(16))}) for number in range(2000)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    units = plan_corpus([tmp_path / "texts.jsonl"]).units
     settings = RecordingSettings(steps=3000, held_out=300, window=16)
-    sampled = sample_windows(units, word_tokenizer(), VOCABULARY, settings)
+    sampled = sample_windows(find_corpus([tmp_path / "texts.jsonl"]), word_tokenizer(), VOCABULARY, settings)
     assert 3300 <= sampled.ends[-1] - len(sampled) <= 3300 + 3 * 16
     # The first token tells the place in each block of 298 lines: its mean over 220 windows is off by 4 standard
     # errors, 4 · 298 / √(12 · 220) = 23, with a probability of 6e-5.
@@ -130,7 +127,7 @@ def test_a_large_corpus_is_sampled_evenly(tmp_path):
 def test_texts_too_short_for_a_window_are_refused(tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "t3 t4"}))
     with pytest.raises(CorpusError, match="0 windows of 16 tokens"):
-        sample_windows(plan_corpus([tmp_path]).units, word_tokenizer(), VOCABULARY, SETTINGS)
+        sample_windows(find_corpus([tmp_path]), word_tokenizer(), VOCABULARY, SETTINGS)
 
 
 def test_recorded_steps_are_those_of_rounds(recording, target, drafter, folder):
@@ -239,12 +236,11 @@ def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, fold
     assert again.count(again.train) + again.count(again.held_out) == recorded.ends[most - 1] - most
 
 
-def test_steps_of_another_job_are_not_continued(folder, tmp_path):
-    sample, file = lambda: windows(folder), tmp_path / "windows.npz"
-    windows_of(file, {"data": 1}, sample)
-    assert len(windows_of(file, {"data": 1}, lambda: pytest.fail("they are there"))) == len(windows(folder))
-    with pytest.raises(ConfigurationError, match="other models, texts or settings"):
-        windows_of(file, {"data": 2}, sample)
+def test_windows_are_kept(folder, tmp_path):
+    file = tmp_path / "windows.npz"
+    sampled = kept_windows(file, lambda: windows(folder))
+    again = kept_windows(file, lambda: pytest.fail("they are there"))
+    assert all(np.array_equal(vars(again)[name], array) for name, array in vars(sampled).items())
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -708,7 +704,7 @@ def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(fold
     assert all(torch.equal(one[name], two[name]) for name in one)
     shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "other" / "partial")
     other = CliRunner().invoke(app, words(folder, tmp_path / "other"))
-    assert other.exit_code != 0 and "other models, texts or settings" in str(other.exception)
+    assert other.exit_code != 0 and "holds unfinished work of another job" in str(other.exception)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,16 @@ from rich.cells import cell_len
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from stopped_commands import RUN_VERY_SLOWLY
+from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_BATCHES
 from typer.testing import CliRunner
 
 import hf_dynspec
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.build.frequency import Tally, UnitCounts
+from hf_dynspec.build.frequency import Tally
 from hf_dynspec.commands import app
 from hf_dynspec.commands.common import Pace, duration
 from hf_dynspec.commands.frequency import _describe_kept
-from hf_dynspec.commands.running import Commands, _noted_interrupts, describe_os_error, raise_lost_interrupt
+from hf_dynspec.commands.running import Commands, describe_os_error
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.tables import FittedTable, parameter_count
 from hf_dynspec.files import replacing
@@ -55,8 +55,7 @@ def folder(tmp_path_factory) -> Path:
     (root / "prompts.jsonl").write_text("\n".join(rows))
     numbers = torch.randint(3, VOCABULARY, (4000, 60), generator=torch.Generator().manual_seed(0)).tolist()
     lines = "".join('{"text": "' + " ".join(f"t{number}" for number in row) + '"}\n' for row in numbers)
-    for number in range(24):
-        (root / f"texts-{number}.jsonl").write_text(lines)
+    (root / "texts.jsonl").write_text(lines)
     return root
 
 
@@ -66,7 +65,7 @@ def measure(command: str, folder: Path, *words: object) -> list[str]:
 
 
 def train(folder: Path, out: Path, *words: object) -> list[str]:
-    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--data", folder / "texts-0.jsonl"]
+    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--data", folder / "texts.jsonl"]
     sizes = "--window 24 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --num-clusters 12 --pinned 10 --share 0.4"
     return list(map(str, ["train", "router", *models, *sizes.split(), "--out", out, *words]))
 
@@ -84,10 +83,10 @@ def start(*words: object, program: Sequence[str] = ("-m", "hf_dynspec.commands")
     )
 
 
-def run(*words: object, timeout: float = 600) -> tuple[int, str, list[str]]:
+def run(*words: object, **options: Sequence[str]) -> tuple[int, str, list[str]]:
     """The status of the real command, its output and the lines of its errors."""
-    process = start(*words)
-    output, errors = process.communicate(timeout=timeout)
+    process = start(*words, **options)
+    output, errors = process.communicate(timeout=600)
     return process.returncode, output, errors.splitlines()
 
 
@@ -312,16 +311,16 @@ def test_an_interrupted_training_is_kept_and_goes_on(folder, tmp_path):
 @needs_signals
 def test_interrupted_counts_are_kept_and_the_same_command_ends_them(folder, tmp_path):
     out = tmp_path / "ranking"
-    words = ["build", "frequency", "--tokenizer", folder / "target", "--out", out, "--save-every", 0, "--processes", 2]
-    words += ["--text", *sorted(folder.glob("texts-*.jsonl"))]
-    slowly = start(*words, program=("-c", RUN_VERY_SLOWLY))
+    words = ["build", "frequency", "--tokenizer", folder / "target", "--out", out]
+    words += ["--text", folder / "texts.jsonl"]
+    slowly = start(*words, program=("-c", RUN_SLOWLY))
     status, _, errors = interrupt_when(slowly, (out / "partial" / "counts.npz").exists)
     assert status == 130
-    kept = rf"interrupted: the counts of \d+ of 4 parts are kept in {out}/partial; run the same command again to go on"
+    kept = rf"interrupted: the counts of [\d,]+ tokens are kept in {out}/partial; run the same command again to go on"
     assert re.fullmatch(kept, errors[-1])
-    status, output, errors = run(*words)
+    status, output, errors = run(*words, program=("-c", RUN_WITH_SMALL_BATCHES))
     assert status == 0 and any(line.startswith("continuing: ") for line in errors)
-    assert f"{24 * 4000:,}" in output and not (out / "partial").exists()
+    assert f"{4000:,}" in output and not (out / "partial").exists()
 
 
 @needs_signals
@@ -452,10 +451,10 @@ _WORDS = {
     "doctor --config target drafter": "--device-memory-bandwidth 100 --launch-latency 5",
     "evaluate": f"{_PAIR} --data prompts.jsonl --out out",
     "trace": f"{_PAIR} --prompts prompts.jsonl",
-    "train router": f"{_PAIR} --data texts-0.jsonl --out out",
-    "build frequency": "--tokenizer target --text texts-0.jsonl --out out",
+    "train router": f"{_PAIR} --data texts.jsonl --out out",
+    "build frequency": "--tokenizer target --text texts.jsonl --out out",
     "build clusters": "--target target --num-clusters 5 --out out",
-    "build graph": "--tokenizer target --text texts-0.jsonl --out out",
+    "build graph": "--tokenizer target --text texts.jsonl --out out",
 }
 
 
@@ -506,7 +505,7 @@ def writers(folder: Path) -> dict[str, list]:
             "--tokenizer",
             folder / "target",
             "--text",
-            folder / "texts-0.jsonl",
+            folder / "texts.jsonl",
             "--out",
         ],
         "clusters": ["build", "clusters", "--target", folder / "target", "--num-clusters", 5, "--out"],
@@ -546,7 +545,7 @@ def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path
 def test_a_folder_with_other_files_is_refused_before_work(folder, tmp_path, monkeypatch, words):
     for name in ("target", "drafter", "prompts.jsonl"):
         (tmp_path / name).symlink_to(folder / name)
-    (tmp_path / "texts.jsonl").symlink_to(folder / "texts-0.jsonl")
+    (tmp_path / "texts.jsonl").symlink_to(folder / "texts.jsonl")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
@@ -626,13 +625,13 @@ def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, comm
 
 
 @needs_signals
-def test_counts_that_a_full_disk_refuses_leave_no_folder_and_are_said_to_be_lost(tmp_path):
-    folder = tmp_path / "partial"
-    tally = Tally(1000, 1, {}, folder, save_every=0)
+def test_counts_that_a_full_disk_refuses_leave_no_file_and_are_said_to_be_lost(tmp_path):
+    tally = Tally(1000, tmp_path)
+    tally.add(np.ones(1000, np.int64), 1)
     with largest_file(1000), pytest.raises(OSError, match="File too large"):
-        tally.add(0, UnitCounts(np.arange(3), np.ones(3, np.int64), 1))
-    assert not folder.exists()
-    assert _describe_kept(tally, folder, "").startswith("nothing of what was counted could be kept; ")
+        tally.save()
+    assert not list(tmp_path.iterdir())
+    assert _describe_kept(tally, "").startswith("nothing of what was counted could be kept; ")
 
 
 def test_a_full_disk_does_not_end_a_measurement(folder, tmp_path, monkeypatch):
@@ -737,16 +736,3 @@ def test_training_says_how_long_it_takes_and_whose_figures_it_shows(folder, tmp_
         assert int(told[2]) == 10 * (1 + losses.index(min(losses)))
     best = 10 * (1 + losses.index(min(losses)))
     assert f"the router of batch {best} is kept, whose held-out loss was the lowest" in lines
-
-
-def test_an_interrupt_within_a_destructor_is_heard_and_shows_no_traceback(capfd):
-    class Interrupted:
-        def __del__(self):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-
-    with _noted_interrupts():
-        Interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            raise_lost_interrupt()
-    assert capfd.readouterr().err == ""
