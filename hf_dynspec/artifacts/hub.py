@@ -104,24 +104,22 @@ def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> I
     Raises:
         ArtifactError: there is no such repository, revision or file, or it cannot be reached or kept.
     """
-    is_no_folder = or_folder and not os.path.isdir(repo_id)
+    no_folder = or_folder and not os.path.isdir(repo_id)
     try:
         yield
     except HFValidationError as error:
         raise ArtifactError("repository", f"{repo_id!r} cannot be a name on the Hub", "Correct the name.") from error
     except RepositoryNotFoundError as error:
-        no_folder = f"there is no folder {repo_id} here, and " if is_no_folder else ""
-        problem = f"{no_folder}{repo_id} does not exist on the Hub, or you may not see it"
+        problem = f"there is no folder {repo_id} here, and " * no_folder
+        problem += f"{repo_id} does not exist on the Hub, or you may not see it"
         raise ArtifactError("repository", problem, "Correct the name, log in, or accept the terms.") from error
     except RevisionNotFoundError as error:
         raise ArtifactError("revision", f"{repo_id} has no such revision", "Correct the revision.") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         problem = f"of {repo_id} is not in the cache, and the Hub cannot be reached"
-        fix = "Load it once with a network."
-        if is_no_folder:
-            problem = f"{problem}; nor is there a folder {repo_id} here"
-            fix = "Give an existing folder, or load the repository once with a network."
-        raise ArtifactError(filename, problem, fix) from error
+        problem += f"; nor is there a folder {repo_id} here" * no_folder
+        fix = "Give an existing folder, or load" if no_folder else "Load"
+        raise ArtifactError(filename, problem, f"{fix} the repository once with a network.") from error
     except (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
         problem = f"of {repo_id} cannot be kept in the Hub's cache: {error}"
         raise ArtifactError(filename, problem, "Make the cache writable, or give another cache_dir.") from error

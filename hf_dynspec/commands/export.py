@@ -1,4 +1,4 @@
-"""`hf-dynspec export`: what was made here, for other engines."""
+"""`hf-dynspec export`: shortlists for other engines."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from .running import CommandApp, claim_file, claim_folder
 
 if TYPE_CHECKING:
     from ..build.exports.static import StaticShortlist
-    from ..drafters.eagle.checkpoint import EagleCheckpoint
 
 export_app = CommandApp(
     help="Write a static shortlist as other engines read it. What they cannot express is refused.",
@@ -88,7 +87,11 @@ def vllm(
     The head is read back, bit for bit. --check loads the target in float32 and compares what the head drafts, from
     its own rows alone, with what the whole head drafts here from that shortlist.
     """
-    from ..build.exports.vllm import read_head, trimmed_for_vllm, write_head
+    import torch
+
+    from ..build.exports.vllm import read_head, require_equal_drafts, trimmed_for_vllm, write_head
+    from ..drafters.eagle.checkpoint import read_checkpoint
+    from ..loading import load_model
 
     _require_free([out / name for name in _HEAD_FILES], overwrite)
     claim_folder(context, out, own=_HEAD_FILES)
@@ -100,9 +103,13 @@ def vllm(
     count = trimmed.settings.draft_vocab_size
     typer.echo(f"{out}: an EAGLE-3 head of {counted(count, 'token')} for vLLM, read back bit for bit")
     if texts is not None:
-        _check_drafts(checkpoint, out, shortlist, target, texts)
-    told = {"model": str(out), "method": "eagle3", "num_speculative_tokens": speculative_tokens}
-    typer.echo(f"give it to vLLM by --speculative-config '{json.dumps(told)}'")
+        model = load_model(target, dtype=torch.float32, role="target")
+        moved = [text.to(model.device) for text in texts]
+        count = require_equal_drafts(checkpoint, read_checkpoint(out), shortlist.policy, model, moved)
+        after = counted(len(texts), "text")
+        typer.echo(f"{counted(count, 'token')}, drafted after {after}, are those of the whole head")
+    settings = {"model": str(out), "method": "eagle3", "num_speculative_tokens": speculative_tokens}
+    typer.echo(f"give it to vLLM by --speculative-config '{json.dumps(settings)}'")
 
 
 @export_app.command("custom-generate", short_help="Write a folder for transformers alone.")
@@ -158,18 +165,3 @@ def _read_texts(file: Path, target: str) -> list[Any]:
     encoded = encode_workload(read_workload([file]), load_tokenizer(target), None)
     cut = [ids[:length] for ids in encoded for length in (len(ids) // 2, len(ids)) if length >= 2]
     return [torch.tensor([ids]) for ids in cut]
-
-
-def _check_drafts(
-    original: "EagleCheckpoint", out: Path, shortlist: "StaticShortlist", target: str, texts: list[Any]
-) -> None:
-    import torch
-
-    from ..build.exports.vllm import require_equal_drafts
-    from ..drafters.eagle.checkpoint import read_checkpoint
-    from ..loading import load_model
-
-    model = load_model(target, dtype=torch.float32, role="target")
-    moved = [text.to(model.device) for text in texts]
-    count = require_equal_drafts(original, read_checkpoint(out), shortlist.policy, model, moved)
-    typer.echo(f"{counted(count, 'token')}, drafted after {counted(len(texts), 'text')}, are those of the whole head")

@@ -51,10 +51,16 @@ def push(
     from ..evaluation.bench.published_rows import read_published_rows
 
     require_repository_name(repo_id)
-    config, tensors = read_artifact(_require_folder(directory, repo_id))
+    for name in dataset or ():
+        require_repository_name(name, "--dataset")
+    _require_artifact(directory, repo_id)
+    config, tensors = read_artifact(directory)
     policy = rebuild(config, tensors)
     rows = [row for path in results or () for row in read_published_rows(path, policy)]
-    provenance = _provenance(config.provenance, dataset or [], license)
+    provenance: dict[str, Any] = {} if license is None else {"license": license}
+    if dataset:
+        before = config.provenance.get("datasets")
+        provenance["datasets"] = list(dict.fromkeys([*(before if isinstance(before, list) else []), *dataset]))
     if dry_run:
         config = with_annotations(config, results=rows, provenance=provenance)
         _show(published_sizes(config), "would go to", repo_id)
@@ -67,19 +73,13 @@ def push(
         f"{directory} is whole, and {repo_id} has all of the commit or nothing of it; run the same command again",
     )
     _show(published_sizes(config), "to", repo_id)
+    options = {"private": private, "revision": revision, "create_pr": create_pr, "commit_message": commit_message}
     with _hub_errors_in_one_line():
-        commit = push_artifact(
-            directory,
-            repo_id,
-            private=private,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-        )
+        commit = push_artifact(directory, repo_id, **options)
     typer.echo(commit.pr_url or commit.commit_url)
 
 
-def _require_folder(directory: Path, repo_id: str) -> Path:
+def _require_artifact(directory: Path, repo_id: str) -> None:
     from ..build.exports.custom_generate import FILES
     from ..errors import ConfigurationError
 
@@ -90,26 +90,10 @@ def _require_folder(directory: Path, repo_id: str) -> Path:
             f"{directory} is no artifact, but what export custom-generate wrote, which goes to the Hub as it is: "
             f"hf upload {repo_id} {directory}"
         )
-    return directory
-
-
-def _provenance(known: Mapping[str, Any], datasets: list[str], license_id: str | None) -> dict[str, Any]:
-    """What to note of where the artifact comes from: the licence, and all datasets, those known before too."""
-    from ..artifacts.hub import require_repository_name
-
-    noted: dict[str, Any] = {}
-    if datasets:
-        for name in datasets:
-            require_repository_name(name, "--dataset")
-        before = known.get("datasets")
-        noted["datasets"] = list(dict.fromkeys([*(before if isinstance(before, list) else []), *datasets]))
-    if license_id is not None:
-        noted["license"] = license_id
-    return noted
 
 
 def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
-    """What is uploaded, apart from standard output, which is the card's or the address's."""
+    """List the uploads on standard error; standard output is the card's or the address's."""
     for name, size in sizes.items():
         typer.echo(f"{name}: {size:,} bytes", err=True)
     typer.echo(f"{counted(len(sizes), 'file')} and the model card {preposition} {repo_id}", err=True)
@@ -117,10 +101,9 @@ def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
 
 @contextmanager
 def _hub_errors_in_one_line() -> Iterator[None]:
-    """What the Hub refuses, or that it cannot be reached, said in one line as this package's own errors are."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The errors of the HTTP library below the Hub's client, whose name differs between the client's versions.
+    # The base class of the HTTP library's errors, whose name differs between versions of the Hub's client.
     http_error = HfHubHTTPError.__bases__[0]
     try:
         yield
