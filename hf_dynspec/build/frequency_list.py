@@ -4,22 +4,20 @@ FR-Spec (Zhao et al., 2025) publishes `freq_32768.pt`, a list of ids; SGLang (`-
 the same; speculators keeps `token_freq.pt`, the count of each id.
 """
 
-import zipfile
 from collections.abc import Iterable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..artifacts.pickles import load_pickle
 from ..errors import ArtifactError, shown_value
-from ..files import is_there, read_file
+from ..files import is_there
 
 # Bounds of the memory for a file, which may be sixty times its size. Real files hold at most one entry, of some ten
 # bytes, for each id.
 _MOST_BYTES_PER_ID = 24
 _MOST_ENTRIES_PER_ID = 4
-_MOST_MEMBERS = 64
 
 
 def import_frequency_list(
@@ -45,14 +43,7 @@ def import_frequency_list(
     field = field or path.name
     if not is_there(path):
         raise ArtifactError(field, f"there is no file {path}", "Give the path of a .pt file")
-    most_bytes = _MOST_BYTES_PER_ID * vocabulary_size + (1 << 20)
-    data = _unpacked(read_file(path, field, most_bytes), most_bytes, vocabulary_size, field)
-    try:
-        content = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a hostile file can raise anything; torch's own advice is to run it
-        problem = f"is not a plain list, tensor or dictionary of numbers ({type(error).__name__})"
-        fix = "Nothing in the file was run; ask whoever made it for a plain list written by torch.save"
-        raise ArtifactError(field, problem, fix) from error
+    content = load_pickle(path, field, _MOST_BYTES_PER_ID * vocabulary_size + (1 << 20))
     ids = _as_ids(content, vocabulary_size, field)
     if not ids:
         raise ArtifactError(field, "holds no token ids", "Give a list that was counted on some text")
@@ -62,32 +53,6 @@ def import_frequency_list(
         raise ArtifactError(field, problem, "Give the list of this tokenizer, or the tokenizer of this list")
     present = set(ids)
     return list(dict.fromkeys([*(token_id for token_id in eos_token_ids if token_id not in present), *ids]))
-
-
-def _unpacked(data: bytes, most_bytes: int, vocabulary_size: int, field: str) -> bytes:
-    """The same archive without compression. Sizes are checked before anything is unpacked, and every member's
-    checksum, which torch ignores. torch then reads this copy, and no member that was not checked."""
-    if not data.startswith(b"PK") and not zipfile.is_zipfile(BytesIO(data)):
-        return data
-    unpacked = BytesIO()
-    try:
-        with zipfile.ZipFile(BytesIO(data)) as archive, zipfile.ZipFile(unpacked, "w") as copy:
-            members = archive.infolist()
-            size, names = sum(member.file_size for member in members), {member.filename for member in members}
-            problem = None
-            if size > most_bytes:
-                problem = f"unpacks to {size} bytes, too many for a list of {vocabulary_size} ids"
-            elif len(names) < len(members) or len(members) > _MOST_MEMBERS:
-                problem = f"holds {len(members)} parts, where a list has half a dozen of different names"
-            if problem is not None:
-                raise ArtifactError(field, problem, "Give a file that holds only the list")
-            for member in members:
-                copy.writestr(member.filename, archive.read(member))
-    except ArtifactError:
-        raise
-    except Exception as error:  # zipfile's errors for damaged archives are not documented
-        raise ArtifactError(field, f"is a damaged archive: {error}", "Download or write the file again") from error
-    return unpacked.getvalue()
 
 
 def _as_ids(content: Any, vocabulary_size: int, field: str) -> list[int]:

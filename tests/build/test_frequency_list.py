@@ -103,7 +103,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(tmp_pa
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("freq/data.pkl", b"\0" * (64 << 20))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(ArtifactError, match=f"unpacks to {64 << 20} bytes, too many for a list of 10 ids"):
+    with pytest.raises(ArtifactError, match="it is compressed"):
         import_frequency_list(path, vocabulary_size=10)
 
 

@@ -1,19 +1,17 @@
 """The files of EAGLE checkpoints, of which nothing is believed: JSON, safetensors in one file or several, and pickles
 where their reader allows them."""
 
-import os
 import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from ...artifacts import tensors
+from ...artifacts import pickles, tensors
 from ...artifacts.tensors import TensorHeader, open_safetensors
 from ...errors import ArtifactError, shown_value
-from ...files import is_there, open_file, parse_strict_json, read_file
+from ...files import is_there, parse_strict_json, read_file
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -94,51 +92,25 @@ def load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
     """
     path = folder / PICKLE_FILE
     if not allow_pickle or not is_there(path):
-        pickles = sorted(file.name for file in folder.glob("*.bin"))
-        if allow_pickle or not pickles:
+        found = sorted(file.name for file in folder.glob("*.bin"))
+        if allow_pickle or not found:
             problem = f"is not in {folder}"
             fix = (
                 f"A checkpoint needs it. {FETCH_AGAIN} A repository with {PICKLE_FILE} alone needs allow_pickle=True."
             )
             raise ArtifactError(WEIGHTS_FILE, problem, fix)
         fix = "If you trust its author, pass allow_pickle=True; it is loaded with weights_only=True."
-        raise ArtifactError(pickles[0], f"is a pickle, and {folder} has no {WEIGHTS_FILE}", fix)
-    with open_file(path, PICKLE_FILE) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            _require_sound_archive(file)
-            file.seek(0)
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # a hostile file can make the reader raise anything
-            problem = next(iter(str(error).splitlines()), "") or type(error).__name__
-            problem = f"holds more than tensors, or is damaged: {problem}"
-            raise ArtifactError(PICKLE_FILE, problem, FETCH_AGAIN) from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+        raise ArtifactError(found[0], f"is a pickle, and {folder} has no {WEIGHTS_FILE}", fix)
+    loaded = pickles.load_pickle(path, PICKLE_FILE, _LARGEST_TOTAL)
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):
         raise ArtifactError(PICKLE_FILE, "is not a dictionary of tensors", FETCH_AGAIN)
-    if any(one.layout != torch.strided or one.device.type != "cpu" for one in tensors.values()):
+    if any(one.layout != torch.strided or one.device.type != "cpu" for one in loaded.values()):
         raise ArtifactError(PICKLE_FILE, "holds tensors without their values", FETCH_AGAIN)
     # Views can make a few bytes look like any number of them.
-    claimed = sum(one.numel() * one.element_size() for one in tensors.values())
+    claimed, size = sum(one.numel() * one.element_size() for one in loaded.values()), path.stat().st_size
     if claimed > size:
         problem = f"holds tensors of {claimed} bytes in a file of {size}"
         raise ArtifactError(PICKLE_FILE, problem, FETCH_AGAIN)
-    return tensors
-
-
-def _require_sound_archive(file: BinaryIO) -> None:
-    """Hold the members of an archive against their checksums, which torch does not look at. Compressed ones, which
-    torch never writes, could unpack to anything.
-
-    Raises:
-        ValueError: a member is damaged or compressed.
-    """
-    if not zipfile.is_zipfile(file):
-        return
-    with zipfile.ZipFile(file) as archive:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise ValueError("it is compressed")
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"{damaged} does not have its checksum")
+    return loaded
