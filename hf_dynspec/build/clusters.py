@@ -5,7 +5,7 @@ Source: DynaSpec (Zhang et al., 2025), section 4.2, "Vocabulary partition": sphe
 LM-head weights, balance not enforced.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from ..files import replacing
 
 Report = Callable[[str, int, int], None]
 
-# Rows that are converted, normalised or compared at once: for d = 4096, 134 MB in fp32.
+# Rows that are converted or normalised at once: for d = 4096, 134 MB in fp32.
 _CHUNK_ROWS = 8192
+# Rows that are compared with all others at once.
+_CHUNK_QUERIES = 64
 # faiss takes seeds of 31 bits.
 LARGEST_SEED = 2**31 - 1
 # Rows with this cosine to a centroid equal it up to rounding, and make no second cluster.
@@ -197,29 +199,23 @@ def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
     return vocabulary_size
 
 
-def _unit_chunks(weight: torch.Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, torch.Tensor]]:
-    """Pieces of the rows, fp32 `[m, d]`, each row divided by its length (zero rows stay zero), and where they begin.
+def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
+    """fp32 `[n, d]` on the CPU: the rows, each divided by its length; zero rows stay zero.
 
     Raises:
         ConfigurationError: a row is not finite.
     """
+    unit = torch.empty(weight.shape, dtype=torch.float32)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):
-        rows = weight[start : start + _CHUNK_ROWS].detach().to(device=device, dtype=torch.float32)
+        rows = weight[start : start + _CHUNK_ROWS].detach().to(device="cpu", dtype=torch.float32)
         is_finite = rows.isfinite().all(dim=1)
         if not bool(is_finite.all()):
             row = start + int((~is_finite).nonzero()[0])
             raise ConfigurationError(f"row {row} of the head holds NaN or infinity. Load undamaged weights")
         # Divided by the largest entry first, so that squares neither overflow nor vanish.
         rows = rows / rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        yield start, functional.normalize(rows, dim=1)
-
-
-def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 `[n, d]` on the CPU, from `_unit_chunks`."""
-    rows = torch.empty(weight.shape, dtype=torch.float32)
-    for start, chunk in _unit_chunks(weight):
-        rows[start : start + chunk.shape[0]] = chunk
-    return rows
+        unit[start : start + rows.shape[0]] = functional.normalize(rows, dim=1)
+    return unit
 
 
 def _spherical_kmeans(
@@ -305,9 +301,6 @@ def _means(weight: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
     return (sums / sizes.unsqueeze(1)).float()
 
 
-# How well neighbours stay together -----------------------------------------------------------------------------------
-
-
 def neighbour_spread(
     weight: torch.Tensor,
     clusters: torch.Tensor,
@@ -334,41 +327,26 @@ def neighbour_spread(
         partition with clusters of the same sizes.
     """
     tokens = clusters.shape[0]
+    rows = _unit_rows(weight[:tokens])
     generator = torch.Generator().manual_seed(seed)
-    has_direction = torch.cat([rows.any(dim=1).cpu() for _, rows in _unit_chunks(weight[:tokens], device)])
-    candidates = has_direction.nonzero().squeeze(1)
+    candidates = rows.any(dim=1).nonzero().squeeze(1)
     sample = candidates[torch.randperm(candidates.shape[0], generator=generator)[:samples]].sort().values
     kept = sorted(count for count in set(neighbours) if 1 <= count < tokens)
     if not kept or not sample.numel():
         return {}
-    nearest = _nearest(weight[:tokens], sample, kept[-1], device, report)
+    rows, nearest = rows.to(device), []
+    for part in sample.to(device).split(_CHUNK_QUERIES):
+        report("neighbours", len(nearest) * _CHUNK_QUERIES, sample.shape[0])
+        cosines = rows[part] @ rows.T
+        cosines.scatter_(1, part.unsqueeze(1), -torch.inf)
+        nearest.append(cosines.topk(kept[-1], dim=1).indices.cpu())
+    report("neighbours", sample.shape[0], sample.shape[0])
+    nearest = torch.cat(nearest)
     shuffled = clusters[torch.randperm(tokens, generator=generator)]
     return {
         count: (_mean_distinct(clusters[nearest[:, :count]]), _mean_distinct(shuffled[nearest[:, :count]]))
         for count in kept
     }
-
-
-def _nearest(
-    weight: torch.Tensor, sample: torch.Tensor, count: int, device: str | torch.device, report: Report
-) -> torch.Tensor:
-    """int64 `[s, count]`: the tokens of highest cosine to those of the sample, int64 `[s]`, highest first."""
-    picked = weight[sample.to(weight.device)]
-    queries = torch.cat([rows for _, rows in _unit_chunks(picked, device)])
-    sample = sample.to(device)
-    cosines = torch.empty(sample.shape[0], 0, device=device)
-    nearest = torch.empty(sample.shape[0], 0, dtype=torch.int64, device=device)
-    for start, rows in _unit_chunks(weight, device):
-        report("neighbours", start, weight.shape[0])
-        found = queries @ rows.T
-        ids = torch.arange(start, start + rows.shape[0], device=device)
-        found.masked_fill_(ids == sample.unsqueeze(1), float("-inf"))
-        cosines = torch.cat([cosines, found], dim=1)
-        nearest = torch.cat([nearest, ids.expand(sample.shape[0], -1)], dim=1)
-        cosines, places = cosines.topk(min(count, cosines.shape[1]), dim=1)
-        nearest = nearest.gather(1, places)
-    report("neighbours", weight.shape[0], weight.shape[0])
-    return nearest.cpu()
 
 
 def _mean_distinct(values: torch.Tensor) -> float:

@@ -1,9 +1,9 @@
 """Draft steps of a pair recorded in rounds of generation, as DynaSpec does (appendix A.2).
 
 The beginning of a window is a prompt, which the target continues; chains are drafted from the drafter's whole
-vocabulary. Every step of every round is recorded as it happened: its token is one that the drafter drew, and an EAGLE
-head's feature its own, also where the target then rejected a draft before it. That takes as long as generating does;
-`draft_steps` reads texts instead, and gives the steps of rounds whose drafts were accepted.
+vocabulary. Every step is recorded as it happened, also after a draft that the target rejected: its token is one that
+the drafter drew, and the features are the drafter's own. That takes as long as generating does; `draft_steps` reads
+texts instead, and gives the steps of rounds whose drafts were accepted.
 """
 
 import copy
@@ -25,21 +25,21 @@ from .draft_steps import StepRecorder
 from .recording import Recording, RecordingSettings
 from .windows import Windows
 
-# The prompt is a window's first quarter: where two tokens of three come from drafts, the steps that a window is to
-# give are there before its text is as long as the window.
+# The prompt is a window's first quarter. The steps of a window are there before its text is as long as the window, if
+# two tokens of three come from drafts.
 _PROMPT_SHARE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class DraftedRounds:
-    """The draft steps of some rounds, one after another, and the text that came of them.
+    """The draft steps of some rounds, one after another, and the resulting text.
 
     Args:
-        text: int64 `[n]` on the CPU: the prompt, and what the target said after it.
+        text: int64 `[n]` on the CPU: the prompt, and the target's continuation.
         token_ids: int64 `[m]` on the CPU: the newest token before each step.
-        places: int64 `[m]` on the CPU: where in the text that token stands, or would stand had it been accepted.
+        places: int64 `[m]` on the CPU: the token's place in the text if it is accepted.
         depths: int64 `[m]` on the CPU.
-        is_accepted: bool `[m]` on the CPU: the text has all tokens that were drafted before the step in its round.
+        is_accepted: bool `[m]` on the CPU: all tokens that were drafted before the step in its round are in the text.
         features: fp16 `[m, d]` on the drafter's device: see `ShortlistState.observe_draft_inputs`.
         hidden: `[m, d]` on the drafter's device: what the step's logits are computed from.
     """
@@ -56,14 +56,14 @@ class DraftedRounds:
 class RoundRecorder(StepRecorder):
     """Records the steps of rounds in which the target continues the beginnings of windows.
 
-    A window of `n` tokens gives `n - 1` steps; fewer where the target ends its text before, or where so many drafts
-    are accepted that the text reaches the length of the window.
+    A window of `n` tokens gives `n - 1` steps; fewer if the target ends its text early, or if so many drafts are
+    accepted that the text reaches the length of the window.
 
     Args:
         target, drafter, vocabulary_size, settings, folder: as for `StepRecorder`; `depth` tokens are drafted in each
             round.
         tokenizer: of both models.
-        generation_config: how the target generates. Drafts are sampled as it says too.
+        generation_config: how the target generates. Drafts are sampled likewise.
     """
 
     # Minutes of generation on a CPU.
@@ -82,10 +82,9 @@ class RoundRecorder(StepRecorder):
         super().__init__(target, drafter, vocabulary_size, settings, folder)
         self._generation_config = generation_config
         self._log = _Log()
-        policy = _RecordingShortlist(self._log)
         self._assistant = DynSpecAssistant(
             drafter,
-            policy,
+            _RecordingShortlist(self._log),
             tokenizer=tokenizer,
             num_assistant_tokens=settings.depth,
             assistant_confidence_threshold=0.0,
@@ -98,7 +97,6 @@ class RoundRecorder(StepRecorder):
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
-        """The assistant is bound to the target, if it was not yet, and only meanwhile."""
         if self._assistant.target is not None:
             yield
             return
@@ -112,8 +110,17 @@ class RoundRecorder(StepRecorder):
     def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
         """Record the steps of rounds after the beginning of a window, see `StepRecorder.steps`."""
         rounds = self.rounds(token_ids, index)
-        steps = self.described(rounds.token_ids, rounds.depths, rounds.features, rounds.hidden, is_held_out)
-        return {**steps, **self._both_after(rounds, index)} if is_held_out else steps
+        steps = self._drafter_part(rounds.token_ids, rounds.depths, rounds.features, rounds.hidden, is_held_out)
+        if is_held_out:
+            # The target reads the text once. Its part is 0 after a draft that is not in the text.
+            rows = rounds.is_accepted.nonzero().squeeze(1)
+            states = self._target_states(rounds.text, True)[-1]
+            hidden = rounds.hidden[rows.to(rounds.hidden.device)]
+            part = self._target_part(hidden, states[rounds.places[rows].to(states.device)], index)
+            for name, tensor in part.items():
+                zeros = tensor.new_zeros(len(rounds.token_ids), tensor.shape[1])
+                steps[name] = zeros.index_copy_(0, rows, tensor)
+        return steps
 
     def rounds(self, token_ids: torch.Tensor, index: int) -> DraftedRounds:
         """Generate after the beginning of a window.
@@ -139,22 +146,9 @@ class RoundRecorder(StepRecorder):
             )
         return self._log.rounds(text[0].cpu(), n - 1, self.drafter.head.weight)
 
-    def _both_after(self, rounds: DraftedRounds, index: int) -> dict[str, torch.Tensor]:
-        """What both models say at each step, the target in one pass over the text; 0 after a draft that is not in
-        it."""
-        rows = rounds.is_accepted.nonzero().squeeze(1)
-        states = self.target_states(rounds.text, True)[-1]
-        hidden = rounds.hidden[rows.to(rounds.hidden.device)]
-        says = self.both_say(hidden, states[rounds.places[rows].to(states.device)], index)
-        count = rounds.token_ids.shape[0]
-        return {
-            name: tensor.new_zeros(count, tensor.shape[1]).index_copy_(0, rows, tensor)
-            for name, tensor in says.items()
-        }
-
 
 class _Log(BaseStreamer):
-    """Notes draft steps, and as a streamer how long the text is when they happen."""
+    """Notes draft steps, and as a streamer the length of the text at each of them."""
 
     def __init__(self):
         self.clear()
@@ -163,36 +157,26 @@ class _Log(BaseStreamer):
         """Begin with another text."""
         # Tokens of the text before this round, and steps before it.
         self.length = self.steps_before = 0
+        self.places: list[int] = []
         self.depths: list[int] = []
-        self._places: list[int] = []
-        self._token_ids: list[torch.Tensor] = []
-        self._features: list[torch.Tensor] = []
-        self._hidden: list[torch.Tensor] = []
+        # Copies, as a drafter may reuse the memory.
+        self.token_ids: list[torch.Tensor] = []
+        self.features: list[torch.Tensor] = []
+        self.hidden: list[torch.Tensor] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Take in the prompt, or the new tokens of a round."""
+        """See `BaseStreamer`: the prompt, or the new tokens of a round."""
         self.length += value.numel()
         self.steps_before = len(self.depths)
 
     def end(self) -> None:
-        """There is nothing to tidy up."""
-
-    def observe_draft_inputs(self, features: torch.Tensor) -> None:
-        """Note what a step starts from. Copied, as a drafter may use the memory again; likewise below."""
-        self._features.append(features.to(torch.float16, copy=True))
-
-    def select(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Note the rest of the step."""
-        self.depths.append(depth)
-        self._places.append(self.length - 1 + depth)
-        self._token_ids.append(token_ids.clone())
-        self._hidden.append(hidden.clone())
+        """See `BaseStreamer`."""
 
     def rounds(self, text: torch.Tensor, most: int, weight: torch.Tensor) -> DraftedRounds:
         """The first `most` steps, of which there may be none; `weight` `[V, d]` is the drafter's."""
         nothing = weight.new_zeros(0, weight.shape[1])
-        places, depths = torch.tensor(self._places[:most]).long(), torch.tensor(self.depths[:most]).long()
-        token_ids = torch.cat([nothing.new_zeros(0, dtype=torch.int64), *self._token_ids[:most]]).cpu()
+        places, depths = torch.tensor(self.places[:most]).long(), torch.tensor(self.depths[:most]).long()
+        token_ids = torch.cat([nothing.new_zeros(0, dtype=torch.int64), *self.token_ids[:most]]).cpu()
         is_in_text = (places < text.shape[0]) & (text[places.clamp_max(text.shape[0] - 1)] == token_ids)
         is_accepted: list[bool] = []
         for depth, matches in zip(depths.tolist(), is_in_text.tolist(), strict=True):
@@ -203,14 +187,14 @@ class _Log(BaseStreamer):
             places,
             depths,
             torch.tensor(is_accepted, dtype=torch.bool),
-            torch.cat([nothing.half(), *self._features[:most]]),
-            torch.cat([nothing, *self._hidden[:most]]),
+            torch.cat([nothing.half(), *self.features[:most]]),
+            torch.cat([nothing, *self.hidden[:most]]),
         )
 
 
 class _EnoughSteps(StoppingCriteria):
-    """Ends the text after the first token of the round after the one that gave the last step wanted. Earlier, the end
-    would fall into that round, and its accepted drafts would not come out."""
+    """Ends the text one round after the last step that is wanted: the accepted drafts of that step's own round have to
+    come out."""
 
     def __init__(self, log: _Log, count: int):
         self._log, self._count = log, count
@@ -221,7 +205,7 @@ class _EnoughSteps(StoppingCriteria):
 
 
 class _RecordingShortlist(FullShortlist):
-    """The whole vocabulary; what happens at draft steps is noted."""
+    """The whole vocabulary, with a log of draft steps."""
 
     def __init__(self, log: _Log):
         self._log = log
@@ -239,8 +223,11 @@ class _RecordingState(ShortlistState):
         self._everything, self._log = everything, log
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._log.observe_draft_inputs(features)
+        self._log.features.append(features.to(torch.float16, copy=True))
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        self._log.select(depth, token_ids, features)
+        self._log.depths.append(depth)
+        self._log.places.append(self._log.length - 1 + depth)
+        self._log.token_ids.append(token_ids.clone())
+        self._log.hidden.append(features.clone())
         return self._everything.select(depth, token_ids, features)

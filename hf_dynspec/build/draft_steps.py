@@ -1,12 +1,10 @@
-"""Draft steps of a pair along texts: what each starts from, and what the drafter would say with all of its vocabulary.
+"""Draft steps of a pair along texts: what each starts from, and the drafter's output over its whole vocabulary.
 
 Routers are trained on these (DynaSpec, appendix A.2). The paper records them while it generates, as `draft_rounds`
 does; here they are teacher-forced: texts are cut into windows, both models read a window once, and a draft is unrolled
 after every prefix of it, fed with the window's own tokens. These are the draft steps of rounds whose drafts were
-accepted, which are all that acceptance depends on, at a fraction of the cost: no step waits for the one before, and
-only held-out steps need the target's head. Of the steps after a prefix one is recorded, at a depth that is drawn.
-
-Everything is streamed: windows are sampled while texts are read, and steps are written in shards of bounded size.
+accepted, at a fraction of the cost: no step waits for the one before, and only held-out steps need the target's head.
+Of the steps after a prefix one is recorded, at a depth that is drawn.
 """
 
 from collections.abc import Callable
@@ -25,22 +23,22 @@ from .windows import Windows
 
 # Rows whose logits over the whole vocabulary are held at a time.
 _CHUNK = 128
-# What exceeds the inverse of a shortlist's share of the drafter's probability changes nothing.
+# Beyond the inverse of a shortlist's share of the drafter's probability a ratio makes no difference.
 _LARGEST_RATIO = 1e4
 
 
 class StepRecorder:
-    """Records the draft steps of a pair into a folder, shard by shard; shards that are there are not made again.
+    """Records the draft steps of a pair into a folder, shard by shard. Shards that are there are kept.
 
     Args:
         target: a loaded model.
-        drafter: what drafts for it.
+        drafter: drafts for it.
         vocabulary_size: ids below it are tokens that both models score.
         settings: what to record.
         folder: made if needed.
 
     Attributes:
-        shard_steps: about how many steps a shard has, which is the most that a stopped run does again.
+        shard_steps: about how many steps a shard has: what a stopped run loses at most.
     """
 
     shard_steps = 1 << 14
@@ -72,7 +70,7 @@ class StepRecorder:
 
         Args:
             windows: the texts. The first ones are held out, a fifth of them at most.
-            process: which of the processes this is.
+            process: the number of this process.
             processes: how many share the work.
             report: called before each window with how many come before it and how many there are.
         """
@@ -93,7 +91,7 @@ class StepRecorder:
         return recording
 
     def _cut(self, windows: Windows, start: int, end: int) -> list[range]:
-        """Cut a range of windows into shards of about `shard_steps` steps."""
+        """Cut a range of windows into shards."""
         shards = []
         while start < end:
             stop = min(end, windows.covering(self.shard_steps, start))
@@ -107,15 +105,15 @@ class StepRecorder:
 
         Args:
             token_ids: int64 `[n]`: the window.
-            index: its number, which the random numbers that are drawn for it depend on.
-            is_held_out: whether the target's tokens are wanted.
+            index: its number, which with the settings' seed is the seed of what is drawn for it.
+            is_held_out: record what routers are judged by.
 
         Returns:
-            The window's part of the tensors of a shard, see `Recording`.
+            The window's part of a shard, see `Recording`.
         """
         drafter, settings = self.drafter, self.settings
         device = drafter.head.device
-        target_states = self.target_states(token_ids, is_held_out)
+        target_states = self._target_states(token_ids, is_held_out)
         features = None
         if drafter.reads:
             features = torch.cat([target_states[layer] for layer in drafter.reads], dim=-1).to(device)
@@ -130,24 +128,23 @@ class StepRecorder:
             read.append(starts + 1 + depth)
             before.append(step.features[starts.to(device)])
             hidden.append(step.hidden[starts.to(device)])
-        newest = torch.cat(read)
-        depths, hidden = depths.sort(stable=True).values, torch.cat(hidden)
-        steps = self.described(token_ids[newest], depths, torch.cat(before), hidden, is_held_out)
+        newest, hidden = torch.cat(read), torch.cat(hidden)
+        depths = depths.sort(stable=True).values
+        steps = self._drafter_part(token_ids[newest], depths, torch.cat(before), hidden, is_held_out)
         if is_held_out:
-            steps |= self.both_say(hidden, target_states[-1][newest.to(target_states[-1].device)], index)
+            steps |= self._target_part(hidden, target_states[-1][newest.to(target_states[-1].device)], index)
         return steps
 
-    def target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
+    def _target_states(self, token_ids: torch.Tensor, is_held_out: bool) -> tuple[torch.Tensor, ...]:
         """The target's hidden states, each `[n, d]`: its embedding, and those after its layers."""
         if not self.drafter.reads and not is_held_out:
             return ()
-        decoder = self.target.get_decoder()
-        outputs = decoder(
+        outputs = self.target.get_decoder()(
             input_ids=token_ids.unsqueeze(0).to(self.target.device), output_hidden_states=True, use_cache=False
         )
         return tuple(states[0] for states in outputs.hidden_states)
 
-    def described(
+    def _drafter_part(
         self,
         token_ids: torch.Tensor,
         depths: torch.Tensor,
@@ -155,49 +152,44 @@ class StepRecorder:
         hidden: torch.Tensor,
         is_held_out: bool,
     ) -> dict[str, torch.Tensor]:
-        """What a shard has of every draft step.
+        """The tensors of a shard about the drafter.
 
         Args:
             token_ids: int64 `[n]` on the CPU: the newest tokens.
             depths: int64 `[n]` on the CPU.
             features: `[n, d]`: what the drafter knew before those tokens.
             hidden: `[n, d]`: what its logits are computed from.
-            is_held_out: whether any router is to be judged at these steps.
+            is_held_out: whether routers are judged at these steps.
         """
         steps = {"token_ids": token_ids.to(torch.int32), "depths": depths.to(torch.uint8)}
         if is_held_out or not self.settings.of_hidden:
             steps["features"] = features.to(device="cpu", dtype=torch.float16)
         if is_held_out or self.settings.of_hidden:
             steps["hidden"] = hidden.to(device="cpu", dtype=torch.float16)
-        return steps | self.drafter_outputs(hidden)
-
-    def drafter_outputs(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`top_ids` of a shard, and `top_shares` where they are wanted, after the drafter's hidden states `[n, d]`."""
         most = min(self.settings.top_k, self._everything.width)
         ids, shares = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]
         for rows in hidden.split(_CHUNK):
             scores = self._scores(rows)
             best = top_k_ids(scores, most)
             ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
-            if self.settings.of_hidden:
-                logits = scores.gather(1, best).float() / (self.settings.temperature or 1.0)
-                shares.append(logits.softmax(-1).to(device="cpu", dtype=torch.float16))
-        says = {"top_ids": torch.cat(ids)}
-        return {**says, "top_shares": torch.cat(shares)} if self.settings.of_hidden else says
+            logits = scores.gather(1, best).float() / (self.settings.temperature or 1.0)
+            shares.append(logits.softmax(-1).to(device="cpu", dtype=torch.float16))
+        steps["top_ids"] = torch.cat(ids)
+        return {**steps, "top_shares": torch.cat(shares)} if self.settings.of_hidden else steps
 
-    def both_say(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
-        """What a held-out shard has besides; `target_probabilities` are those at temperature 1.
+    def _target_part(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
+        """The tensors of a held-out shard about the target.
 
         Args:
             hidden: `[n, d]`: the drafter's hidden states.
             states: `[n, d_target]`: the target's last ones.
-            index: of the window, which the draws depend on.
+            index: of the window.
         """
         head, settings = self.target.get_output_embeddings(), self.settings
         temperature = settings.temperature or 1.0
         most = min(settings.target_top_k, self._vocabulary_size)
         random = torch.Generator(hidden.device).manual_seed(settings.seed * 1_000_003 + index)
-        says = {
+        parts = {
             "target_ids": [torch.empty(0, most, dtype=torch.int32)],
             "target_probabilities": [torch.empty(0, most, dtype=torch.float16)],
             "drawn_ids": [torch.empty(0, settings.draws, dtype=torch.int32)],
@@ -211,11 +203,10 @@ class StepRecorder:
             drawn = of_drafter.multinomial(settings.draws, replacement=True, generator=random)
             ids = self._everything.slots[drawn]
             ratios = of_target.gather(1, ids.to(of_target.device)).to(drawn.device) / of_drafter.gather(1, drawn)
-            for name, values in zip(
-                says, (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO)), strict=True
-            ):
-                says[name].append(values.to(device="cpu", dtype=says[name][0].dtype))
-        return {name: torch.cat(parts) for name, parts in says.items()}
+            values = (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO))
+            for part, value in zip(parts.values(), values, strict=True):
+                part.append(value.to(device="cpu", dtype=part[0].dtype))
+        return {name: torch.cat(part) for name, part in parts.items()}
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[n, V]`: the drafter's logits of all tokens that its head scores."""

@@ -1,4 +1,4 @@
-"""What is recorded of a pair's draft steps, and the folder that it is recorded into."""
+"""What is recorded of a pair's draft steps, and the folder with the records."""
 
 import math
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from .clusters import LARGEST_SEED
 
 # Tokens.
 SHORTEST_WINDOW = 16
-# Of what is recorded: a job of another one is not continued. 2: the target's probabilities are those that it samples
-# by, after what follows its head. 3: held-out steps have hidden states too.
+# A job with another format is not continued. 2: the target's probabilities are taken after what follows its head.
+# 3: held-out steps have hidden states too.
 STEPS_FORMAT = 3
 
 
@@ -28,16 +28,15 @@ class RecordingSettings:
     Args:
         steps: how many draft steps to record for training, at most.
         held_out: how many besides, from other windows, to judge by.
-        window: tokens of a window, at most. One of `n` tokens gives `n - 1` steps.
+        window: tokens of a window, at most. A window of `n` tokens gives `n - 1` steps.
         depth: draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
         top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
         target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
-        draws: how many tokens are drawn there from what the drafter says, to tell how many the target accepts.
-        temperature: at which the pair is going to sample, and so at which those tokens are drawn and accepted. At 0,
-            where nothing is drawn, they are those of temperature 1.
+        draws: how many tokens are drawn there from the drafter's distribution, to estimate acceptance.
+        temperature: at which the pair is going to sample, and of those draws. 0 draws at temperature 1.
         seed: of the windows, the depths and the draws.
-        of_hidden: record for training what CORAL's router learns from, the drafter's hidden states and how its
-            probability is shared, and not what a draft step starts from, which DynaSpec's reads.
+        of_hidden: record for training what CORAL's router reads, the drafter's hidden states and the shares of its
+            probability, instead of what DynaSpec's reads, the features that a draft step starts from.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -63,7 +62,6 @@ class RecordingSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
                 raise SettingError(name, f"must be a whole number of at least {least.get(name, 1)}, got {value!r}")
-        # That of the clusters, of which the router is.
         if self.seed > LARGEST_SEED:
             raise SettingError("seed", f"must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
 
@@ -76,22 +74,27 @@ class RecordingSettings:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A folder of draft steps: shards of tensors, to be read one after another.
+    """A folder of draft steps in shards.
 
     Args:
-        folder: where the shards are.
+        folder: the folder.
         train: numbers of the shards to train on.
-        held_out: numbers of those to judge by.
+        held_out: numbers of the shards to judge by.
 
-    A shard has `token_ids` int32 `[n]`, the newest token before each step; `features` fp16 `[n, d]`, see
-    `ShortlistState.observe_draft_inputs`; `top_ids` int32 `[n, L]`, the drafter's most probable tokens; and `depths`
-    uint8 `[n]`. For CORAL (`RecordingSettings.of_hidden`) it has, in place of features, `hidden` fp16 `[n, d]`, which
-    the drafter's head reads, and besides `top_shares` fp16 `[n, L]`, the probabilities of `top_ids` at the
-    temperature, divided by their sum. If it is held out, it has both features and hidden states, and `target_ids`
-    int32 and `target_probabilities` fp16 `[n, target_top_k]`, the target's most probable tokens, and `drawn_ids` int32
-    and `drawn_ratios` fp16 `[n, draws]`, tokens drawn from the drafter's distribution and how many times as probable
-    they are to the target. Probabilities and ratios are 0 where the target rejected the draft before the step, so that
-    nothing depends on it.
+    The tensors of a shard:
+
+    - `token_ids` int32 `[n]`: the newest token before each step.
+    - `depths` uint8 `[n]`.
+    - `features` fp16 `[n, d]`: see `ShortlistState.observe_draft_inputs`. For DynaSpec and in held-out shards.
+    - `hidden` fp16 `[n, d]`: what the drafter's head reads. For CORAL (`of_hidden`) and in held-out shards.
+    - `top_ids` int32 `[n, L]`: the drafter's most probable tokens.
+    - `top_shares` fp16 `[n, L]`: their probabilities at the temperature, divided by their sum. For CORAL.
+    - `target_ids` int32, `target_probabilities` fp16 `[n, target_top_k]`: the target's most probable tokens, at
+      temperature 1. In held-out shards.
+    - `drawn_ids` int32, `drawn_ratios` fp16 `[n, draws]`: tokens drawn from the drafter's distribution, and how many
+      times as probable they are to the target. In held-out shards.
+
+    Probabilities and ratios are 0 at steps after a draft that the target rejected: nothing depends on them.
     """
 
     folder: Path
@@ -114,26 +117,21 @@ class Recording:
 
     def depths(self, shards: range) -> int:
         """Draft steps of the longest chain in some shards, at least 1."""
-        most = 1
-        for number in shards:
-            with safe_open(self.path(number), "pt") as shard:
-                depths = shard.get_tensor("depths")
-            most = max(most, 1 + int(depths.max()) if depths.numel() else 1)
-        return most
+        return max((1 + int(shard["depths"].max()) for shard in self.shards(shards)), default=1)
 
     def shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of one shard."""
         return load_file(self.path(number))
 
     def shards(self, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of some shards, but for those without a step: texts may end at once."""
+        """The tensors of some shards, without empty ones: texts may end before there is a step."""
         for number in numbers:
             shard = self.shard(number)
             if shard["token_ids"].shape[0]:
                 yield shard
 
     def write(self, number: int, parts: list[dict[str, torch.Tensor]]) -> None:
-        """Write a shard, so that a kill leaves all of it or nothing."""
+        """Write a shard. A kill leaves all of it or nothing."""
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         with replacing(self.path(number)) as scratch:
             save_file(tensors, scratch)

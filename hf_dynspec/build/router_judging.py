@@ -13,22 +13,22 @@ from ..shortlists.router.policy import SCHEDULES, RouterShortlist
 from .recording import Recording
 from .router_networks import Embed
 
-# Held-out steps that are judged at a time, each with as many numbers as clusters, and as the square of the draws.
+# Held-out steps that are judged at a time. Each takes as many numbers as clusters, and as the square of the draws.
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
 class HeldOutFigures:
-    """How a router does at the held-out draft steps. Means are over all of them, as shortlists cost the same at each.
+    """Means over the held-out draft steps.
 
     Args:
-        size: mean tokens of a shortlist.
-        cluster_recall: share of the clusters with likely tokens of the drafter, its `L` most probable ones but for
-            pinned ones, that are chosen.
+        size: tokens of a shortlist.
+        cluster_recall: share of the clusters with likely tokens of the drafter (its `L` most probable ones, without
+            pinned ones) that are chosen.
         likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
         target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
-        relative_acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, were the
-            draft at each depth accepted with the mean probability (DynaSpec, equation 3) of the steps there.
+        relative_acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, if the
+            draft at each depth is accepted with the mean probability of the steps there (DynaSpec, equation 3).
     """
 
     size: float
@@ -38,188 +38,172 @@ class HeldOutFigures:
     relative_acceptance_length: float
 
 
-@torch.no_grad()
-def held_out_figures(
-    recording: Recording, policy: ClusterShortlist, embed: Embed, draftable: torch.Tensor | None = None
-) -> HeldOutFigures:
-    """Judge a policy at the held-out draft steps of chains.
+class HeldOutSteps:
+    """The held-out draft steps of a recording, at which policies with trained routers are judged.
 
     Args:
         recording: draft steps of the pair.
-        policy: a policy with a trained router, whose clusters the steps' tokens are in.
         embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
-        draftable: int64 `[n]`: the only token ids that the drafter's head can score (None: all of them).
+        draftable: int64 `[n]`: the only token ids that the drafter's head can score (None: all).
     """
-    cluster_of, sizes = _clusters_and_sizes(policy, draftable)
-    count = policy.router.num_clusters
-    totals = torch.zeros(2, 4, dtype=torch.float64)
-    by_depth = torch.zeros(3, recording.depths(recording.held_out), dtype=torch.float64)
-    for shard in _held_out(recording):
-        order, chosen = _choices(policy, shard, embed, sizes)
-        ranks = _ranks(order)
-        likely = cluster_of[shard["top_ids"].long()]
-        is_label = _is_first(likely) & (likely < count)
-        # Pinned tokens, of rank 0, are there whatever is chosen.
-        is_hit = ranks.gather(1, likely) <= chosen.unsqueeze(1)
-        of_target = cluster_of[shard["target_ids"].long()]
-        mass = shard["target_probabilities"].double()
-        covered = torch.where(ranks.gather(1, of_target) <= chosen.unsqueeze(1), mass, 0.0)
-        size = sizes[order].cumsum(1).gather(1, chosen.unsqueeze(1) - 1).sum() + sizes[-1] * len(chosen)
-        rows = torch.tensor(len(chosen))
-        found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()]
-        totals += torch.stack([torch.stack(found), torch.stack([rows, is_label.sum(), rows, mass.sum()])])
-        accepted = _accepted(shard["drawn_ratios"], ranks.gather(1, cluster_of[shard["drawn_ids"].long()]), count)
-        rates = torch.stack(
-            [accepted.gather(1, chosen.unsqueeze(1) - 1).squeeze(1), accepted[:, -1], _is_reached(shard)]
+
+    def __init__(self, recording: Recording, embed: Embed, draftable: torch.Tensor | None = None):
+        self._recording, self._embed, self._draftable = recording, embed, draftable
+        self._depths = recording.depths(recording.held_out)
+
+    @torch.no_grad()
+    def figures(self, policy: ClusterShortlist) -> HeldOutFigures:
+        """Judge a policy in chains."""
+        cluster_of, sizes = self._clusters_and_sizes(policy)
+        count = policy.router.num_clusters
+        totals = torch.zeros(2, 4, dtype=torch.float64)
+        by_depth = torch.zeros(3, self._depths, dtype=torch.float64)
+        budgets = torch.tensor([policy.budget(depth) for depth in range(self._depths)])
+        for shard, scores, order in self._ranked(policy, sizes):
+            depths = shard["depths"].long()
+            chosen = torch.minimum(budgets[depths], _most_by_mass(policy, scores)).unsqueeze(1)
+            ranks = _ranks(order)
+            likely = cluster_of[shard["top_ids"].long()]
+            is_label = _is_first(likely) & (likely < count)
+            # Pinned tokens, of rank 0, are on every shortlist.
+            is_hit = ranks.gather(1, likely) <= chosen
+            mass = shard["target_probabilities"].double()
+            covered = torch.where(ranks.gather(1, cluster_of[shard["target_ids"].long()]) <= chosen, mass, 0.0)
+            size = sizes[order].cumsum(1).gather(1, chosen - 1).sum() + sizes[-1] * len(chosen)
+            rows = torch.tensor(len(chosen))
+            found = [size, (is_hit & is_label).sum(), is_hit[:, 0].sum(), covered.sum()]
+            totals += torch.stack([torch.stack(found), torch.stack([rows, is_label.sum(), rows, mass.sum()])])
+            accepted = _accepted(shard["drawn_ratios"], ranks.gather(1, cluster_of[shard["drawn_ids"].long()]), count)
+            rates = torch.stack([accepted.gather(1, chosen - 1).squeeze(1), accepted[:, -1], _is_reached(shard)])
+            by_depth.index_add_(1, depths, rates.double())
+        length, of_all = 1 + (by_depth[:2] / by_depth[2].clamp_min(1)).cumprod(1).sum(1)
+        return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
+
+    @torch.no_grad()
+    def largest_budget(self, policy: ClusterShortlist, size: float) -> int:
+        """The largest budget of the first draft step for which the mean shortlist holds at most `size` tokens, or 1.
+        The policy's own budget does not matter."""
+        sizes, count = self._clusters_and_sizes(policy)[1], policy.router.num_clusters
+        # The clusters at each depth, by the number at the first step.
+        budgets = torch.tensor(
+            [[policy.budget(depth, first) for first in range(1, count + 1)] for depth in range(self._depths)]
         )
-        by_depth.index_add_(1, shard["depths"].long(), rates.double())
-    length, of_all = 1 + (by_depth[:2] / by_depth[2].clamp_min(1)).cumprod(1).sum(1)
-    return HeldOutFigures(*(totals[0] / totals[1].clamp_min(1)).tolist(), float(length / of_all))
+        total, steps = torch.zeros(count, dtype=torch.float64), 0
+        for shard, scores, order in self._ranked(policy, sizes):
+            chosen = torch.minimum(budgets[shard["depths"].long()], _most_by_mass(policy, scores).unsqueeze(1))
+            total += sizes[order].cumsum(1).gather(1, chosen - 1).sum(0)
+            steps += len(chosen)
+        fitting = (total / max(steps, 1) + sizes[-1] <= size).nonzero()
+        return 1 + int(fitting[-1]) if len(fitting) else 1
 
+    def fit_budgets(self, policy: RouterShortlist) -> torch.Tensor:
+        """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
 
-def _held_out(recording: Recording) -> Iterator[dict[str, torch.Tensor]]:
-    """The held-out steps, `_ROWS` of them at a time."""
-    for shard in recording.shards(recording.held_out):
-        for start in range(0, len(shard["depths"]), _ROWS):
-            yield {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
+        A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's
+        schedule (section 4.2) answers that with a formula. Here it is measured: a cluster on the shortlist of a step
+        gains what it adds to the probability that the step's draft is accepted (equation 3), times the further tokens
+        that a round then accepts. Budgets are such that the last cluster at each step gains as much for its size as at
+        every other step.
+
+        Args:
+            policy: a policy with a trained router. Its `max_clusters`, `schedule` and `mass` do not matter.
+
+        Returns:
+            int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
+        """
+        sizes, acceptance = self._curves(policy)
+        # More clusters can cost a little, if they take the drafter's probability from what the target likes.
+        best = np.maximum.accumulate(acceptance, axis=1)
+        missed = (best[:, -1:] - best) * _worth(best[:, -1])[:, np.newaxis]
+        hulls = [_lower_hull(size, loss) for size, loss in zip(sizes, missed, strict=True)]
+        firsts, gains = hulls[0]
+        # The vertices of the first step, and at each the clusters of the other steps that gain as much or more.
+        knots = [ends[np.searchsorted(-slopes, -gains, side="right") - 1] for ends, slopes in hulls]
+        columns = [np.interp(np.arange(sizes.shape[1]), firsts, one) for one in knots]
+        return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
+
+    def settle(
+        self, policy: ClusterShortlist, schedule: str, size: float, others: Iterable[tuple[str, ClusterShortlist]]
+    ) -> tuple[ClusterShortlist, dict[str, Any]]:
+        """Give a policy its budgets, and judge it beside its other schedules and other routers with equal shortlists.
+
+        Args:
+            policy: its own budgets do not matter.
+            schedule: see `RouterShortlist`; for CORAL's router it does not matter.
+            size: how many tokens the mean shortlist may have.
+            others: routers to judge too, with the names to show.
+
+        Returns:
+            The policy with budgets; and its figures and those of the others as JSON values.
+        """
+
+        def fill(one: ClusterShortlist) -> ClusterShortlist:
+            return one.with_budget(self.largest_budget(one, size))
+
+        compared = []
+        if isinstance(policy, RouterShortlist):
+            arguments = {"ranking": policy.ranking, "budgets": self.fit_budgets(policy), **policy.settings()}
+            schedules = {
+                one: fill(RouterShortlist(policy.router, **{**arguments, "schedule": one})) for one in SCHEDULES
+            }
+            policy = schedules.pop(schedule)
+            compared = [(f"schedule {name}", other) for name, other in schedules.items()]
+        else:
+            policy = fill(policy)
+        compared += [(name, fill(other)) for name, other in others]
+        metrics: dict[str, Any] = {"held_out_steps": self._recording.count(self._recording.held_out)}
+        metrics |= vars(self.figures(policy))
+        metrics["compared"] = [{"router": name, **vars(self.figures(other))} for name, other in compared]
+        return policy, metrics
+
+    def _clusters_and_sizes(self, policy: ClusterShortlist) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 `[V]`: the cluster of each id, `M` for pinned ones and `M + 1` for ids that cannot be drafted; int64
+        `[M + 1]`: the tokens of each cluster and of the pinned ones."""
+        count = policy.router.num_clusters
+        cluster_of = policy.router.clusters.long().clone()
+        if policy.pinned:
+            cluster_of[policy.ranking[: policy.pinned]] = count
+        if self._draftable is not None:
+            cannot = torch.ones(cluster_of.shape, dtype=torch.bool).index_fill(0, self._draftable.cpu(), False)
+            cluster_of[cannot] = count + 1
+        return cluster_of, torch.bincount(cluster_of, minlength=count + 1)[: count + 1]
+
+    def _ranked(
+        self, policy: ClusterShortlist, sizes: torch.Tensor
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
+        """Yield up to `_ROWS` steps, the scores of the clusters `[n, M]`, best first, and which clusters these are."""
+        router = policy.router
+        for shard in self._recording.shards(self._recording.held_out):
+            for start in range(0, len(shard["depths"]), _ROWS):
+                part = {name: tensor[start : start + _ROWS] for name, tensor in shard.items()}
+                if router.looks_ahead:
+                    scores = router.scores(self._embed(part["token_ids"].long()).cpu(), part["features"])
+                else:
+                    scores = router.scores_of_hidden(part["hidden"])
+                yield part, *scores.masked_fill(sizes[:-1] == 0, -torch.inf).sort(-1, descending=True)
+
+    @torch.no_grad()
+    def _curves(self, policy: ClusterShortlist) -> tuple[np.ndarray, np.ndarray]:
+        """By depth, for shortlists of 1 to `M` clusters, both fp64 `[D, M]`: the mean number of tokens, and the mean
+        probability that a draft is accepted."""
+        cluster_of, sizes = self._clusters_and_sizes(policy)
+        count = policy.router.num_clusters
+        size, acceptance = torch.zeros(2, self._depths, count, dtype=torch.float64)
+        steps, reached = torch.zeros(2, self._depths, dtype=torch.float64)
+        for shard, _, order in self._ranked(policy, sizes):
+            depth = shard["depths"].long()
+            size.index_add_(0, depth, sizes[order].cumsum(1).double())
+            drawn = _ranks(order).gather(1, cluster_of[shard["drawn_ids"].long()])
+            acceptance.index_add_(0, depth, _accepted(shard["drawn_ratios"], drawn, count).double())
+            steps += torch.bincount(depth, minlength=self._depths)
+            reached += torch.bincount(depth[_is_reached(shard)], minlength=self._depths)
+        steps, reached = steps.clamp_min(1).unsqueeze(1), reached.clamp_min(1).unsqueeze(1)
+        return (size / steps + sizes[-1]).numpy(), (acceptance / reached).numpy()
 
 
 def _is_reached(shard: dict[str, torch.Tensor]) -> torch.Tensor:
-    """bool `[n]`: whether the target reached a step. Of rounds, only such steps tell what it accepts."""
+    """bool `[n]`: whether the target reached a step. In rounds, other steps do not tell what it accepts."""
     return shard["target_probabilities"][:, 0] > 0
-
-
-def largest_budget(
-    recording: Recording, policy: ClusterShortlist, embed: Embed, size: float, draftable: torch.Tensor | None = None
-) -> int:
-    """The largest budget of the first draft step with which the policy's mean shortlist holds no more than so many
-    tokens, or 1.
-
-    Args:
-        recording, policy, embed, draftable: as for `held_out_figures`; the policy's own budget does not matter.
-        size: tokens.
-    """
-    sizes = _clusters_and_sizes(policy, draftable)[1]
-    depths, count = recording.depths(recording.held_out), policy.router.num_clusters
-    # What is chosen at each depth, by what is at the first step.
-    budgets = torch.tensor([[policy.budget(depth, first) for first in range(1, count + 1)] for depth in range(depths)])
-    total, steps = torch.zeros(count, dtype=torch.float64), 0
-    for shard in _held_out(recording):
-        ordered = _ranked(policy, shard, embed, sizes)
-        chosen = torch.minimum(budgets[shard["depths"].long()], _most_by_mass(policy, ordered.values).unsqueeze(1))
-        total += sizes[ordered.indices].cumsum(1).gather(1, chosen - 1).sum(0)
-        steps += len(chosen)
-    fitting = (total / max(steps, 1) + sizes[-1] <= size).nonzero()
-    return 1 + int(fitting[-1]) if len(fitting) else 1
-
-
-def fit_budgets(
-    recording: Recording, policy: RouterShortlist, embed: Embed, draftable: torch.Tensor | None = None
-) -> torch.Tensor:
-    """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
-
-    A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's schedule
-    (section 4.2) answers that with a formula. Here it is measured: a cluster on the shortlist of a step gains what it
-    adds to the probability that the step's draft is accepted (equation 3), times how many tokens more a round accepts
-    if it is. Budgets are such that the last cluster at each step gains as much for its size as at every other.
-
-    Args:
-        recording: draft steps of the pair.
-        policy: a policy with a trained router; its `max_clusters`, `schedule` and `mass` do not matter.
-        embed, draftable: as for `held_out_figures`.
-
-    Returns:
-        int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
-    """
-    sizes, acceptance = _curves(recording, policy, embed, draftable)
-    # More clusters can cost a little, where what they add takes the drafter's probability from what the target likes.
-    best = np.maximum.accumulate(acceptance, axis=1)
-    missed = (best[:, -1:] - best) * _worth(best[:, -1])[:, np.newaxis]
-    hulls = [_lower_hull(size, loss) for size, loss in zip(sizes, missed, strict=True)]
-    firsts, gains = hulls[0]
-    count = sizes.shape[1]
-    # The vertices of the first step, and at each the clusters of the other steps that gain as much or more.
-    knots = [ends[np.searchsorted(-slopes, -gains, side="right") - 1] for ends, slopes in hulls]
-    columns = [np.interp(np.arange(count), firsts, one) for one in knots]
-    return torch.from_numpy(np.stack(columns, axis=1)).round().to(torch.int32) + 1
-
-
-def settle(
-    recording: Recording,
-    policy: ClusterShortlist,
-    schedule: str,
-    size: float,
-    others: Iterable[tuple[str, ClusterShortlist]],
-    embed: Embed,
-    draftable: torch.Tensor | None = None,
-) -> tuple[ClusterShortlist, dict[str, Any]]:
-    """Give a policy its budgets, and judge it beside its other schedules and other routers with as large shortlists.
-
-    Args:
-        recording, embed, draftable: as for `held_out_figures`.
-        policy: as for `held_out_figures`; its own budgets do not matter.
-        schedule: see `RouterShortlist`; for CORAL's router it does not matter.
-        size: how many tokens the mean shortlist may have.
-        others: routers to judge too, with the names to show.
-
-    Returns:
-        The policy with budgets, and as many clusters as shortlists of this mean size allow; and as JSON values what
-        it then does at the held-out steps, and what the others do.
-    """
-
-    def fill(one: ClusterShortlist) -> ClusterShortlist:
-        return one.with_budget(largest_budget(recording, one, embed, size, draftable))
-
-    compared = []
-    if isinstance(policy, RouterShortlist):
-        budgets = fit_budgets(recording, policy, embed, draftable)
-        schedules = {name: fill(one) for name, one in _with_schedules(policy, budgets).items()}
-        policy = schedules.pop(schedule)
-        compared = [(f"schedule {name}", other) for name, other in schedules.items()]
-    else:
-        policy = fill(policy)
-    compared += [(name, fill(other)) for name, other in others]
-    metrics: dict[str, Any] = {"held_out_steps": recording.count(recording.held_out)}
-    metrics |= vars(held_out_figures(recording, policy, embed, draftable))
-    metrics["compared"] = [
-        {"router": name, **vars(held_out_figures(recording, other, embed, draftable))} for name, other in compared
-    ]
-    return policy, metrics
-
-
-def _with_schedules(policy: RouterShortlist, budgets: torch.Tensor) -> dict[str, RouterShortlist]:
-    """The policy with fitted budgets, by each of the schedules."""
-    return {
-        one: RouterShortlist(
-            policy.router, ranking=policy.ranking, budgets=budgets, **{**policy.settings(), "schedule": one}
-        )
-        for one in SCHEDULES
-    }
-
-
-def _clusters_and_sizes(policy: ClusterShortlist, draftable: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 `[V]`: the cluster of each id, `M` for pinned ones and `M + 1` for those that cannot be drafted; int64
-    `[M + 1]`: how many tokens each of the others has."""
-    count = policy.router.num_clusters
-    cluster_of = policy.router.clusters.long().clone()
-    if policy.pinned:
-        cluster_of[policy.ranking[: policy.pinned]] = count
-    if draftable is not None:
-        cannot = torch.ones(cluster_of.shape, dtype=torch.bool).index_fill(0, draftable.cpu(), False)
-        cluster_of[cannot] = count + 1
-    return cluster_of, torch.bincount(cluster_of, minlength=count + 1)[: count + 1]
-
-
-@torch.no_grad()
-def _choices(
-    policy: ClusterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 `[n, M]`: the clusters, best first, and int64 `[n]`: how many of them are chosen; `sizes` is that of
-    `_clusters_and_sizes`."""
-    ordered = _ranked(policy, shard, embed, sizes)
-    depths = shard["depths"].long()
-    budgets = torch.tensor([policy.budget(depth) for depth in range(int(depths.max()) + 1)])
-    return ordered.indices, torch.minimum(budgets[depths], _most_by_mass(policy, ordered.values))
 
 
 def _most_by_mass(policy: ClusterShortlist, scores: torch.Tensor) -> torch.Tensor:
@@ -232,8 +216,8 @@ def _most_by_mass(policy: ClusterShortlist, scores: torch.Tensor) -> torch.Tenso
 
 
 def _ranks(order: torch.Tensor) -> torch.Tensor:
-    """int64 `[n, M + 2]`: where clusters come in an order `[n, M]`, from 1; pinned tokens before all of them, and what
-    cannot be drafted behind."""
+    """int64 `[n, M + 2]`: the places of clusters in an order `[n, M]`, from 1; 0 for pinned tokens, and `M + 1` for
+    tokens that cannot be drafted."""
     n, count = order.shape
     ranks = order.new_tensor([0, count + 1]).repeat_interleave(order.new_tensor([count + 1, 1])).repeat(n, 1)
     return ranks.scatter_(1, order, torch.arange(1, count + 1).expand_as(order))
@@ -245,22 +229,9 @@ def _is_first(values: torch.Tensor) -> torch.Tensor:
     return ~((values.unsqueeze(2) == values.unsqueeze(1)) & earlier).any(-1)
 
 
-@torch.no_grad()
-def _ranked(
-    policy: ClusterShortlist, shard: dict[str, torch.Tensor], embed: Embed, sizes: torch.Tensor
-) -> torch.return_types.sort:
-    """The scores of the clusters `[n, M]`, best first, and which clusters these are."""
-    router = policy.router
-    if router.looks_ahead:
-        scores = router.scores(embed(shard["token_ids"].long()).cpu(), shard["features"])
-    else:
-        scores = router.scores_of_hidden(shard["hidden"])
-    return scores.masked_fill(sizes[:-1] == 0, -torch.inf).sort(-1, descending=True)
-
-
 def _worth(acceptance: np.ndarray) -> np.ndarray:
-    """`[D]`: how many tokens more a round of `D` draft steps accepts where the draft of each is accepted, if they are
-    accepted with these probabilities."""
+    """`[D]`: how many more tokens a round of `D` draft steps accepts if the draft of a step is accepted, given the
+    probabilities that they are."""
     worth = np.zeros_like(acceptance)
     before = 1.0
     for depth, probability in enumerate(acceptance):
@@ -270,10 +241,9 @@ def _worth(acceptance: np.ndarray) -> np.ndarray:
 
 
 def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The vertices of the lower convex hull of falling losses over rising sizes, both `[M]`: their indices, and what
-    each gains for its size over the one before it, infinite for the first; both `[n]`."""
-    hull = [0]
-    gains = [np.inf]
+    """The vertices of the lower convex hull of falling losses over rising sizes, both `[M]`: their indices `[n]`, and
+    the gain of each for its size over the one before it `[n]`, infinite for the first."""
+    hull, gains = [0], [np.inf]
     for index in range(1, len(sizes)):
         while True:
             gain = (losses[hull[-1]] - losses[index]) / max(sizes[index] - sizes[hull[-1]], 1e-9)
@@ -286,35 +256,12 @@ def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.n
     return np.array(hull), np.array(gains)
 
 
-@torch.no_grad()
-def _curves(
-    recording: Recording, policy: ClusterShortlist, embed: Embed, draftable: torch.Tensor | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """By depth, for shortlists of 1 to `M` clusters, as means over the held-out steps, both fp64 `[D, M]`: the tokens
-    on a shortlist, and the probability that a draft from it is accepted."""
-    cluster_of, sizes = _clusters_and_sizes(policy, draftable)
-    count = policy.router.num_clusters
-    depths = recording.depths(recording.held_out)
-    size, acceptance = torch.zeros(2, depths, count, dtype=torch.float64)
-    steps, reached = torch.zeros(2, depths, dtype=torch.float64)
-    for shard in _held_out(recording):
-        depth = shard["depths"].long()
-        order = _ranked(policy, shard, embed, sizes).indices
-        size.index_add_(0, depth, sizes[order].cumsum(1).double())
-        drawn = _ranks(order).gather(1, cluster_of[shard["drawn_ids"].long()])
-        acceptance.index_add_(0, depth, _accepted(shard["drawn_ratios"], drawn, count).double())
-        steps += torch.bincount(depth, minlength=depths)
-        reached += torch.bincount(depth[_is_reached(shard)], minlength=depths)
-    steps, reached = steps.clamp_min(1).unsqueeze(1), reached.clamp_min(1).unsqueeze(1)
-    return (size / steps + sizes[-1]).numpy(), (acceptance / reached).numpy()
-
-
 def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:
     """The probability that a draft is accepted from shortlists of the best 1 to `M` clusters, fp32 `[n, M]`.
 
-    A draft from a shortlist is as a draw from the drafter's whole distribution that is on it, and is accepted with
-    `min(1, p / q')`, where `q' = q / Q` and `Q` is the share of the drafter's probability, and of the draws, that it
-    has. So the mean over all draws is that of `min(p / q, 1 / Q)`, or 0 for those that are not on it.
+    A draft from a shortlist is distributed as a draw from the drafter's whole distribution that is on it. It is
+    accepted with `min(1, p / q')`, where `q' = q / Q` and `Q` is the shortlist's share of the drafter's probability,
+    and of the draws. So the mean over all draws is that of `min(p / q, 1 / Q)`, or 0 for draws that are not on it.
 
     Args:
         ratios: `[n, draws]`: `p / q` of tokens drawn from `q`.
@@ -324,7 +271,7 @@ def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Te
     n, draws = ratios.shape
     order = drawn.argsort(1)
     numbers = torch.arange(1, draws + 1)
-    # `[i, k, j]`: of draw `j`, the `j`-th best ranked one, where the shortlist has the first `k + 1` of them.
+    # `[i, k, j]`: of draw `j`, the `j`-th best ranked one, if the shortlist has the first `k + 1` of them.
     shares = torch.minimum(ratios.float().gather(1, order).unsqueeze(1), (draws / numbers).unsqueeze(1))
     accepted = functional.pad((shares * (numbers <= numbers.unsqueeze(1))).sum(2) / draws, (1, 0))
     held = torch.zeros(n, count + 2).scatter_add_(1, drawn, torch.ones(n, draws)).cumsum(1)[:, 1:-1]

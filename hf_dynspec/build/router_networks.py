@@ -1,4 +1,4 @@
-"""What of a router is trained: its parameters, what they read of recorded draft steps, their labels and their loss."""
+"""The networks of routers: their parameters, what they read of recorded draft steps, their labels and their loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ class RouterNetwork(nn.Module, ABC):
 
     @abstractmethod
     def begin_at(self, batch: Batch, labels: torch.Tensor) -> None:
-        """Let every context have the mean of some labels, `[m, M]`, at first; they are those of a batch."""
+        """Start from scores that give every context the mean of the labels of a batch, `[m, M]`."""
 
     @staticmethod
     @abstractmethod
     def inputs(batch: Batch, embed: Embed) -> tuple[torch.Tensor, ...]:
-        """What `forward` takes, of a batch."""
+        """The arguments of `forward`."""
 
     @staticmethod
     @abstractmethod
@@ -42,7 +42,7 @@ class RouterNetwork(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of scores, both `[m, M]`, averaged over draft steps."""
+        """The mean loss of the draft steps, for scores and labels `[m, M]`."""
 
     def router(self, clusters: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> Router:
         """The router with these weights, in fp32 on the CPU."""
@@ -50,7 +50,7 @@ class RouterNetwork(nn.Module, ABC):
 
 
 class DynaSpecNetwork(RouterNetwork):
-    """Which clusters hold the drafter's likely tokens? (DynaSpec, section 4.2, "Training the router".)
+    """Predicts which clusters hold the drafter's likely tokens (DynaSpec, section 4.2, "Training the router").
 
     Args:
         width: numbers of a feature, `d`.
@@ -95,10 +95,10 @@ class DynaSpecNetwork(RouterNetwork):
 
 
 class CoralNetwork(RouterNetwork):
-    """Which group will the drafter's token be in? (CORAL, Weng et al., 2025, "LM head router".)
+    """Predicts the group of the drafter's token (CORAL, Weng et al., 2025, "LM head router").
 
-    One layer on the drafter's hidden states. While it is trained they are divided by one number, their usual root mean
-    square, so that one learning rate serves all drafters.
+    One layer on the drafter's hidden states. In training they are divided by their usual root mean square, so that one
+    learning rate serves all drafters.
 
     Args:
         width: numbers of a hidden state, `d`.

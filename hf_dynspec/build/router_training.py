@@ -1,4 +1,4 @@
-"""Training of routers: which clusters does a draft step need? What is learned of that, `router_networks` says.
+"""Training of routers: which clusters does a draft step need?
 
 Data-parallel over accelerate's processes: every batch is the same as with one process, each process computes its part
 of it, and gradients are averaged, so that the result is the same to rounding.
@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import reduce
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..errors import ConfigurationError
 from ..fields import SettingError
@@ -24,18 +22,17 @@ from ..shortlists.router.network import Router
 from .recording import Recording
 from .router_networks import CoralNetwork, DynaSpecNetwork, Embed, RouterNetwork
 
-# Shards whose steps are shuffled together. What is held in memory is these and the batch.
+# Shards whose steps are shuffled together. They are held in memory.
 _POOL_SHARDS = 8
 # Held-out rows that are scored at a time.
 _CHUNK = 4096
-# Batches between two calls that tell how far it is.
-_BATCHES_TOLD = 5
-# What counts as an improvement of the held-out loss, and by how much a plateau lowers the learning rate, how often.
+# Batches between two reports of progress.
+_BATCHES_OF_A_REPORT = 5
+# A plateau is `patience` evaluations without this improvement of the held-out loss. It lowers the learning rate by a
+# factor, so many times.
 _LEAST_IMPROVEMENT = 1e-3
 _DECAY = 0.2
 _DECAYS = 2
-# What AdamW remembers of each parameter.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class TrainingSettings:
         batch_size: draft steps of a batch, over all processes together.
         learning_rate: of AdamW, at first.
         max_steps: batches to train on, at most.
-        evaluate_every: batches between two looks at the held-out steps, after which the state is saved.
-        patience: looks without improvement after which the learning rate falls; the third time training ends.
+        evaluate_every: batches between two evaluations at the held-out steps, after which the state is saved.
+        patience: evaluations without improvement after which the learning rate falls; the third time training ends.
         seed: of the first weights and of the order.
 
     Raises:
@@ -76,14 +73,14 @@ class TrainingSettings:
 
 @dataclass
 class TrainingState:
-    """Where a training is, but for weights and moments.
+    """The progress of a training, without weights and moments.
 
     Args:
         step: batches done.
         best: the lowest held-out loss.
-        stale: looks at the held-out steps since then.
+        stale: evaluations since then.
         decays: how often the learning rate fell.
-        history: step, training loss and held-out loss at each look.
+        history: step, training loss and held-out loss at each evaluation.
     """
 
     step: int = 0
@@ -94,11 +91,11 @@ class TrainingState:
 
     @property
     def best_step(self) -> int:
-        """After how many batches the held-out loss was the lowest; 0 where nothing was looked at yet."""
+        """The step with the lowest held-out loss; 0 before the first evaluation."""
         return min(self.history, key=lambda look: look[2])[0] if self.history else 0
 
     def look(self, training_loss: float, held_out_loss: float, patience: int) -> bool:
-        """Take in a look at the held-out steps. Returns whether training goes on."""
+        """Note an evaluation. Returns whether training goes on."""
         self.history.append((self.step, training_loss, held_out_loss))
         is_better = held_out_loss < self.best * (1 - _LEAST_IMPROVEMENT)
         self.best = min(self.best, held_out_loss)
@@ -115,10 +112,13 @@ class RouterTraining:
         recording: draft steps of the pair.
         clusters: int64 `[V]`: the cluster of each token id, from 0 without gaps.
         embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
-        pinned: bool `[V]`: tokens that are on every shortlist anyway, so that no cluster is needed for them.
+        pinned: bool `[V]`: tokens that are on every shortlist and need no cluster.
         settings: how to train.
-        checkpoint: where the state is saved, and continued from if it is there.
+        checkpoint: the file of the state. Training goes on from it if it is there.
         accelerator: device and processes.
+
+    Raises:
+        ConfigurationError: the checkpoint is of another training, or damaged.
     """
 
     def __init__(
@@ -133,23 +133,22 @@ class RouterTraining:
     ):
         self._recording, self._settings, self._accelerator = recording, settings, accelerator
         self._checkpoint = Path(checkpoint)
-        device = accelerator.device
         self._clusters, self._num_clusters = clusters, int(clusters.max()) + 1
-        # A column more, which no cluster has, takes the tokens that count for none.
-        self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(device)
+        # One more column, of no cluster, takes the pinned tokens.
+        self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(accelerator.device)
         self._embed = embed
         torch.manual_seed(settings.seed)
         network = self._method = self._first_network()
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         self.state = TrainingState()
-        self._best = {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}
+        self._best = _copied(network)
         if self._checkpoint.exists():
             self._resume(network, optimizer)
         self._network, self._optimizer = accelerator.prepare(network, optimizer)
 
     @property
     def best(self) -> Router:
-        """The router whose held-out loss was the lowest so far, in fp32 on the CPU."""
+        """The router with the lowest held-out loss so far, in fp32 on the CPU."""
         return self._method.router(self._clusters.to(device="cpu", dtype=torch.int32), self._best)
 
     def run(
@@ -160,7 +159,7 @@ class RouterTraining:
         """Train until the held-out loss no longer falls, or `max_steps`.
 
         Args:
-            report: called after each look at the held-out steps.
+            report: called after each evaluation at the held-out steps.
             progress: called every few batches with how many are done and how many there are at most.
 
         Returns:
@@ -173,17 +172,18 @@ class RouterTraining:
         while goes_on:
             losses.append(self._step(next(batches)))
             self.state.step += 1
-            if self.state.step % _BATCHES_TOLD == 0:
+            if self.state.step % _BATCHES_OF_A_REPORT == 0:
                 progress(self.state.step, self._settings.max_steps)
             if self.state.step % self._settings.evaluate_every and self.state.step < self._settings.max_steps:
                 continue
-            before = self.state.best
             training_loss = float(reduce(torch.stack(losses).mean(), "mean"))
             held_out_loss = self._held_out_loss()
             losses = []
+            if held_out_loss < self.state.best:
+                self._best = _copied(self._accelerator.unwrap_model(self._network))
             goes_on = self.state.look(training_loss, held_out_loss, self._settings.patience)
             goes_on = goes_on and self.state.step < self._settings.max_steps
-            self._save(is_best=held_out_loss < before)
+            self._save()
             report(self.state)
         self._accelerator.wait_for_everyone()
         return self.best
@@ -191,7 +191,7 @@ class RouterTraining:
     # Batches -------------------------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """This process's part of every batch, from the one after those that are done on."""
+        """This process's part of every batch, after the batches that are done."""
         size, skip = self._settings.batch_size, self.state.step
         for epoch in range(10**9):
             rest: dict[str, torch.Tensor] = {}  # too few for a batch
@@ -219,7 +219,7 @@ class RouterTraining:
             yield {name: tensor[order] for name, tensor in pool.items()}
 
     def _first_network(self) -> RouterNetwork:
-        """What is to be trained, which begins at how often each cluster is right in the first shard."""
+        """The network before training, which begins at how often each cluster is right in the first shard."""
         width, hidden = self._recording.width, self._settings.hidden
         if hidden is None:
             network: RouterNetwork = CoralNetwork(width, self._num_clusters)
@@ -249,61 +249,51 @@ class RouterTraining:
     @torch.no_grad()
     def _held_out_loss(self) -> float:
         total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
+        part = slice(self._accelerator.process_index, None, self._accelerator.num_processes)
         for shard in self._recording.shards(self._recording.held_out):
-            part = slice(self._accelerator.process_index, None, self._accelerator.num_processes)
             rows = {name: shard[name][part].to(self._accelerator.device) for name in self._method.reads}
-            count = rows["top_ids"].shape[0]
-            for start in range(0, count, _CHUNK):
+            for start in range(0, rows["top_ids"].shape[0], _CHUNK):
                 chunk = {name: tensor[start : start + _CHUNK] for name, tensor in rows.items()}
                 size = chunk["top_ids"].shape[0]
                 total += torch.stack([self._loss(chunk).double() * size, total.new_tensor(float(size))])
         total = reduce(total, "sum")
         return float(total[0] / total[1])
 
-    # The saved state --------------------------------------------------------------------------------------------
+    # The saved state -----------------------------------------------------------------------------------------------
 
     def _job(self) -> str:
-        """What a saved state must have been made with to be continued."""
+        """A digest of what decides the training's result."""
         files = [(path.name, path.stat().st_size) for path in map(self._recording.path, self._recording.train)]
         counts = torch.bincount(self._cluster_of.cpu(), minlength=self._num_clusters + 1).tolist()
-        described = json.dumps([asdict(self._settings), files, counts])
-        return hashlib.sha256(described.encode()).hexdigest()
+        return hashlib.sha256(json.dumps([asdict(self._settings), files, counts]).encode()).hexdigest()
 
-    def _save(self, is_best: bool) -> None:
-        """Write weights, moments and state, so that a kill leaves the old file or the new one."""
-        network = self._accelerator.unwrap_model(self._network)
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}
-        if is_best:
-            self._best = weights
+    def _save(self) -> None:
+        """Write weights, moments and progress. A kill leaves the old file or the new one."""
         if not self._accelerator.is_main_process:
             return
-        tensors = {f"best.{name}": tensor.clone() for name, tensor in self._best.items()}
-        tensors |= {f"now.{name}": tensor for name, tensor in weights.items()}
-        for name, parameter in network.named_parameters():
-            for moment in _MOMENTS:
-                tensors[f"{moment}.{name}"] = self._optimizer.state[parameter][moment].detach().cpu().clone()
+        saved = {
+            "job": self._job(),
+            "state": asdict(self.state),
+            "best": self._best,
+            "network": _copied(self._accelerator.unwrap_model(self._network)),
+            "optimizer": self._optimizer.state_dict(),
+        }
         with replacing(self._checkpoint) as scratch:
-            save_file(tensors, scratch, metadata={"job": self._job(), "state": json.dumps(asdict(self.state))})
+            torch.save(saved, scratch)
 
     def _resume(self, network: RouterNetwork, optimizer: torch.optim.Optimizer) -> None:
-        """Go on where the saved state is.
-
-        Raises:
-            ConfigurationError: it is of another training, or damaged.
-        """
-        fix = "Train with the same settings to continue it, or remove it to begin anew"
+        fix = "Train with the same settings to go on, or remove it to begin again"
         try:
-            with safe_open(self._checkpoint, "pt") as saved:
-                metadata = saved.metadata()
-                tensors = {name: saved.get_tensor(name) for name in saved.keys()}
-        except (OSError, SafetensorError) as error:
+            saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch's and zipfile's errors for damaged files have no common class
             raise ConfigurationError(f"{self._checkpoint}: cannot be read: {error}. {fix}.") from error
-        if metadata.get("job") != self._job():
+        if saved["job"] != self._job():
             raise ConfigurationError(f"{self._checkpoint}: is the state of another training. {fix}.")
-        state = json.loads(metadata["state"])
-        self.state = TrainingState(**{**state, "history": [tuple(one) for one in state["history"]]})
-        self._best = {name: tensors[f"best.{name}"] for name in self._best}
-        network.load_state_dict({name: tensors[f"now.{name}"] for name in self._best})
-        for name, parameter in network.named_parameters():
-            moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(self.state.step)), **moments}
+        self.state, self._best = TrainingState(**saved["state"]), saved["best"]
+        network.load_state_dict(saved["network"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+
+def _copied(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in network.named_parameters()}

@@ -122,7 +122,7 @@ def router(
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
     from ..build.corpus import find_corpus
     from ..build.recording import RecordingSettings
-    from ..build.router_judging import held_out_figures, settle
+    from ..build.router_judging import HeldOutSteps
     from ..build.router_training import TrainingSettings
     from ..evaluation.pair import PairSettings, load_models
     from ..shortlists.coral import CoralShortlist
@@ -174,7 +174,7 @@ def router(
         typer.echo(f"the data gives {recorded:,} draft steps to train on, and not {steps:,}", err=True)
     parts = job.clusters(num_clusters, balanced=is_coral) if parts is None else parts
     ranking = job.rank(windows)
-    embed, draftable = job.drafter.embed, job.drafter.head.token_ids
+    judging = HeldOutSteps(recording, job.drafter.embed, job.drafter.head.token_ids)
     # The same share of the clusters as of the vocabulary, until a trained router tells the right budget.
     first_budget = max(1, round(share * (int(parts.max()) + 1)))
 
@@ -184,13 +184,13 @@ def router(
         return RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
 
     def judge(one: "Router") -> "HeldOutFigures":
-        return held_out_figures(recording, policy_of(one), embed, draftable)
+        return judging.figures(policy_of(one))
 
     trained = job.train(recording, parts, ranking[: 0 if is_coral else pinned], training_settings, judge)
     if not job.is_main:
         return
     judged = [(shorten_name(name), other) for name, other in others.items()]
-    policy, metrics = settle(recording, policy_of(trained), schedule, size, judged, embed, draftable)
+    policy, metrics = judging.settle(policy_of(trained), schedule, size, judged)
     inputs = {"command": command_text(context), **describe_inputs(corpus.files)}
     job.save(policy, out, {**inputs, "draft_steps": recorded, "metrics": metrics})
     if not keep_steps:

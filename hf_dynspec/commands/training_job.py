@@ -32,7 +32,7 @@ from .building import going_on
 from .common import Pace, progress_bar
 from .running import require_space
 
-_WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "training.safetensors"
+_WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "training.pt"
 
 
 class TrainingJob:

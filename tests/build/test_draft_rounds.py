@@ -17,7 +17,7 @@ from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import find_corpus
 from hf_dynspec.build.draft_rounds import RoundRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
-from hf_dynspec.build.router_judging import held_out_figures, largest_budget
+from hf_dynspec.build.router_judging import HeldOutSteps
 from hf_dynspec.build.windows import Windows, sample_windows
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
@@ -77,7 +77,8 @@ def test_accepted_steps_are_those_along_the_text(target, drafter, temperature):
             assert int(rounds.token_ids[row]) == int(rounds.text[place])
             step, after = along[depth], place - 1 - depth
             torch.testing.assert_close(rounds.features[row].float(), step.features[after].float(), **CLOSE)
-            likely = recorder.drafter_outputs(torch.stack([rounds.hidden[row], step.hidden[after]]))["top_ids"]
+            both, none = torch.stack([rounds.hidden[row], step.hidden[after]]), torch.zeros(2)
+            likely = recorder._drafter_part(none, none, both, both, True)["top_ids"]
             assert torch.equal(likely[0], likely[1])
             depths.append(depth)
         rejected += int((~rounds.is_accepted).sum())
@@ -309,8 +310,8 @@ def test_routers_are_compared_at_the_same_steps(folder, target, tmp_path):
     embed = drafter_of(agreeing_head("eagle3"), target).embed
 
     def filled(policy: RouterShortlist) -> dict[str, object]:
-        policy = policy.with_budget(largest_budget(recording, policy, embed, 0.3 * VOCABULARY))
-        figures = vars(held_out_figures(recording, policy, embed))
+        policy = policy.with_budget(HeldOutSteps(recording, embed).largest_budget(policy, 0.3 * VOCABULARY))
+        figures = vars(HeldOutSteps(recording, embed).figures(policy))
         return {name: pytest.approx(value) for name, value in figures.items()}
 
     policy = RouterShortlist(tmp_path / "texts")

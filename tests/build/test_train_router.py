@@ -28,7 +28,7 @@ from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.corpus import CorpusError, find_corpus
 from hf_dynspec.build.draft_steps import StepRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
-from hf_dynspec.build.router_judging import fit_budgets, held_out_figures, largest_budget
+from hf_dynspec.build.router_judging import HeldOutSteps
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
 from hf_dynspec.build.windows import Windows, kept_windows, sample_windows
 from hf_dynspec.commands import app
@@ -253,20 +253,20 @@ def training(recording, drafter, checkpoint: Path, settings: TrainingSettings = 
 
 def test_a_router_learns_where_likely_tokens_are(recording, drafter, tmp_path):
     states: list[TrainingState] = []
-    router = training(recording, drafter, tmp_path / "state.safetensors").run(states.append)
+    router = training(recording, drafter, tmp_path / "state.pt").run(states.append)
     losses = [loss for _, _, loss in states[-1].history]
     assert len(losses) == 6 and min(losses) < losses[0]
     policy = RouterShortlist(router, max_clusters=4, schedule="fixed")
-    trained = held_out_figures(recording, policy, drafter.embed)
+    trained = HeldOutSteps(recording, drafter.embed).figures(policy)
     shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
-    chance = held_out_figures(recording, RouterShortlist(shuffled, 4, "fixed"), drafter.embed)
+    chance = HeldOutSteps(recording, drafter.embed).figures(RouterShortlist(shuffled, 4, "fixed"))
     assert trained.likeliest_recall > chance.likeliest_recall + 0.05
     assert trained.cluster_recall > chance.cluster_recall + 0.02
 
 
 def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafter, tmp_path):
     states: list[TrainingState] = []
-    router = training(recording_of_hidden, drafter, tmp_path / "state.safetensors", CORAL).run(states.append)
+    router = training(recording_of_hidden, drafter, tmp_path / "state.pt", CORAL).run(states.append)
     losses = [loss for _, _, loss in states[-1].history]
     assert min(losses) < losses[0] < math.log(15)
     # The layer's probabilities, of the hidden states as they are, are those that it was trained to give.
@@ -276,9 +276,9 @@ def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafte
         total -= float((logs.gather(1, CLUSTERS[shard["top_ids"].long()]) * shard["top_shares"]).sum())
         count += len(logs)
     assert total / count == pytest.approx(min(losses), rel=1e-3)
-    trained = held_out_figures(recording_of_hidden, CoralShortlist(router, 4), drafter.embed)
+    trained = HeldOutSteps(recording_of_hidden, drafter.embed).figures(CoralShortlist(router, 4))
     shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
-    chance = held_out_figures(recording_of_hidden, CoralShortlist(shuffled, 4), drafter.embed)
+    chance = HeldOutSteps(recording_of_hidden, drafter.embed).figures(CoralShortlist(shuffled, 4))
     assert trained.likeliest_recall > chance.likeliest_recall + 0.05
     assert trained.cluster_recall > chance.cluster_recall + 0.02
 
@@ -294,7 +294,7 @@ def test_corals_layer_learns_as_well_from_hidden_states_of_any_length(recording_
     scaled = replace(recording_of_hidden, folder=tmp_path)
     losses = []
     for steps in (recording_of_hidden, scaled):
-        one = training(steps, drafter, tmp_path / f"state-{len(losses)}.safetensors", CORAL)
+        one = training(steps, drafter, tmp_path / f"state-{len(losses)}.pt", CORAL)
         one.run()
         losses.append(one.state.best)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -313,25 +313,25 @@ def test_training_goes_on_where_it_was_stopped(recording, recording_of_hidden, d
         if state.step == 30:
             raise Stopped
 
-    whole = training(recording, drafter, tmp_path / "whole.safetensors", settings).run()
+    whole = training(recording, drafter, tmp_path / "whole.pt", settings).run()
     with pytest.raises(Stopped):
-        training(recording, drafter, tmp_path / "cut.safetensors", settings).run(stop)
-    resumed = training(recording, drafter, tmp_path / "cut.safetensors", settings)
+        training(recording, drafter, tmp_path / "cut.pt", settings).run(stop)
+    resumed = training(recording, drafter, tmp_path / "cut.pt", settings)
     assert resumed.state.step == 30
     for name, tensor in resumed.run().tensors().items():
         assert torch.equal(tensor, whole.tensors()[name]), name
-    done = training(recording, drafter, tmp_path / "cut.safetensors", settings)
+    done = training(recording, drafter, tmp_path / "cut.pt", settings)
     done.run(lambda state: pytest.fail("there is nothing left to do"))
 
 
 def test_the_state_of_another_training_is_refused(recording, drafter, tmp_path):
-    training(recording, drafter, tmp_path / "state.safetensors").run()
+    training(recording, drafter, tmp_path / "state.pt").run()
     other = TrainingSettings(**{**vars(TRAINING), "seed": 4})
     with pytest.raises(ConfigurationError, match="another training"):
-        training(recording, drafter, tmp_path / "state.safetensors", other)
-    (tmp_path / "state.safetensors").write_bytes(b"nothing")
+        training(recording, drafter, tmp_path / "state.pt", other)
+    (tmp_path / "state.pt").write_bytes(b"nothing")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        training(recording, drafter, tmp_path / "state.safetensors")
+        training(recording, drafter, tmp_path / "state.pt")
 
 
 def test_a_plateau_lowers_the_rate_and_then_ends():
@@ -344,7 +344,7 @@ def test_a_plateau_lowers_the_rate_and_then_ends():
 def test_pinned_tokens_need_no_cluster(recording, drafter, tmp_path):
     """A cluster whose likely tokens are all pinned is no label, so the router learns never to choose it."""
     pinned = CLUSTERS == 3
-    router = training(recording, drafter, tmp_path / "state.safetensors", pinned=pinned).run()
+    router = training(recording, drafter, tmp_path / "state.pt", pinned=pinned).run()
     shard = recording.shard(recording.held_out[0])
     chosen = router.scores(drafter.embed(shard["token_ids"].long()), shard["features"]).topk(8).indices
     assert not (chosen == 3).any()
@@ -361,9 +361,9 @@ def acceptance(shard: dict[str, torch.Tensor], row: int, shortlist: set[int]) ->
 @pytest.mark.parametrize("mass", [1.0, 0.6])
 @pytest.mark.parametrize("pinned", [0, 20])
 def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp_path, mass, pinned):
-    router = training(recording, drafter, tmp_path / "state.safetensors").run()
+    router = training(recording, drafter, tmp_path / "state.pt").run()
     policy = RouterShortlist(router, 6, "dynaspec", mass, torch.randperm(VOCABULARY), pinned)
-    figures = held_out_figures(recording, policy, drafter.embed)
+    figures = HeldOutSteps(recording, drafter.embed).figures(policy)
     state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu")))
     sizes, likeliest, covered, total = [], [], 0.0, 0.0
     accepted: dict[int, list[tuple[float, float]]] = {}
@@ -397,11 +397,11 @@ def test_the_largest_budget_for_a_size(tmp_path, schedule, mass):
     given = {"ranking": torch.arange(VOCABULARY), "pinned": 20}
     budgets = torch.tensor([[first, first, min(first, 2 + first // 2)] for first in range(1, 10)])
     policy = RouterShortlist(router, 3, schedule, mass, budgets=budgets, **given)
-    sizes = [held_out_figures(recording, policy.with_budget(first), embedded).size for first in range(1, 10)]
+    sizes = [HeldOutSteps(recording, embedded).figures(policy.with_budget(first)).size for first in range(1, 10)]
     assert len(set(sizes)) > 4
     for size in (0.0, sizes[0], sizes[0] + 1, sizes[3], sizes[3] - 0.01, sizes[6], 1e9):
         fitting = [first for first in range(1, 10) if sizes[first - 1] <= size + 1e-9]
-        assert largest_budget(recording, policy, embedded, size + 1e-9) == max(fitting, default=1)
+        assert HeldOutSteps(recording, embedded).largest_budget(policy, size + 1e-9) == max(fitting, default=1)
 
 
 DEPTHS, TOKENS, DRAWS = 4, 20, 50
@@ -477,7 +477,7 @@ def test_steps_that_were_not_reached_do_not_count_as_rejected(tmp_path):
     policy = RouterShortlist(router, 3, "fixed", ranking=torch.randperm(VOCABULARY), pinned=20)
     _, accepted = seen(recording.shard(0), policy)
     length, of_all = 1 + accepted[:, [2, -1]].cumprod(0).sum(0)
-    figures = held_out_figures(recording, policy, embedded)
+    figures = HeldOutSteps(recording, embedded).figures(policy)
     assert figures.relative_acceptance_length == pytest.approx(length / of_all, rel=1e-3) and length < 0.98 * of_all
 
 
@@ -486,7 +486,7 @@ def test_fitted_budgets_lose_the_least_for_their_size(tmp_path):
     router = random_router(clusters=9)
     recording = judged_by_hand(tmp_path, router)
     policy = RouterShortlist(router, 1, ranking=torch.randperm(VOCABULARY), pinned=20)
-    budgets = fit_budgets(recording, policy, embedded).numpy()
+    budgets = HeldOutSteps(recording, embedded).fit_budgets(policy).numpy()
     sizes, accepted = seen(recording.shard(0), policy)
     assert 0.2 < accepted.min() and accepted.max() < 0.9
 
@@ -520,7 +520,7 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
     draftable = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(6))[:100]
     policy = RouterShortlist(router, 3, "fixed", ranking=torch.arange(VOCABULARY), pinned=20)
 
-    figures = held_out_figures(recording, policy, embedded, draftable)
+    figures = HeldOutSteps(recording, embedded, draftable).figures(policy)
     state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu"), draftable))
     shard = recording.shard(0)
     sizes, covered = [], 0.0
@@ -533,9 +533,9 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
         covered += float(shard["target_probabilities"][row].double()[is_covered].sum())
     assert figures.size == pytest.approx(np.mean(sizes))
     assert figures.target_mass == pytest.approx(covered / float(shard["target_probabilities"].double().sum()))
-    budget = largest_budget(recording, policy, embedded, figures.size, draftable)
-    assert budget == 3 > largest_budget(recording, policy, embedded, figures.size)
-    assert fit_budgets(recording, policy, embedded, draftable)[:, 0].tolist() == list(range(1, 10))
+    budget = HeldOutSteps(recording, embedded, draftable).largest_budget(policy, figures.size)
+    assert budget == 3 > HeldOutSteps(recording, embedded).largest_budget(policy, figures.size)
+    assert HeldOutSteps(recording, embedded, draftable).fit_budgets(policy)[:, 0].tolist() == list(range(1, 10))
 
 
 @pytest.mark.parametrize(
@@ -697,7 +697,7 @@ def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(fold
     kept = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--keep-steps"))
     assert kept.exit_code == 0, kept.output
     shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "again" / "partial")
-    (tmp_path / "again" / "partial" / "training.safetensors").unlink()
+    (tmp_path / "again" / "partial" / "training.pt").unlink()
     again = CliRunner().invoke(app, coral_words(folder, tmp_path / "again", "--keep-steps"))
     assert again.exit_code == 0, again.output
     (_, one), (_, two) = (read_artifact(tmp_path / name) for name in ("coral", "again"))

@@ -284,14 +284,14 @@ def test_an_interrupted_training_is_kept_and_goes_on(folder, tmp_path):
     out = tmp_path / "router"
     # As many batches as are never reached, but by the run that goes on from a state near the end.
     words = train(folder, out, "--steps", 1200, "--held-out", 200, "--evaluate-every", 5, "--max-batches", 100_000)
-    status, _, errors = interrupt_when(start(*words), (out / "partial" / "training.safetensors").exists)
+    status, _, errors = interrupt_when(start(*words), (out / "partial" / "training.pt").exists)
     assert status == 130
     assert errors[-1] == (
         f"interrupted: what was finished is kept in {out}/partial (2 parts of the draft steps, the texts, the "
         "clusters, training); run the same command again to go on"
     )
     assert sorted(path.name for path in out.iterdir()) == ["partial"]
-    training, recorded = out / "partial" / "training.safetensors", out / "partial" / "steps-00000.safetensors"
+    training, recorded = out / "partial" / "training.pt", out / "partial" / "steps-00000.safetensors"
     before = [path.stat().st_mtime_ns for path in (training, recorded)]
 
     def looked_again() -> bool:
