@@ -19,11 +19,13 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import representatives
 from eagle_heads import LAYOUTS, random_head
 from huggingface_hub import HfApi, constants
 from local_hub import Hub, Repository, running_hub
@@ -69,7 +71,6 @@ from hf_dynspec.shortlists import (
     UnionShortlist,
 )
 from hf_dynspec.shortlists.composite import DEEPEST, MOST_POLICIES
-from hf_dynspec.shortlists.in_context import LARGEST_TOP_K
 from hf_dynspec.vocabulary import TokenizerFingerprint
 
 ROOT = Path(hf_dynspec.__file__).parent
@@ -291,12 +292,6 @@ def test_a_window_takes_no_more_room_than_the_vocabulary(eviction):
     assert shortlist.width == VOCABULARY
 
 
-@pytest.mark.parametrize("top_k", [VOCABULARY, LARGEST_TOP_K])
-def test_all_tokens_of_a_small_vocabulary_are_taken(top_k):
-    use(InContextShortlist(400, top_k, top_k))
-    use(HybridShortlist(prompt_top_k=top_k, verify_top_k=top_k))
-
-
 def nested(depth: int, leaf: dict | None = None) -> dict:
     policy = leaf or {"name": "full", "settings": {}}
     for _ in range(depth):
@@ -325,22 +320,6 @@ def test_nested_policies_are_counted_before_any_is_built(tmp_path):
     refusal(lambda: UnionShortlist(deepest))
 
 
-def test_a_setting_leads_nowhere(tmp_path, hub):
-    """Settings that are texts could name another artifact; the loader must not so much as look there."""
-    other = stored(tmp_path / "other", RouterShortlist(random_router()))
-    for policy, name in ((RouterShortlist(random_router()), "router"), (FrequencyShortlist(RANKING), "ranking")):
-        for place in (str(other), "acme/dynspec", "../other"):
-            folder = stored(tmp_path / policy.name, policy)
-            edit(folder, lambda config, name=name, place=place: config["policy"]["settings"].update({name: place}))
-            assert refusal(lambda folder=folder: load(folder)).field == "config.json: policy.settings"
-    assert hub.requests == []
-
-
-def test_a_ranking_without_a_token_of_the_drafter_is_told_when_a_session_starts():
-    info = VocabularyInfo(VOCABULARY, (), torch.device("cpu"))
-    refusal(lambda: FrequencyShortlist([VOCABULARY, VOCABULARY + 1]).start(info))
-
-
 def test_clusters_that_claim_a_huge_number_take_no_memory():
     clusters = torch.zeros(VOCABULARY, dtype=torch.int64)
     clusters[3] = 2**40
@@ -363,8 +342,14 @@ def test_what_a_drafters_own_file_says_of_drafting_is_checked(setting, value):
     assert str(refusal(lambda: DynSpecAssistant(drafter))).startswith(f"{setting} must be")
 
 
-@pytest.mark.parametrize("item", ["[]", "{}", '""', "7", '[""]', '{"a": 1}'])
-@pytest.mark.parametrize("place", ["provenance", "results", "settings", "eos_token_ids"])
+@pytest.mark.parametrize(
+    ("item", "place"),
+    representatives(
+        "families",
+        product(('{"a": 1}', "[]", "{}", '""', "7", '[""]'), ("provenance", "results", "settings", "eos_token_ids")),
+        keep=4,
+    ),
+)
 def test_many_small_values_take_little_time_and_memory(tmp_path, item, place):
     stored(tmp_path, FullShortlist())
     items = ",".join([item] * (1_000_000 // (len(item) + 1)))
@@ -423,15 +408,6 @@ def test_what_is_no_file_of_the_folder_is_not_read(tmp_path, stranger, name):
         (folder / name).unlink()
         STRANGERS[stranger](folder / name)
         assert refusal(lambda act=act, folder=folder: act(folder)).field == name, kind
-
-
-def test_shards_that_are_no_files_of_the_folder_are_not_read(tmp_path):
-    policy = UnionShortlist(FrequencyShortlist(RANKING), FrequencyShortlist(RANKING))
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
-        folder = stored(tmp_path / name, policy, max_shard_size=1)
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-        assert refusal(lambda folder=folder: load(folder)).field == name
 
 
 @contextmanager

@@ -206,51 +206,12 @@ def test_shards_are_published_and_read_back(hub, api, sharded):
     require_lists(tensors)
 
 
-@pytest.mark.families
-def test_all_shards_come_from_one_commit_while_the_branch_moves(hub, api, sharded, tmp_path):
-    """Somebody pushes other shards of the same names while the artifact is being downloaded, between any two requests
-    in turn."""
-    mixed = {name: tensor.flip(0) for name, tensor in LISTS.tensors().items()}
-    moved = write_artifact(tmp_path / "moved", LISTS_CONFIG, mixed, max_shard_size=1)
-    requests = moves_before = 2
-    while moves_before <= requests:
-        cache = tmp_path / f"cache-{moves_before}"
-        hub.repositories.clear()
-        hub.requests.clear()
-        commits = [hub.publish(REPO, sharded)]
-
-        def push(path, moves_before=moves_before, commits=commits):
-            if len(hub.requests) == moves_before:
-                commits.append(hub.publish(REPO, moved))
-
-        hub.before_answer = push
-        require_lists(read_artifact(REPO, api=api, cache_dir=cache)[1])
-        hub.before_answer = lambda path: None
-        assert len(commits) == 2
-        assert all(path.startswith(f"/{REPO}/resolve/{commits[0]}/") for _, path in hub.requests[1:])
-        requests, moves_before = len(hub.requests), moves_before + 1
-        assert torch.equal(read_artifact(REPO, api=api, cache_dir=cache)[1]["0.ranking"], mixed["0.ranking"])
-    # Of each of the five files the size is asked for before it is downloaded.
-    assert requests >= 2 * (1 + len(SHARDS))
-
-
 def test_the_sizes_of_all_shards_are_looked_at_before_any_is_downloaded(hub, api, sharded):
     last = sharded / SHARDS[-2]
     last.write_bytes(last.read_bytes() + b"more")
     hub.publish(REPO, sharded)
     assert refusal(REPO, api=api).field == last.name
     assert [Path(path).name for method, path in hub.requests if method == "GET"] == ["config.json"]
-
-
-@pytest.mark.parametrize("name", SHARDS)
-def test_a_missing_or_damaged_shard_on_the_hub_is_named(hub, api, sharded, name):
-    data = (sharded / name).read_bytes()
-    (sharded / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-    hub.publish(REPO, sharded)
-    assert refusal(REPO, api=api).field == name
-    (sharded / name).unlink()
-    hub.publish(REPO, sharded)
-    assert refusal(REPO, api=api).field == name
 
 
 def test_publishing_again_removes_the_shards_of_before(hub, api, sharded, old, tmp_path):

@@ -142,15 +142,6 @@ def test_a_class_of_ones_own_is_made_from_its_text(own):
     assert parse_policy("favourites:extra=2").extra == 2 and as_policy("favourites").extra == 8
 
 
-def test_a_module_may_be_named_as_its_policy(own):
-    (own / "favourites.py").write_text(MODULE)
-    for extra in (3, 4):
-        assert parse_policy(f"favourites:Favourites:extra={extra}").extra == extra
-        assert parse_policy(f"hybrid+favourites:Favourites:extra={extra}").policies[1].extra == extra
-        assert parse_policy("favourites:Favourites").extra == 8
-        assert parse_policy("favourites:extra=5").extra == 5
-
-
 @pytest.mark.parametrize(
     "text",
     ["hybrid+somebodys.policies:Favourites:extra=3", "somebodys.policies:Favourites:extra=3+hybrid"],

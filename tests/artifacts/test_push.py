@@ -249,19 +249,6 @@ def test_rows_say_what_the_files_say(measured):
     assert own["recall_at_10"] == source["figures"]["recall"]["mean"]
 
 
-def test_rows_say_what_was_a_stream_and_keep_policies_of_domains(measured, tmp_path):
-    data = json.loads(measured.coverage.read_text())
-    label = next(iter(data["policies"]))
-    data["policies"] = {**data["policies"], "left out": {"by_domain": {"words": data["policies"][label]}}}
-    (source,) = (row for row in data["results"] if row["domain"] is None and row["policy"] == label)
-    data["results"].append({**source, "policy": "left out"})
-    data["settings"]["stream"] = True
-    (tmp_path / "stream.json").write_text(json.dumps(data))
-    rows = read_published_rows(tmp_path / "stream.json", measured.policy)
-    assert rows[-1]["system"] == "left out" and rows[-1]["mass"] == source["figures"]["mass"]["mean"]
-    assert {row["workload"] for row in rows} == {"words, 2 prompts, as a stream"}
-
-
 def test_a_new_row_replaces_the_one_of_the_same_conditions():
     old = [{"workload": "code", "system": "a", "speedup": 1.0}, {"workload": "code", "system": "b", "speedup": 2.0}]
     new = [{"workload": "code", "system": "a", "speedup": 3.0, "coverage": 0.5}, {"workload": "chat", "speedup": 4.0}]
