@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..drafting.tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from ..errors import ConfigurationError, shown_value
 from ..fields import LARGEST_SEED, SettingError
 from ..shortlists import ShortlistPolicy
+from ..tree_config import AUTO, LONGEST_DRAFT, TreeConfig
 from .policy_text import DEFAULT_POLICIES, shorten_paths
 from .tree_text import parse_trees
 

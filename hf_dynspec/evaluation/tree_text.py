@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from ..drafting.tree_config import TreeConfig
 from ..errors import ConfigurationError
+from ..tree_config import TreeConfig
 
 _SHAPE = re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})", re.ASCII)
 

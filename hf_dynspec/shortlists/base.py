@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..protocol import BackgroundWork, BlockLayout, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
-from .storage import Storable
+from ..storable import Storable
 
 
 class ShortlistState(ABC):

@@ -11,9 +11,9 @@ import torch
 
 from ..errors import ConfigurationError
 from ..fields import Switch, WholeNumber
+from ..storable import WEIGHT_DTYPES, TensorRule
 from .router.clusters import ClusterShortlist, require_router
 from .router.network import MOST_CLUSTERS, MOST_FEATURES, ROUTER_TENSOR_RULES, Router
-from .storage import WEIGHT_DTYPES, TensorRule
 
 
 class CoralShortlist(ClusterShortlist):

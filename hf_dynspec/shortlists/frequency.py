@@ -9,10 +9,10 @@ import torch
 from ..errors import ConfigurationError
 from ..fields import Switch, WholeNumber
 from ..protocol import Shortlist, VocabularyInfo
+from ..storable import token_ranking
 from ..vocabulary import TokenizerFingerprint
 from .base import ShortlistPolicy, ShortlistState
 from .registry import read_stored_policy
-from .storage import token_ranking
 
 
 def position_aware_size(largest: int, depth: int) -> int:

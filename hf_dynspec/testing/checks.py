@@ -11,11 +11,11 @@ import torch
 
 from ..assistant import DynSpecAssistant
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
-from ..drafting.tree_config import TreeConfig
 from ..errors import DynSpecError
 from ..protocol import VocabularyInfo
 from ..shortlists import FrequencyShortlist, InContextShortlist, ShortlistPolicy, ShortlistState, UnionShortlist
 from ..shortlists.forwarding import ForwardingPolicy, ForwardingState
+from ..tree_config import TreeConfig
 from .case import NEW_TOKENS, PolicyCase
 
 _SHAPES = {"chains": False, "trees": TreeConfig(12, 2, 4)}

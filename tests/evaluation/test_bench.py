@@ -27,7 +27,6 @@ from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter
-from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
 from hf_dynspec.evaluation.bench import benchmark, systems
@@ -45,6 +44,7 @@ from hf_dynspec.evaluation.tree_text import parse_tree
 from hf_dynspec.files import write_json
 from hf_dynspec.kernels import cpu
 from hf_dynspec.shortlists import FrequencyShortlist
+from hf_dynspec.tree_config import TreeConfig
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FullShortlist, HybridShortlist, OnlineAlignment
 from hf_dynspec.commands import app
-from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.evaluation.bench.benchmark import run_benchmark
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
 from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
@@ -29,6 +28,7 @@ from hf_dynspec.evaluation.trace import report
 from hf_dynspec.evaluation.trace.measure import trace_prompt
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.stats import Clock
+from hf_dynspec.tree_config import TreeConfig
 
 POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 TOKENIZER = word_tokenizer()

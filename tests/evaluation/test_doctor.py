@@ -21,7 +21,6 @@ from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FrequencyShortlist,
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter
 from hf_dynspec.drafting.expected_speed import RoundCosts
-from hf_dynspec.drafting.tree_config import TreeConfig
 from hf_dynspec.errors import ConfigurationError, NotBoundError
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor.diagnosis import OWN_POLICY, Diagnosis
@@ -43,6 +42,7 @@ from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.evaluation.trace.settings import TraceSettings
 from hf_dynspec.shortlists import as_policy
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
+from hf_dynspec.tree_config import TreeConfig
 
 POCKET = Path(__file__).parents[2] / "examples" / "pocket"
 NEW_TOKENS = 40

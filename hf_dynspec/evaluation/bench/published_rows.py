@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.config import ARTIFACT_SYSTEM
-from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError, counted
 from ...shortlists import ShortlistPolicy
+from ...tree_config import AUTO, TreeConfig
 from ..provenance import cpu_threads, describe_policies
 from ..tree_text import format_tree
 from .systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORMERS_DEFAULTS

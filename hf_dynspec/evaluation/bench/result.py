@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...drafting.tree_config import TreeConfig
 from ...shortlists import ShortlistPolicy
 from ...stats import DraftingStatistics
+from ...tree_config import TreeConfig
 from .settings import BenchmarkSettings
 from .systems import BASELINES, Combination
 

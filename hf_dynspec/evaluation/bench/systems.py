@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from ...assistant import DynSpecAssistant
 from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
-from ...drafting.tree_config import AUTO, TreeConfig
 from ...errors import ConfigurationError
 from ...kernels import prepare_kernels
 from ...loading import shared_vocabulary_size
 from ...shortlists import ShortlistPolicy
+from ...tree_config import AUTO, TreeConfig
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair
 from ..tree_text import format_tree

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from ...drafting.tree_config import TreeConfig
 from ...errors import counted
+from ...tree_config import TreeConfig
 from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
 from ..tables import FittedTable, parameter_count, shown_speed

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from ...drafting.expected_speed import RoundCosts
-from ...drafting.tree_config import TreeConfig
 from ...shortlists import ShortlistPolicy
 from ...stats import DRAFT_SECTIONS, DraftingStatistics
+from ...tree_config import TreeConfig
 from ..tree_text import format_tree
 from .prediction import ChainCosts, Course, acceptance_by_step, chain_costs, pace_of, rounds_along, verdicts_of
 from .settings import FULL, DoctorSettings

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...drafting.tree_config import TreeConfig
 from ...errors import shown_value
 from ...fields import SettingError
 from ...shortlists import ShortlistPolicy
+from ...tree_config import TreeConfig
 from ..policy_text import named_policies, require_no_choice
 from ..settings import OneDrafterSettings, PairSettings, is_temperature
 from ..tree_text import format_tree, parse_trees

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...assistant import DynSpecAssistant
 from ...drafters import Drafter, EagleDrafter
-from ...drafting.tree_config import TreeConfig
 from ...shortlists import ShortlistPolicy
+from ...tree_config import TreeConfig
 from ..bench.systems import CONSTANT_DRAFT_LENGTH, Combination, System, combine, open_systems
 from ..pair import Pair
 from ..tree_text import format_tree

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from ...drafting.tree_config import TreeConfig
 from ...errors import ConfigurationError
 from ...shortlists import FullShortlist, ShortlistPolicy
+from ...tree_config import TreeConfig
 from ..policy_text import named_policies, require_no_choice
 from ..prompts import WorkloadPrompt
 from ..settings import OneDrafterSettings, PairSettings

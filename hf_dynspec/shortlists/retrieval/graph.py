@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...errors import ArtifactError, ConfigurationError
+from ...storable import BUILD_AGAIN, Storable, TensorRule
 from ...vocabulary import TokenizerFingerprint
-from ..storage import BUILD_AGAIN, Storable, TensorRule
 
 # The most edges of a token, on average, that a graph may have.
 MOST_SUCCESSORS = 2**10

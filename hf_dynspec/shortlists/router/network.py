@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from ...errors import ArtifactError, ConfigurationError
+from ...storable import BUILD_AGAIN, ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, TensorRule
 from ...vocabulary import TokenizerFingerprint
-from ..storage import BUILD_AGAIN, ID_DTYPES, TOKENIZER_SIZE, WEIGHT_DTYPES, TensorRule
 
 LAYER_TENSORS = ("output_weight", "output_bias")
 NETWORK_TENSORS = ("input_weight", "input_bias", *LAYER_TENSORS)

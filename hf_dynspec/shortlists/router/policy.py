@@ -11,8 +11,8 @@ import torch
 
 from ...errors import ConfigurationError
 from ...fields import OneOf, Share, Switch, WholeNumber
+from ...storable import ID_DTYPES, TensorRule, token_ranking
 from ..frequency import as_ranking
-from ..storage import ID_DTYPES, TensorRule, token_ranking
 from .clusters import ClusterShortlist, require_router
 from .network import MOST_CLUSTERS, ROUTER_TENSOR_RULES, Router, described
 

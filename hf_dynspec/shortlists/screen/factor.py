@@ -14,7 +14,7 @@ import torch
 from ...errors import ConfigurationError
 from ...fields import LARGEST_COUNT
 from ...kernels import TILE_COLUMNS
-from ..storage import WEIGHT_DTYPES, TensorRule
+from ...storable import WEIGHT_DTYPES, TensorRule
 
 # The most of a stored factor's dimensions.
 MOST_RANKS = 2**12
