@@ -61,18 +61,30 @@ class Row(NamedTuple):
     """A row of a JSON lines or Parquet file.
 
     Args:
-        number: its line or row, from 1.
+        file: the file.
+        number: the line or row, from 1.
         field: the field that holds its text.
-        turns: its texts: one, several turns of a conversation, or none.
-        values: its fields. Of a Parquet file, only the columns that were asked for.
+        turns: its texts: one, several turns of a conversation, or none. Any may be empty.
+        values: its fields; of a Parquet file, the columns that were asked for.
         read: bytes of the file that were read so far.
     """
 
+    file: Path
     number: int
     field: str
     turns: tuple[str, ...]
     values: Mapping[str, Any]
     read: int
+
+    @property
+    def file_name(self) -> str:
+        """The file's name without the suffixes that tell its format."""
+        return self.file.with_suffix("").stem if self.file.suffix.lower() in COMPRESSIONS else self.file.stem
+
+    @property
+    def place(self) -> str:
+        """The file, and the line in it."""
+        return f"{self.file}, line {self.number}"
 
 
 class Piece(NamedTuple):
@@ -116,11 +128,7 @@ class Corpus:
 
 
 def find_corpus(paths: Iterable[str | Path], text_field: str = "text") -> Corpus:
-    """Find the files and check the beginning of each.
-
-    Args:
-        paths: files and folders. Hidden files in folders are left out. A file that is named twice counts once.
-        text_field: the JSON field or Parquet column with the text.
+    """Find the files that paths name or hold, each once and without hidden ones, and check the beginning of each.
 
     Raises:
         CorpusError: a path does not exist, a file is not what its suffix promises, the first row lacks the field, or
@@ -317,7 +325,7 @@ def _json_rows(file: TextFile, fields: Sequence[str], fix: str) -> Iterator[Row]
             if field is None:
                 problem = f"no field {' or '.join(map(repr, fields))}; there are {sorted(values)[:20]}"
                 raise CorpusError(f"{problem}: {fix}")
-            yield Row(number, field, _turns(values[field], field), values, read)
+            yield Row(Path(file.path), number, field, _turns(values[field], field), values, read)
             continue
         except CorpusError as error:
             problem = str(error)
@@ -355,7 +363,7 @@ def _parquet_rows(file: TextFile, fields: Sequence[str], fix: str, more: Sequenc
         batches = table.iter_batches(_PARQUET_BATCH_ROWS, columns=columns)
         for number, values in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             read = file.size * number // table.metadata.num_rows
-            yield Row(number, field, _turns(values[field], field), values, read)
+            yield Row(Path(file.path), number, field, _turns(values[field], field), values, read)
 
 
 def _pyarrow(file: TextFile) -> Any:

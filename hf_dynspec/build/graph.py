@@ -286,23 +286,13 @@ def build_graph(
     )
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """How much of a text leads along edges of a graph.
+def graph_coverage(graph: "CooccurrenceGraph", counts: BigramCounts) -> dict[str, int]:
+    """Compare the bigrams of a text with a graph of the same vocabulary.
 
-    Args:
-        bigrams: how many were counted.
-        in_expansion: how many of them lead to one of the `EXPANSION` likeliest successors.
-        in_graph: how many of them are edges.
+    Returns:
+        the numbers of all `bigrams`, of those that lead to one of the `EXPANSION` likeliest successors
+        (`in_expansion`), and of those that are edges (`in_graph`).
     """
-
-    bigrams: int
-    in_expansion: int
-    in_graph: int
-
-
-def graph_coverage(graph: "CooccurrenceGraph", counts: BigramCounts) -> Coverage:
-    """Compare the bigrams of a text with a graph, on the CPU, of the same vocabulary."""
     import pyarrow
 
     offsets = graph.offsets.numpy()
@@ -315,4 +305,4 @@ def graph_coverage(graph: "CooccurrenceGraph", counts: BigramCounts) -> Coverage
         "FROM counts LEFT JOIN edges USING (source, follower)"
     )
     rows = [query(sql, [EXPANSION], edges=edges) for query in counts.slices()]
-    return Coverage(**{name: sum(int(row[name][0]) for row in rows) for name in rows[0]})
+    return {name: sum(int(row[name][0]) for row in rows) for name in rows[0]}

@@ -1,45 +1,15 @@
 """Prompts, read from JSON lines and Parquet files."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from .corpus import COMPRESSIONS, NAME_THE_FIELD, CorpusError, find_files, read_rows, text_file
+from .corpus import NAME_THE_FIELD, CorpusError, find_files, read_rows, text_file
+from .corpus import Row as PromptRow
 
 # Where the text of a row may be: Spec-Bench's field first.
 PROMPT_FIELDS = ("turns", "prompt", "text")
 # What Spec-Bench's rows say of a prompt besides its text.
 QUESTION, CATEGORY = "question_id", "category"
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One prompt of a file.
-
-    Args:
-        file: the file.
-        number: the line or row, from 1.
-        field: the field that holds its text.
-        turns: what the user says, turn by turn; a single text is one turn. Any may be empty, and so may be the whole.
-        values: all fields of the row; of a Parquet file, `question_id`, `category`, and what else was asked for.
-    """
-
-    file: Path
-    number: int
-    field: str
-    turns: tuple[str, ...]
-    values: Mapping[str, Any]
-
-    @property
-    def file_name(self) -> str:
-        """The file's name without the suffixes that tell its format."""
-        return self.file.with_suffix("").stem if self.file.suffix.lower() in COMPRESSIONS else self.file.stem
-
-    @property
-    def place(self) -> str:
-        """The file, and the line in it."""
-        return f"{self.file}, line {self.number}"
 
 
 def find_prompt_files(paths: Iterable[str | Path]) -> list[str]:
@@ -67,11 +37,10 @@ def read_prompt_file(path: str, fields: Sequence[str], fix: str, more: Sequence[
     file = text_file(path, default="json lines")
     if file.format == "text":
         raise CorpusError(f"{path}: prompts are read from JSON lines or Parquet files, not from plain text")
-    for number, field, turns, values, _ in read_rows(file, fields, fix, (QUESTION, CATEGORY, *more)):
-        if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn):
-            problem = f"{field} holds half of a surrogate pair, which is no character"
-            raise CorpusError(f"{path}, line {number}: {problem}")
-        yield PromptRow(Path(path), number, field, turns, values)
+    for row in read_rows(file, fields, fix, (QUESTION, CATEGORY, *more)):
+        if any("\ud800" <= letter <= "\udfff" for turn in row.turns for letter in turn):
+            raise CorpusError(f"{row.place}: {row.field} holds half of a surrogate pair, which is no character")
+        yield row
 
 
 def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Iterator[tuple[str, ...]]:

@@ -140,9 +140,9 @@ def _judge(text: str, graph: "CooccurrenceGraph", counts: "BigramCounts") -> dic
         "text": text,
         "documents": counts.documents,
         "tokens": counts.tokens,
-        "bigrams": found.bigrams,
-        "to 8 likeliest": round(found.in_expansion / max(1, found.bigrams), 4),
-        "to all successors": round(found.in_graph / max(1, found.bigrams), 4),
+        "bigrams": found["bigrams"],
+        "to 8 likeliest": round(found["in_expansion"] / max(1, found["bigrams"]), 4),
+        "to all successors": round(found["in_graph"] / max(1, found["bigrams"]), 4),
     }
 
 

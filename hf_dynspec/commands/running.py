@@ -70,11 +70,7 @@ class OptionNamingCommand(TyperCommand):
     """A command whose errors about settings name the options that gave them."""
 
     def invoke(self, context: Any) -> Any:
-        """See `click.Command.invoke`.
-
-        Raises:
-            ConfigurationError: a setting is out of range.
-        """
+        """See `click.Command.invoke`."""
         from ..fields import ChangedSettings, SettingError
 
         options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
@@ -93,12 +89,7 @@ class Commands(TyperGroup):
     """A group whose commands end in one line if they are interrupted or the operating system refuses something."""
 
     def invoke(self, context: Any) -> Any:
-        """See `click.Group.invoke`.
-
-        Raises:
-            DynSpecError: a file or folder could not be read or written.
-            Exit: the command was interrupted.
-        """
+        """See `click.Group.invoke`. Raises a `DynSpecError` if a file cannot be read or written."""
         from safetensors import SafetensorError
 
         try:
@@ -166,12 +157,8 @@ def _kept(context: Any) -> str:
 
 
 def describe_os_error(error: Exception, says_where: bool = True) -> str:
-    """One line that says what the operating system refused and what to do.
-
-    Args:
-        error: an `OSError`, or one of safetensors that wraps it.
-        says_where: name the file, if the error does.
-    """
+    """One line that says what the operating system refused, by an `OSError` or one of safetensors that wraps it, and
+    what to do."""
     wrapped = _WRAPPED_NUMBER.search(str(error))
     number = getattr(error, "errno", None) or (int(wrapped[1]) if wrapped else None)
     reason = getattr(error, "strerror", None) or (os.strerror(number) if number else str(error))
@@ -191,9 +178,6 @@ def claim_folder(
     """Make a folder and lock it until the command ends. If nothing was written by then, it is removed.
 
     Args:
-        context: of the command.
-        folder: the folder.
-        option: which names it.
         own: names of files that an earlier run leaves. A folder without any of them must hold only hidden files (None:
             it may hold anything).
 
@@ -212,13 +196,10 @@ def claim_folder(
 
 
 def claim_file(context: typer.Context, path: Path | None, option: str, make_folder: bool = False) -> None:
-    """Lock a file that is going to be written until the command ends.
+    """Lock a file that is going to be written, if there is one, until the command ends.
 
     Args:
-        context: of the command.
-        path: the file; None for none.
-        option: which names it.
-        make_folder: make its folder. If nothing was written when the command ends, the folder is removed.
+        make_folder: make its folder, which is removed if nothing was written when the command ends.
 
     Raises:
         ConfigurationError: it is a folder or a device, its folder is missing or cannot be written, or another process

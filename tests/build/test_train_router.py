@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from cases import pairwise, representatives
 from draft_inputs import DraftInputs
 from eagle_heads import random_head
 from launched_processes import launch_command
@@ -98,7 +99,7 @@ def recording_of_hidden(folder, target, drafter, tmp_path_factory) -> Recording:
 # Windows and draft steps ---------------------------------------------------------------------------------------------
 
 
-def test_windows_are_a_seeded_sample_of_the_texts(folder):
+def test_windows_are_a_seeded_sample_of_the_texts_and_are_kept(folder, tmp_path):
     sampled, again = windows(folder), windows(folder)
     assert np.array_equal(sampled.token_ids, again.token_ids) and np.array_equal(sampled.ends, again.ends)
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
@@ -107,10 +108,14 @@ def test_windows_are_a_seeded_sample_of_the_texts(folder):
     pieces = {tuple(ids[i : i + SETTINGS.window]) for ids in text_ids for i in range(0, len(ids), SETTINGS.window)}
     chosen = [tuple(sampled[index].tolist()) for index in range(len(sampled))]
     assert len(set(chosen)) == len(chosen) > 60 and set(chosen) <= pieces
-    other = windows(folder, RecordingSettings(**{**vars(SETTINGS), "seed": 2}))
+    other = windows(folder, replace(SETTINGS, seed=2))
     assert not np.array_equal(sampled.token_ids, other.token_ids)
+    kept_windows(tmp_path / "windows.npz", lambda: sampled)
+    kept = kept_windows(tmp_path / "windows.npz", lambda: pytest.fail("they are there"))
+    assert all(np.array_equal(vars(kept)[name], array) for name, array in vars(sampled).items())
 
 
+@pytest.mark.statistical
 def test_a_large_corpus_is_sampled_evenly(tmp_path):
     """Each of 2,000 windows is as likely to be among the sampled ones, whatever its place in the corpus."""
     lines = [json.dumps({"text": " ".join(f"t{3 + number % 298}" for _ in range(16))}) for number in range(2000)]
@@ -193,7 +198,7 @@ def test_for_coral_the_hidden_states_of_the_same_steps_are_recorded(recording, r
     assert recording_of_hidden.width == recording.width == drafter.head.weight.shape[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("family", representatives("families", ["gemma2", "llama", "cohere", "granite"]))
 def test_a_target_that_drafts_for_itself_likes_all_of_its_drafts(family, tmp_path):
     """Its probabilities are what it does to its logits after its head, too, as the drafter's are."""
     target = tiny(family)
@@ -236,13 +241,6 @@ def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, fold
     assert again.count(again.train) + again.count(again.held_out) == recorded.ends[most - 1] - most
 
 
-def test_windows_are_kept(folder, tmp_path):
-    file = tmp_path / "windows.npz"
-    sampled = kept_windows(file, lambda: windows(folder))
-    again = kept_windows(file, lambda: pytest.fail("they are there"))
-    assert all(np.array_equal(vars(again)[name], array) for name, array in vars(sampled).items())
-
-
 # Training ------------------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +281,7 @@ def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafte
     assert trained.cluster_recall > chance.cluster_recall + 0.02
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
+@pytest.mark.parametrize("scale", representatives("families", [1e3, 1e-3]))
 def test_corals_layer_learns_as_well_from_hidden_states_of_any_length(recording_of_hidden, drafter, tmp_path, scale):
     """fp16 holds them within these bounds."""
     for number in (*recording_of_hidden.train, *recording_of_hidden.held_out):
@@ -358,8 +356,7 @@ def acceptance(shard: dict[str, torch.Tensor], row: int, shortlist: set[int]) ->
     return sum(min(of_target[token], held.count(token) / len(held)) for token in set(held))
 
 
-@pytest.mark.parametrize("mass", [1.0, 0.6])
-@pytest.mark.parametrize("pinned", [0, 20])
+@pytest.mark.parametrize(("mass", "pinned"), representatives("families", [(0.6, 20), (1.0, 20), (0.6, 0), (1.0, 0)]))
 def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp_path, mass, pinned):
     router = training(recording, drafter, tmp_path / "state.pt").run()
     policy = RouterShortlist(router, 6, "dynaspec", mass, torch.randperm(VOCABULARY), pinned)
@@ -388,9 +385,8 @@ def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp
     assert figures.relative_acceptance_length == pytest.approx(length / of_all) and length < of_all
 
 
-@pytest.mark.parametrize("mass", [1.0, 0.6])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_largest_budget_for_a_size(tmp_path, schedule, mass):
+@pytest.mark.parametrize(("mass", "schedule"), pairwise("families", [1.0, 0.6], SCHEDULES))
+def test_the_largest_budget_for_a_size(tmp_path, mass, schedule):
     """Against the size of every budget."""
     router = random_router(clusters=9)
     recording = judged_by_hand(tmp_path, router)
@@ -539,28 +535,16 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("settings", "change"),
     [
-        {"steps": 0},
-        {"window": 8},
-        {"depth": 0},
-        {"top_k": True},
-        {"target_top_k": 0},
-        {"seed": -1},
-        {"seed": 2**31},
-        {"temperature": math.inf},
-        {"temperature": True},
+        *((RecordingSettings, one) for one in ({"steps": 0}, {"window": 8}, {"top_k": True}, {"seed": -1})),
+        *((RecordingSettings, one) for one in ({"seed": 2**31}, {"temperature": math.inf}, {"temperature": True})),
+        *((TrainingSettings, one) for one in ({"hidden": 0}, {"batch_size": 1.5}, {"learning_rate": 0.0})),
     ],
 )
-def test_impossible_recordings_are_refused(change):
+def test_impossible_settings_are_refused(settings, change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):
-        RecordingSettings(**change)
-
-
-@pytest.mark.parametrize("change", [{"hidden": 0}, {"batch_size": 1.5}, {"learning_rate": 0.0}, {"patience": 0}])
-def test_impossible_trainings_are_refused(change):
-    with pytest.raises(ConfigurationError, match=next(iter(change))):
-        TrainingSettings(**change)
+        settings(**change)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -569,102 +553,52 @@ SMALL = "--steps 1200 --held-out 200 --window 24 --depth 4 --top-k 5 --hidden 16
 SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3"
 
 
-def words(folder: Path, out: Path, *more: str, drafter: str = "eagle3") -> list[str]:
-    kind = "--eagle" if drafter == "eagle3" else "--drafter"
-    models = ["--target", str(folder / "target"), kind, str(folder / drafter)]
-    return [
-        "train",
-        "router",
-        *models,
-        "--data",
-        str(folder / "texts.jsonl"),
-        "--out",
-        str(out),
-        *SMALL.split(),
-        *more,
-    ]
+def words(folder: Path, out: Path, *more: object, drafter: str = "eagle3", method: str = "dynaspec") -> list[str]:
+    models = ["--target", folder / "target", "--eagle" if drafter == "eagle3" else "--drafter", folder / drafter]
+    small = SMALL if method == "dynaspec" else SMALL.replace("--hidden 16", "").replace("--pinned 10", "")
+    texts = ["--data", folder / "texts.jsonl", "--out", out, "--method", method]
+    return list(map(str, ["train", "router", *models, *texts, *small.split(), *more]))
 
 
-@pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
-def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_path):
-    result = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
-    assert result.exit_code == 0, result.output
-    assert "1,200 draft steps take about" in result.output and "a router over 12 clusters" in result.output
-    assert re.search(r"cluster recall [\d.]+%, target's mass [\d.]+% on \d+ tokens", " ".join(result.output.split()))
-    assert sorted(path.name for path in (tmp_path / "router").iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
-    config, _ = read_artifact(tmp_path / "router")
-    metrics = config.provenance["metrics"]
-    assert 0 < metrics["size"] <= 0.4 * VOCABULARY and 0 < metrics["cluster_recall"] <= 1
-    card = (tmp_path / "router" / "README.md").read_text()
-    assert str(tmp_path) not in card and "hf-dynspec train router --target target" in card
-    assert ("EagleDrafter.from_pretrained(" in card) == (drafter == "eagle3")
-    head = folder / drafter
-    loaded = (
-        EagleDrafter.from_pretrained(head, target=target)
-        if drafter == "eagle3"
-        else type(target).from_pretrained(head)
-    )
-    assistant = DynSpecAssistant.from_pretrained(tmp_path / "router", target=target, drafter=loaded)
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def require_drafting(router: Path, head: Path, target) -> None:
+    """A stored router drafts, for the same text as plain generate's."""
+    if head.name == "eagle3":
+        loaded = EagleDrafter.from_pretrained(head, target=target)
+    else:
+        loaded = type(target).from_pretrained(head)
+    assistant = DynSpecAssistant.from_pretrained(router, target=target, drafter=loaded)
     inputs = prompt(8)
     plain = target.generate(inputs, max_new_tokens=30, do_sample=False)
     assert torch.equal(target.generate(inputs, max_new_tokens=30, do_sample=False, assistant_model=assistant), plain)
     assert assistant.stats.active_vocabulary < VOCABULARY / 2
     assistant.unbind()
-    # The folder is full now.
-    again = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
-    assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
-
-
-@pytest.mark.parametrize("mode", [[], ["--rounds"], ["--method", "coral"]], ids=" ".join)
-def test_several_processes_train_the_same_router(folder, tmp_path, mode):
-    words_for = coral_words if "coral" in mode else words
-    alone = CliRunner().invoke(app, words_for(folder, tmp_path / "one", *mode))
-    assert alone.exit_code == 0, alone.output
-    launch_command(tmp_path, *words_for(folder, tmp_path / "two", *mode))
-    _, one = read_artifact(tmp_path / "one")
-    _, two = read_artifact(tmp_path / "two")
-    assert set(one) == set(two)
-    for name in one:
-        # Gradients are summed in another order, and AdamW's first steps are as long for small ones as for large.
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [  # the last one counts of options that are given twice
-        (["--share", "0"], "--share"),
-        (["--mass", "1.5"], "--mass"),
-        (["--drafter", "x"], "one drafter"),
-        (["--clusters", "/nowhere"], "nowhere"),
-        (["--data", "/nowhere"], "nowhere"),
-        (["--steps", "0"], "steps"),
-    ],
-)
-def test_bad_input_is_refused(folder, tmp_path, changes, says):
-    result = CliRunner().invoke(app, words(folder, tmp_path / "router", *changes))
-    assert result.exit_code != 0 and says in str(result.exception), result.output
-    assert not (tmp_path / "router").exists()
-
-
-def coral_words(folder: Path, out: Path, *more: str, drafter: str = "eagle3") -> list[str]:
-    """As `words`, without what coral has nothing of."""
-    found = words(folder, out, drafter=drafter)
-    for option in ("--hidden", "--pinned"):
-        place = found.index(option)
-        del found[place : place + 2]
-    return [*found, *({} if "coral" in more else ("--method", "coral")), *more]
 
 
 @pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
-def test_the_command_trains_corals_layer(folder, target, drafter, tmp_path):
-    router = CliRunner().invoke(app, words(folder, tmp_path / "router", drafter=drafter))
-    assert router.exit_code == 0, router.output
-    compared = ["--compare", str(tmp_path / "router")]
-    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", *compared, drafter=drafter))
+def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_path):
+    out = tmp_path / "router"
+    result = invoke(*words(folder, out, drafter=drafter))
+    assert result.exit_code == 0, result.output
+    assert "1,200 draft steps take about" in result.output and "a router over 12 clusters" in result.output
+    assert "the data gives" not in result.output
+    assert re.search(r"cluster recall [\d.]+%, target's mass [\d.]+% on \d+ tokens", " ".join(result.output.split()))
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    metrics = read_artifact(out)[0].provenance["metrics"]
+    assert 0 < metrics["size"] <= 0.4 * VOCABULARY and 0 < metrics["cluster_recall"] <= 1
+    card = (out / "README.md").read_text()
+    assert str(tmp_path) not in card and "hf-dynspec train router --target target" in card
+    assert ("EagleDrafter.from_pretrained(" in card) == (drafter == "eagle3")
+    require_drafting(out, folder / drafter, target)
+    # The folder is full now.
+    again = invoke(*words(folder, out, drafter=drafter))
+    assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
+    # Both methods are compared, at the steps of either.
+    coral = words(folder, tmp_path / "coral", "--compare", out, drafter=drafter, method="coral")
+    result = invoke(*coral)
     assert result.exit_code == 0, result.output
     assert "a router over 12 groups, 4 chosen at most" in result.output and "--policy coral:router=" in result.output
     config, tensors = read_artifact(tmp_path / "coral")
@@ -674,84 +608,87 @@ def test_the_command_trains_corals_layer(folder, target, drafter, tmp_path):
     assert len(sizes) == 12 and sizes.max() - sizes.min() <= 1
     metrics = config.provenance["metrics"]
     assert metrics["size"] <= 0.4 * VOCABULARY and [one["router"] for one in metrics["compared"]] == ["router"]
-    # And the other way round, at the steps of another recording.
-    back = words(folder, tmp_path / "back", "--compare", str(tmp_path / "coral"), drafter=drafter)
-    result = CliRunner().invoke(app, back)
+    result = invoke(*words(folder, tmp_path / "back", "--compare", tmp_path / "coral", drafter=drafter))
     assert result.exit_code == 0, result.output
     assert read_artifact(tmp_path / "back")[0].provenance["metrics"]["compared"][-1]["router"] == "coral"
-    head = folder / drafter
-    loaded = (
-        EagleDrafter.from_pretrained(head, target=target)
-        if drafter == "eagle3"
-        else type(target).from_pretrained(head)
-    )
-    assistant = DynSpecAssistant.from_pretrained(tmp_path / "coral", target=target, drafter=loaded)
-    inputs = prompt(8)
-    plain = target.generate(inputs, max_new_tokens=30, do_sample=False)
-    assert torch.equal(target.generate(inputs, max_new_tokens=30, do_sample=False, assistant_model=assistant), plain)
-    assert assistant.stats.active_vocabulary < VOCABULARY / 2
-    assistant.unbind()
+    require_drafting(tmp_path / "coral", folder / drafter, target)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mode", [["dynaspec"], ["dynaspec", "--rounds"], ["coral"]], ids=" ".join)
+def test_several_processes_train_the_same_router(folder, tmp_path, mode):
+    method, *more = mode
+    alone = invoke(*words(folder, tmp_path / "one", *more, method=method))
+    assert alone.exit_code == 0, alone.output
+    launch_command(tmp_path, *words(folder, tmp_path / "two", *more, method=method))
+    _, one = read_artifact(tmp_path / "one")
+    _, two = read_artifact(tmp_path / "two")
+    assert set(one) == set(two)
+    for name in one:
+        # Gradients are summed in another order, and AdamW's first steps are as long for small ones as for large.
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-3)
+
+
+REFUSED = [
+    ("--share 0", "--share"),
+    ("--mass 1.5", "--mass"),
+    ("--drafter x", "one drafter"),
+    ("--clusters /nowhere", "nowhere"),
+    ("--data /nowhere", "nowhere"),
+    ("--steps 0", "steps"),
+    ("--method medusa", "--method must be one of dynaspec, coral"),
+    ("--pinned 200", "--pinned 200 leaves no room for clusters"),
+    ("--num-clusters 5000", "301"),
+    ("--temperature -1", "temperature must be a number of at least 0"),
+]
+NOT_CORAL = [(f"{option} {value}", f"{option} is not for --method coral") for option, value in
+             (("--pinned", 10), ("--hidden", 512), ("--schedule", "fixed"), ("--mass", 1))]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "says"),
+    [*(("dynaspec", *case) for case in REFUSED), *(("coral", *case) for case in NOT_CORAL)],
+)
+def test_bad_input_is_refused_before_anything_is_recorded(folder, tmp_path, method, changes, says):
+    result = invoke(*words(folder, tmp_path / "router", *changes.split(), method=method))
+    assert result.exit_code != 0 and says in str(result.exception), result.output
+    assert not (tmp_path / "router").exists()
 
 
 def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(folder, tmp_path):
-    kept = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--keep-steps"))
+    kept = invoke(*words(folder, tmp_path / "coral", "--keep-steps", method="coral"))
     assert kept.exit_code == 0, kept.output
     shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "again" / "partial")
     (tmp_path / "again" / "partial" / "training.pt").unlink()
-    again = CliRunner().invoke(app, coral_words(folder, tmp_path / "again", "--keep-steps"))
+    again = invoke(*words(folder, tmp_path / "again", "--keep-steps", method="coral"))
     assert again.exit_code == 0, again.output
     (_, one), (_, two) = (read_artifact(tmp_path / name) for name in ("coral", "again"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "other" / "partial")
-    other = CliRunner().invoke(app, words(folder, tmp_path / "other"))
+    other = invoke(*words(folder, tmp_path / "other"))
     assert other.exit_code != 0 and "holds unfinished work of another job" in str(other.exception)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (["--pinned", "10"], "--pinned is not for --method coral"),
-        (["--hidden", "512"], "--hidden is not for --method coral"),
-        (["--schedule", "fixed"], "--schedule is not for --method coral"),
-        (["--mass", "1"], "--mass is not for --method coral"),
-        (["--method", "medusa"], "--method must be one of dynaspec, coral"),
-    ],
-)
-def test_what_coral_has_nothing_of_is_refused(folder, tmp_path, changes, says):
-    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", *changes))
-    assert result.exit_code != 0 and says in str(result.exception), result.output
-    assert not (tmp_path / "coral").exists()
-
-
-def test_corals_groups_may_be_clusters_of_equal_size(folder, tmp_path):
-    for name, more in (("equal", ["--balanced"]), ("free", [])):
-        made = ["build", "clusters", "--target", str(folder / "target"), "--num-clusters", "9"]
-        built = CliRunner().invoke(app, [*made, "--out", str(tmp_path / name), *more])
+def test_stored_clusters_are_used_and_corals_must_be_of_equal_size(folder, tmp_path):
+    equal, free = tmp_path / "equal", tmp_path / "free"
+    for out, more in ((equal, ["--balanced"]), (free, [])):
+        built = invoke("build", "clusters", "--target", folder / "target", "--num-clusters", 9, "--out", out, *more)
         assert built.exit_code == 0, built.output
-    refused = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--clusters", str(tmp_path / "free")))
+    refused = invoke(*words(folder, tmp_path / "coral", "--clusters", free, method="coral"))
     assert refused.exit_code != 0 and "--balanced" in str(refused.exception)
-    result = CliRunner().invoke(app, coral_words(folder, tmp_path / "coral", "--clusters", str(tmp_path / "equal")))
+    result = invoke(*words(folder, tmp_path / "coral", "--clusters", equal, method="coral"))
     assert result.exit_code == 0, result.output
-    equal = RouterShortlist(tmp_path / "equal").router.clusters
-    assert torch.equal(CoralShortlist(tmp_path / "coral").router.clusters.long(), equal.long())
-
-
-def test_pinned_tokens_that_leave_no_room_for_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):
-    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--pinned", "200"))
-    assert result.exit_code != 0 and "--pinned 200 leaves no room for clusters" in str(result.exception)
-    assert not (tmp_path / "router").exists()
-
-
-def test_fewer_draft_steps_than_asked_for_are_told(folder, tmp_path):
-    few = CliRunner().invoke(app, words(folder, tmp_path / "router", "--steps", "900000"))
-    assert few.exit_code == 0, few.output
+    clusters = CoralShortlist(tmp_path / "coral").router.clusters
+    assert torch.equal(clusters.long(), RouterShortlist(equal).router.clusters.long())
+    result = invoke(*words(folder, tmp_path / "router", "--clusters", free, "--steps", 900_000))
+    assert result.exit_code == 0, result.output
     recorded = read_artifact(tmp_path / "router")[0].provenance["draft_steps"]
-    assert f"the data gives {recorded:,} draft steps to train on, and not 900,000" in few.output
-    enough = CliRunner().invoke(app, words(folder, tmp_path / "enough"))
-    assert enough.exit_code == 0 and "the data gives" not in enough.output
+    assert f"the data gives {recorded:,} draft steps to train on, and not 900,000" in result.output
+    assert "a router over 9 clusters" in result.output
 
 
-def test_what_is_said_while_a_bar_stands_on_a_terminal_has_lines_of_its_own(folder, tmp_path):
+@pytest.mark.process
+def test_lines_that_are_printed_above_a_bar_on_a_terminal_are_whole(folder, tmp_path):
     control, terminal = pty.openpty()
     command = [sys.executable, "-m", "hf_dynspec.commands", *words(folder, tmp_path / "router")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "TERM": "xterm"}
@@ -768,21 +705,3 @@ def test_what_is_said_while_a_bar_stands_on_a_terminal_has_lines_of_its_own(fold
     # The bar's line is left by a carriage return, and erased.
     said = [line for line in re.split(r"[\r\n]+", plain) if "batch 10 of at most" in line]
     assert said and all(line.startswith("batch 10 of at most") for line in said)
-
-
-def test_too_many_clusters_are_refused_before_anything_is_recorded(folder, tmp_path):
-    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--num-clusters", "5000"))
-    assert result.exit_code != 0 and "301" in str(result.exception).replace(",", "")
-    assert not (tmp_path / "router").exists()
-
-
-def test_stored_clusters_are_used(folder, tmp_path):
-    small = CliRunner().invoke(
-        app,
-        ["build", "clusters", "--target", str(folder / "target"), "--num-clusters", "9", "--out", str(tmp_path / "c")],
-    )
-    assert small.exit_code == 0, small.output
-    result = CliRunner().invoke(app, words(folder, tmp_path / "router", "--clusters", str(tmp_path / "c")))
-    assert result.exit_code == 0, result.output
-    assert "a router over 9 clusters" in result.output
-    shutil.rmtree(tmp_path / "router")

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import typer
+from cases import representatives
 from click.testing import Result
 from full_disk import largest_file
 from models import VOCABULARY, perturbed, tiny, word_tokenizer
 from rich.cells import cell_len
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_BATCHES
 from typer.testing import CliRunner
 
@@ -138,7 +138,7 @@ HEADINGS = (
 )
 
 
-@pytest.mark.parametrize("width", [200, 120, 80, 60, 40])
+@pytest.mark.parametrize("width", [200, 80, 40])
 def test_every_figure_stands_whole_under_its_heading_beside_its_label(width):
     table = FittedTable("A title", ["system", *HEADINGS], caption="a caption " * 20)
     expected = {}
@@ -175,17 +175,6 @@ def test_numbers_of_parameters(count, said):
     assert parameter_count(count) == said
 
 
-def test_a_table_that_fits_is_one_block_and_folds_nothing():
-    table = FittedTable("Title", ["policy", "acceptance length"])
-    table.add_row("hybrid:core_size=1024,window=2048", "2.50")
-    lines = shown(table, 80)
-    assert sum(line.startswith("┏") for line in lines) == 1
-    assert any("acceptance length" in line for line in lines)
-    assert any("hybrid:core_size=1024,window=2048" in line for line in lines)
-    with pytest.raises(ValueError, match="a row of 2 cells"):
-        table.add_row("one")
-
-
 def test_labels_of_two_columns_are_repeated_in_each_block():
     table = FittedTable("By depth", ["policy", "figure", *(f"depth {depth}" for depth in range(12))], labels=2)
     for name in ("size", "mass"):
@@ -211,7 +200,7 @@ MEASUREMENTS = {
 }
 
 
-@pytest.mark.parametrize("command", list(MEASUREMENTS))
+@pytest.mark.parametrize("command", representatives("families", ["coverage", "bench"]))
 def test_the_tables_of_measurements_fit_80_columns(folder, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     policies = ["full", "frequency:size=64", "hybrid:core_size=16,window=8,prompt_top_k=3,verify_top_k=3"]
@@ -279,6 +268,7 @@ def interrupt_when(process: subprocess.Popen, is_time) -> tuple[int, str, list[s
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
 
 
+@pytest.mark.process
 @needs_signals
 def test_an_interrupted_training_is_kept_and_goes_on(folder, tmp_path):
     out = tmp_path / "router"
@@ -308,6 +298,7 @@ def test_an_interrupted_training_is_kept_and_goes_on(folder, tmp_path):
     assert errors[-1].endswith("run the same command without --overwrite to go on")
 
 
+@pytest.mark.process
 @needs_signals
 def test_interrupted_counts_are_kept_and_the_same_command_ends_them(folder, tmp_path):
     out = tmp_path / "ranking"
@@ -332,6 +323,7 @@ def test_interrupted_clusters_are_not_kept_and_that_is_said(folder, tmp_path):
     assert errors[-1].startswith("interrupted: ") and errors[-1].endswith("run the same command to begin anew")
 
 
+@pytest.mark.process
 @needs_signals
 def test_an_interrupted_measurement_says_where_its_figures_are(folder, tmp_path):
     out = tmp_path / "coverage.json"
@@ -343,6 +335,7 @@ def test_an_interrupted_measurement_says_where_its_figures_are(folder, tmp_path)
     )
 
 
+@pytest.mark.process
 def test_an_interrupt_that_a_destructor_swallows_is_not_lost():
     """Python drops exceptions that are raised in destructors; the next sign of progress raises this one."""
     code = """
@@ -404,31 +397,6 @@ def test_an_interrupt_that_a_library_takes_for_an_error_is_told_and_loses_nothin
     result = interrupted_in_process(work)
     assert result.exit_code == 130 and result.stderr.splitlines()[-1].startswith("interrupted: ")
     assert [one.name for one in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "whole"
-
-
-@needs_signals
-def test_an_interrupt_while_safetensors_reads_is_told(tmp_path, monkeypatch):
-    """Of what is raised while torch looks into a storage it says that the storage has no shape."""
-    save_file({"one": torch.ones(3)}, tmp_path / "file")
-    part, raised = torch.UntypedStorage.__getitem__, []
-
-    def interrupted_part(storage, index):
-        if isinstance(index, int):
-            signal.raise_signal(signal.SIGINT)
-        return part(storage, index)
-
-    def work() -> None:
-        with monkeypatch.context() as patch, safe_open(tmp_path / "file", "pt") as file:
-            patch.setattr(torch.UntypedStorage, "__getitem__", interrupted_part)
-            try:
-                file.get_tensor("one")
-            except BaseException as error:
-                raised.append(error)
-                raise
-
-    result = interrupted_in_process(work)
-    assert result.exit_code == 130 and result.stderr.splitlines()[-1].startswith("interrupted: ")
-    assert not isinstance(raised[0], KeyboardInterrupt)
 
 
 @needs_signals
@@ -500,9 +468,7 @@ def writers(folder: Path) -> dict[str, list]:
     """Commands that write a folder, without the folder."""
     return {
         "frequency": [
-            "build",
-            "frequency",
-            "--tokenizer",
+            *"build frequency --tokenizer".split(),
             folder / "target",
             "--text",
             folder / "texts.jsonl",
@@ -573,6 +539,7 @@ def test_files_that_cannot_be_written_are_refused_before_work(folder, monkeypatc
     assert "cannot be written: --json takes a file in an existing folder" in str(result.exception)
 
 
+@pytest.mark.process
 def test_two_processes_do_not_write_one_folder_and_a_killed_one_is_no_obstacle(folder, tmp_path):
     out = tmp_path / "clusters"
     words = ["build", "clusters", "--target", folder / "target", "--out", out, "--num-clusters"]
@@ -594,6 +561,7 @@ def test_two_processes_do_not_write_one_folder_and_a_killed_one_is_no_obstacle(f
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
+@pytest.mark.process
 def test_two_measurements_do_not_write_one_file(folder, tmp_path):
     out = tmp_path / "out.json"
     words = ["--temperature", 1, "--continuations", 100_000, "--max-new-tokens", 8, "--policy", "full", "--json", out]
@@ -611,7 +579,10 @@ def test_two_measurements_do_not_write_one_file(folder, tmp_path):
 
 @needs_signals
 @pytest.mark.parametrize(
-    ("command", "limit"), [("frequency", 1000), ("clusters", 1000), ("router", 1000), ("router", 60_000)]
+    ("command", "limit"),
+    representatives(
+        "families", [("frequency", 1000), ("router", 60_000), ("clusters", 1000), ("router", 1000)], keep=2
+    ),
 )
 def test_what_the_disk_refuses_meanwhile_ends_in_one_line(folder, tmp_path, command, limit):
     words = [*writers(folder)[command], tmp_path / "out"]
