@@ -59,7 +59,6 @@ def cluster_tokens(
     seed: int = 0,
     iterations: int = 25,
     balanced: bool = False,
-    device: str | torch.device = "cpu",
     report: Report = lambda activity, done, total: None,
 ) -> TokenClusters:
     """Divide tokens into clusters by the directions of their rows in an LM head.
@@ -80,7 +79,6 @@ def cluster_tokens(
         seed: from 0 to 2³¹ − 1. The same seed, weights and number of threads give the same clusters.
         iterations: of k-means; if balanced, at most so many for each split.
         balanced: make groups of equal size.
-        device: `cpu` or a CUDA device. Unbalanced clusters on CUDA need a faiss with GPU support.
         report: called with the activity, how much of it is done, and how much there is.
 
     Returns:
@@ -88,14 +86,13 @@ def cluster_tokens(
 
     Raises:
         ConfigurationError: an argument is out of range; a row is not finite; there are fewer rows other than zero than
-            clusters; faiss has no GPU support.
+            clusters.
         DynSpecError: faiss is not installed.
     """
     tokens = _checked_size(weight, vocabulary_size)
     require_cluster_settings(num_clusters, seed, iterations, tokens)
-    device = torch.device(device)
     if not balanced:
-        require_faiss(device)
+        require_faiss()
     rows = _unit_rows(weight[:tokens])
     has_direction = rows.any(dim=1)
     if int(has_direction.sum()) < num_clusters:
@@ -103,12 +100,12 @@ def cluster_tokens(
             f"{num_clusters} clusters need as many rows other than zero, and there are {int(has_direction.sum())}"
         )
     if balanced:
-        clusters = _bisect(rows.to(device), num_clusters, seed, iterations, report).cpu()
+        clusters = _bisect(rows, num_clusters, seed, iterations, report)
     elif bool(has_direction.all()):
-        clusters = _spherical_kmeans(rows, num_clusters, seed, iterations, device, report)
+        clusters = _spherical_kmeans(rows, num_clusters, seed, iterations, report)
     else:
         clusters = torch.zeros(tokens, dtype=torch.int64)
-        found = _spherical_kmeans(rows[has_direction], num_clusters, seed, iterations, device, report)
+        found = _spherical_kmeans(rows[has_direction], num_clusters, seed, iterations, report)
         clusters[has_direction] = found
     return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
 
@@ -161,26 +158,14 @@ def require_cluster_settings(num_clusters: int, seed: int, iterations: int, toke
             raise SettingError(name, f"must be a whole number from {least} to {most}, {what}; got {value!r}")
 
 
-def require_faiss(device: torch.device) -> Any:
-    """Import faiss, with GPU support where it is to work on one.
-
-    Raises:
-        DynSpecError: it is not installed.
-        ConfigurationError: it has no GPU support, or cannot use the device.
-    """
+def require_faiss() -> Any:
+    """faiss, or a `DynSpecError` if it is not installed."""
     try:
         import faiss
     except ImportError as error:
         raise DynSpecError(
             "token clusters need faiss; install it with: pip install 'hf-dynspec[build]'. (Balanced clusters do not.)"
         ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"clusters are built on cpu or cuda, not on {device}")
-    if device.type == "cuda" and not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
-        raise ConfigurationError(
-            f"the installed faiss cannot use {device}: faiss-cpu has no GPU support. Use the device cpu, or install a "
-            "faiss with GPU support instead, such as faiss-gpu-cu12"
-        )
     return faiss
 
 
@@ -219,12 +204,11 @@ def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _spherical_kmeans(
-    rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, device: torch.device, report: Report
+    rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, report: Report
 ) -> torch.Tensor:
     """int64 `[n]`: clusters, numbered without gaps, of rows that have length one."""
-    faiss = require_faiss(device)
     points = rows.numpy()
-    kmeans = faiss.Kmeans(
+    kmeans = require_faiss().Kmeans(
         points.shape[1],
         num_clusters,
         niter=1,
@@ -233,8 +217,6 @@ def _spherical_kmeans(
         max_points_per_centroid=points.shape[0],
         min_points_per_centroid=1,
     )
-    if device.type == "cuda":
-        kmeans.index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), device.index or 0, kmeans.index)
     # One iteration in each call, as only between calls it can be told how far it is.
     for done in range(iterations):
         report("k-means", done, iterations)
@@ -256,8 +238,8 @@ def _bisect(rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, r
     """int64 `[n]`: clusters whose sizes differ by at most one, of rows that have length one or are zero."""
     generator = torch.Generator().manual_seed(seed)
     smaller, larger_clusters = divmod(rows.shape[0], num_clusters)
-    clusters = torch.empty(rows.shape[0], dtype=torch.int64, device=rows.device)
-    pending = [(torch.arange(rows.shape[0], device=rows.device), 0, num_clusters)]
+    clusters = torch.empty(rows.shape[0], dtype=torch.int64)
+    pending = [(torch.arange(rows.shape[0]), 0, num_clusters)]
     done = 0
     while pending:
         ids, first, count = pending.pop()
@@ -269,7 +251,7 @@ def _bisect(rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, r
         left = count // 2
         # The first clusters are those that are larger by one.
         left_size = left * smaller + min(max(larger_clusters - first, 0), left)
-        direction = torch.randn(rows.shape[1], generator=generator).to(rows.device)
+        direction = torch.randn(rows.shape[1], generator=generator)
         # All rows are in order at first, and are not copied.
         part = rows if ids.shape[0] == rows.shape[0] else rows.index_select(0, ids)
         is_left = _split(part, left_size, direction, iterations)
@@ -279,7 +261,7 @@ def _bisect(rows: torch.Tensor, num_clusters: int, seed: int, iterations: int, r
 
 def _split(rows: torch.Tensor, left_size: int, direction: torch.Tensor, iterations: int) -> torch.Tensor:
     """bool `[n]`: spherical 2-means with `left_size` rows on the left, from an initial direction `[d]`."""
-    is_left = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
+    is_left = torch.zeros(rows.shape[0], dtype=torch.bool)
     for _ in range(iterations):
         before, is_left = is_left, torch.zeros_like(is_left)
         is_left[torch.argsort(rows @ direction, descending=True, stable=True)[:left_size]] = True
@@ -308,7 +290,6 @@ def neighbour_spread(
     neighbours: Sequence[int] = (10, 50),
     samples: int = 1000,
     seed: int = 0,
-    device: str | torch.device = "cpu",
     report: Report = lambda activity, done, total: None,
 ) -> dict[int, tuple[float, float]]:
     """In how many clusters the nearest neighbours of tokens lie, which are the other rows of highest cosine.
@@ -319,7 +300,6 @@ def neighbour_spread(
         neighbours: how many neighbours of a token are counted. Numbers that the vocabulary has not are left out.
         samples: tokens to look at, drawn without repeats from all whose row is not zero.
         seed: of the sample and of the random partition.
-        device: where rows are compared.
         report: as in `cluster_tokens`.
 
     Returns:
@@ -334,12 +314,12 @@ def neighbour_spread(
     kept = sorted(count for count in set(neighbours) if 1 <= count < tokens)
     if not kept or not sample.numel():
         return {}
-    rows, nearest = rows.to(device), []
-    for part in sample.to(device).split(_CHUNK_QUERIES):
+    nearest = []
+    for part in sample.split(_CHUNK_QUERIES):
         report("neighbours", len(nearest) * _CHUNK_QUERIES, sample.shape[0])
         cosines = rows[part] @ rows.T
         cosines.scatter_(1, part.unsqueeze(1), -torch.inf)
-        nearest.append(cosines.topk(kept[-1], dim=1).indices.cpu())
+        nearest.append(cosines.topk(kept[-1], dim=1).indices)
     report("neighbours", sample.shape[0], sample.shape[0])
     nearest = torch.cat(nearest)
     shuffled = clusters[torch.randperm(tokens, generator=generator)]

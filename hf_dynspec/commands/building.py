@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import ConfigurationError
-from .common import command_line
-from .running import claim_folder, raise_lost_interrupt
+from .common import command_line, progress_bar
+from .running import claim_folder
 
 if TYPE_CHECKING:
     import torch
@@ -119,20 +119,7 @@ def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corp
 @contextmanager
 def counting_bar(title: str, total: int, tokens: int) -> Iterator[Callable[[int, int], None]]:
     """A bar; yields a function that takes how much of `total` is done and how many tokens were counted."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as RemainingColumn
-
     if tokens:
         typer.echo(f"continuing: {tokens:,} tokens were counted before", err=True)
-    counted = TextColumn("{task.fields[tokens]:,} tokens")
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), counted)
-    with Progress(*columns, TimeElapsedColumn(), RemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=total, tokens=tokens)
-
-        def report(done: int, tokens: int) -> None:
-            raise_lost_interrupt()
-            progress.update(task, completed=done, tokens=tokens)
-
-        yield report
-        progress.update(task, completed=total)
+    with progress_bar() as report:
+        yield lambda done, tokens: report(f"{title}: {tokens:,} tokens", done, total)

@@ -37,9 +37,6 @@ def clusters(
     ] = False,
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of k-means; balanced, for each split.")] = 25,
     seed: Annotated[int, typer.Option(min=0, help="For the first centroids, and the sample of the report.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="Where clusters are built: cpu, or such as cuda:0 with a faiss for GPUs.")
-    ] = "cpu",
     overwrite: options.Overwrite = False,
 ) -> None:
     """Divide the tokens into clusters by spherical k-means over the rows of an LM head (DynaSpec).
@@ -48,13 +45,14 @@ def clusters(
     trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
     in none.
     """
-    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings
+    from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings, require_faiss
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..shortlists.router import Router, RouterShortlist
     from ..vocabulary import fingerprint_tokenizer
 
     require_free_folder(context, out, overwrite)
-    where = _checked_device(device, needs_faiss=not balanced)
+    if not balanced:
+        require_faiss()
     loaded = load_tokenizer(tokenizer or target)
     fingerprint = fingerprint_tokenizer(loaded, find_eos_token_ids(target, loaded))
     require_cluster_settings(num_clusters, seed, iterations, fingerprint.size)
@@ -73,10 +71,9 @@ def clusters(
             seed=seed,
             iterations=iterations,
             balanced=balanced,
-            device=where,
             report=report,
         )
-        spread = neighbour_spread(weight, made.clusters, seed=seed, device=where, report=report)
+        spread = neighbour_spread(weight, made.clusters, seed=seed, report=report)
     provenance = {
         "command": command_text(context),
         "head": {"model": shorten_name(target), "rows": rows, "width": width, "dtype": str(weight.dtype)[6:]},
@@ -99,24 +96,6 @@ def clusters(
         f"use them by --policy router:router={out}, whose first draft step selects {policy.budget(0):,} of them "
         f"(max_clusters says how many), or by train router --clusters {out}"
     )
-
-
-def _checked_device(name: str, needs_faiss: bool) -> "torch.device":
-    """The device, which can be used; faiss is there if it is needed."""
-    import torch
-
-    from ..build.clusters import require_faiss
-    from ..errors import ConfigurationError
-
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # builds of torch without CUDA raise AssertionError
-        problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigurationError(f"--device {name} cannot be used: {problem}") from error
-    if needs_faiss:
-        require_faiss(device)
-    return device
 
 
 def _read_head(name: str) -> "torch.Tensor":

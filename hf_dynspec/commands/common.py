@@ -1,7 +1,6 @@
 """What commands share: the command as it was given, the file of results, the progress bar, the console."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,49 +120,6 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     finally:
         if progress.live.is_started:
             progress.stop()
-
-
-class Pace:
-    """Says how long an activity is going to take, once, as soon as a part of it is done.
-
-    Args:
-        say: takes the sentence.
-    """
-
-    # The part that has to be done before: so many seconds, or such a share.
-    _SECONDS, _SHARE = 2.0, 0.05
-
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
-        self._activity: str | None = None
-        self._first = self._start = self._now = self._done = self._total = 0.0
-        self._is_said = False
-
-    def note(self, activity: str, done: int, total: int, bound: str = "") -> None:
-        """Note how much of an activity is done; `bound` are words to put before the time, such as `"at most"`."""
-        self._now = time.monotonic()
-        if activity != self._activity:
-            self._activity, self._first, self._start, self._is_said = activity, done, self._now, False
-        self._done, self._total = done, total
-        elapsed, share = self._now - self._start, (done - self._first) / max(1, total)
-        if not self._is_said and 0 < share and done < total and (elapsed >= self._SECONDS or share >= self._SHARE):
-            self._is_said = True
-            self._say(f"{activity}: {bound}{' ' if bound else ''}{self.left()} left, at the pace so far")
-
-    def left(self) -> str:
-        """How long the rest of the activity takes, in words."""
-        done = self._done - self._first
-        if not done:
-            return "an unknown time"
-        return duration((self._total - self._done) * (self._now - self._start) / done)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `about 40 s`, `about 7 min` or `about 2 h 10 min`."""
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
 
 
 def tell_notes(notes: Iterable[str]) -> None:

@@ -143,7 +143,7 @@ def router(
         require_balanced(stored)
     others = {name: _trained(name) for name in compare or ()}
     if stored is None and not is_coral:
-        require_faiss(torch.device("cpu"))
+        require_faiss()
     settings = PairSettings(target, drafter, device=device, dtype=dtype, threads=threads)
     before_connecting()
     accelerator = Accelerator(cpu=settings.resolved_device().type == "cpu")

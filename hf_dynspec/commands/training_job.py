@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..shortlists.router import Router
 from ..shortlists.router.clusters import ClusterShortlist
 from ..vocabulary import fingerprint_tokenizer, require_same_tokenizer
 from .building import going_on
-from .common import Pace, progress_bar
+from .common import progress_bar
 from .running import require_space
 
 _WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "training.pt"
@@ -52,7 +53,6 @@ class TrainingJob:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.vocabulary_size = shared_vocabulary_size(target, drafter, tokenizer)
         self._accelerator, self._work, self._seed = accelerator, work, seed
-        self._pace = Pace(self._say)
 
     @property
     def is_main(self) -> bool:
@@ -78,10 +78,9 @@ class TrainingJob:
         with self._progress() as report:
 
             def sample() -> Windows:
-                def reading(done: int, total: int) -> None:
-                    self._tell(report, "reading texts", done, total)
-
-                return sample_windows(corpus, self.tokenizer, self.vocabulary_size, settings, reading)
+                return sample_windows(
+                    corpus, self.tokenizer, self.vocabulary_size, settings, partial(report, "reading texts")
+                )
 
             with self._accelerator.main_process_first():
                 begin_job(self._work, job, is_main=self.is_main)
@@ -90,7 +89,7 @@ class TrainingJob:
                 windows,
                 process=self._accelerator.process_index,
                 processes=self._accelerator.num_processes,
-                report=lambda done, total: self._tell(report, "recording draft steps", done, total),
+                report=partial(report, "recording draft steps"),
             )
         self._accelerator.wait_for_everyone()
         return windows, recording
@@ -172,11 +171,10 @@ class TrainingJob:
             says = f"cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
             losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
             best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"
-            left = f", {self._pace.left()} left at most" if state.step < settings.max_steps else ""
-            self._say(f"batch {state.step:,} of at most {settings.max_steps:,}{left}: {losses}; {best}")
+            self._say(f"batch {state.step:,} of at most {settings.max_steps:,}: {losses}; {best}")
 
         with self._progress() as report:
-            trained = training.run(show, lambda done, most: self._tell(report, "training", done, most, "at most"))
+            trained = training.run(show, partial(report, "training"))
         self._say(f"the router of batch {training.state.best_step:,} is kept, whose held-out loss was the lowest")
         return trained
 
@@ -187,13 +185,6 @@ class TrainingJob:
 
     def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
         return progress_bar() if self.is_main else nullcontext(lambda *_: None)
-
-    def _tell(
-        self, report: Callable[[str, int, int], None], activity: str, done: int, total: int, bound: str = ""
-    ) -> None:
-        """Move the bar, and say once how long the activity is going to take."""
-        report(activity, done, total)
-        self._pace.note(activity, done, total, bound)
 
     def _say(self, text: str) -> None:
         if self.is_main:

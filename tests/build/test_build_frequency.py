@@ -415,7 +415,8 @@ def test_the_command_makes_an_artifact(byte_level, tmp_path):
     words = ["--tokenizer", byte_level, "--text", *paths, "--out", out, "--size", 300]
     result = invoke("build", "frequency", *words)
     assert result.exit_code == 0, result.output
-    assert "--policy frequency:ranking=" in result.output and "100%" in result.output
+    size = sum(path.stat().st_size for path in paths)
+    assert "--policy frequency:ranking=" in result.output and f"{size}/{size}" in result.output
     config, tensors = read_artifact(out, tokenizer_fingerprint=fingerprint_tokenizer(load(byte_level)))
     expected = expected_counts(byte_level, texts)
     assert tensors["ranking"].tolist() == rank(expected, load(byte_level)).tolist()
@@ -424,7 +425,7 @@ def test_the_command_makes_an_artifact(byte_level, tmp_path):
     record = config.provenance
     assert record["tokens_counted"] == expected.sum() and record["distinct_tokens"] == (expected > 0).sum()
     assert (record["documents"], record["input_files"]) == (len(texts), 2)
-    assert record["input_bytes"] == sum(path.stat().st_size for path in paths)
+    assert record["input_bytes"] == size
     assert record["inputs"][0] == f"a.txt ({paths[0].stat().st_size} bytes)"
     assert record["command"].startswith("hf-dynspec build frequency --out here --tokenizer ")
     assert record["command"].endswith("--text a.txt --size 300 b.jsonl")

@@ -31,7 +31,6 @@ import hf_dynspec
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.build.frequency import Tally
 from hf_dynspec.commands import app
-from hf_dynspec.commands.common import Pace, duration
 from hf_dynspec.commands.frequency import _describe_kept
 from hf_dynspec.commands.running import Commands, describe_os_error
 from hf_dynspec.errors import ConfigurationError, DynSpecError
@@ -661,49 +660,20 @@ def test_every_policy_is_made_by_name_or_refused_with_a_typed_error():
             assert repr(name) in str(error)
 
 
-# How long it takes ---------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
-def test_how_long_it_takes_is_told_once_for_each_activity(monkeypatch):
-    said, now = [], [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pace = Pace(said.append)
-    for activity, first, seconds in (("recording", 0, 3.0), ("training", 50, 0.5)):
-        for done in range(first, 100, 2):
-            pace.note(activity, done, 100, "at most" if activity == "training" else "")
-            now[0] += 2 * seconds
-    assert said == [
-        "recording: about 5 min left, at the pace so far",
-        "training: at most about 23 s left, at the pace so far",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "about 1 s"), (89, "about 89 s"), (431, "about 7 min"), (7800, "about 2 h 10 min")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_training_says_how_long_it_takes_and_whose_figures_it_shows(folder, tmp_path):
+def test_training_says_whose_figures_it_shows(folder, tmp_path):
     words = train(folder, tmp_path / "router", "--steps", 1200, "--held-out", 200)
     result = CliRunner().invoke(app, [*words, "--max-batches", "40", "--evaluate-every", "10"])
     assert result.exit_code == 0, result.output
-    lines = [line for line in result.stderr.splitlines() if "━" not in line]
-    assert [line.split(":")[0] for line in lines if line.endswith("left, at the pace so far")] == [
-        "recording draft steps",
-        "training",
-    ]
-    looks = [line for line in lines if line.startswith("batch ")]
+    looks = [line for line in result.stderr.splitlines() if line.startswith("batch ")]
     assert len(looks) == 4
     losses = []
     for number, line in enumerate(looks, 1):
-        left = ", about .* left at most" if number < 4 else ""
-        told = re.match(
-            rf"batch {10 * number} of at most 40{left}: loss \S+, held out (\S+); the best so far, of batch (\d+): ",
-            line,
-        )
-        losses.append(float(told[1]))
-        assert int(told[2]) == 10 * (1 + losses.index(min(losses)))
+        start = rf"batch {10 * number} of at most 40: "
+        found = re.match(start + r"loss \S+, held out (\S+); the best so far, of batch (\d+): ", line)
+        losses.append(float(found[1]))
+        assert int(found[2]) == 10 * (1 + losses.index(min(losses)))
     best = 10 * (1 + losses.index(min(losses)))
-    assert f"the router of batch {best} is kept, whose held-out loss was the lowest" in lines
+    assert f"the router of batch {best} is kept, whose held-out loss was the lowest" in result.stderr
