@@ -25,26 +25,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def fixed_drafts():
-    """Where a test says nothing of it, every round drafts: models this small gain nothing by it, so that drafting
-    would soon rest, and hardly anything be tested."""
-    from hf_dynspec.drafting import settings
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "DEFAULT_WHERE_ONLY_SPEED_SHOWS", settings.DEFAULT_NUM_ASSISTANT_TOKENS)
-        yield
-
-
-@pytest.fixture
-def drafts_as_shipped(monkeypatch):
-    """The default draft length is what users have."""
-    from hf_dynspec.drafting import settings
-    from hf_dynspec.drafting.tree_config import AUTO
-
-    monkeypatch.setattr(settings, "DEFAULT_WHERE_ONLY_SPEED_SHOWS", AUTO)
-
-
 @pytest.fixture
 def poisoned_memory():
     """Uninitialised memory holds NaN, so that reading it shows."""

@@ -9,8 +9,8 @@ from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
 from ..drafters import Drafter, as_drafter
 from ..drafting.settings import as_tree_config, drafting_config
-from ..drafting.tree_config import TreeConfig
 from ..shortlists import ShortlistPolicy, as_policy
+from ..tree_config import TreeConfig
 from .bound import BoundAssistant
 from .saved import SavedAssistant
 
@@ -44,13 +44,10 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.
-        num_assistant_tokens: tokens drafted per round, or `"auto"`: as many in each round, up to 12, as are expected
-            to bring the most tokens per second, and none while drafting loses; of trees up to the size of `tree`.
-            Greedy tokens are the same however many are drafted, up to rounding, and sampled ones have the same
-            distribution, but what is drawn then depends on the clock too, and not on the seed alone. The same holds
-            of the policy `"auto"`. By default (None) it is `"auto"` in calls in which nothing but the speed shows what
-            was drafted: that decode greedily, with a target that computes in fp32 throughout, without `tree`,
-            `alignment`, `measure_coverage`, `profile`, `validate` and a schedule; and 5 in others.
+        num_assistant_tokens: tokens drafted per round (default 5), or `"auto"`: up to 12, as many in each round as
+            promise the most tokens per second, and none while drafting loses; with `tree`, trees up to its size.
+            Output is lossless either way. With `"auto"`, and with the policy `"auto"`, sampled tokens depend on the
+            clock as well as on the seed.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for

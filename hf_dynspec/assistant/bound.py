@@ -11,13 +11,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters import Drafter
-from ..drafting.automatic_call import LearntDrafting
+from ..drafting.automatic import ChooserPool
 from ..drafting.guards import outside_inference_mode
 from ..drafting.session import DraftSession
-from ..drafting.settings import settled
 from ..errors import NotBoundError, UnsupportedError, naming_source, shown_value
+from ..generation.bindable import Assistant
 from ..generation.binding import TargetHook, attach
-from ..generation.call import Assistant
 from ..generation.conversation import Conversation
 from ..generation.draft_once import draft_once
 from ..generation.generate_call import GenerateCall
@@ -50,7 +49,7 @@ class BoundAssistant(Assistant):
         self._lock = threading.RLock()
         self._binding: _Binding | None = None
         self._sessions = SessionPool()
-        self.learnt_drafting = LearntDrafting()
+        self.choosers = ChooserPool()
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         twin = memo[id(self)] = object.__new__(type(self))
@@ -58,7 +57,7 @@ class BoundAssistant(Assistant):
         twin.generation_config = copy.deepcopy(self.generation_config)
         twin.stats, twin.stats_total = copy.deepcopy(self.stats), copy.deepcopy(self.stats_total)
         twin._lock, twin._sessions, twin._binding = threading.RLock(), SessionPool(), None
-        twin.learnt_drafting = LearntDrafting()
+        twin.choosers = ChooserPool()
         if self.target is not None:
             if self.alignment is not None:
                 self.alignment.attach(twin, self.target)
@@ -129,7 +128,7 @@ class BoundAssistant(Assistant):
         if before is not None and before.hook() not in (None, hook):
             before.hook().remove(self)
         self._sessions.clear(memory)
-        self.learnt_drafting.forget()
+        self.choosers.forget()
 
     def unbind(self) -> None:
         """Leave the bound model as it was before. Does nothing where none is bound."""
@@ -190,14 +189,7 @@ class BoundAssistant(Assistant):
         else:
             session = self._make_session(eos, self._binding.vocabulary_size, self.forward, None)
         try:
-            return draft_once(
-                self.forward,
-                session,
-                self.drafter.reads,
-                settled(self.generation_config, is_fixed=True),
-                self.tree,
-                input_ids.to(self.target.device),
-            )
+            return draft_once(self, session, input_ids.to(self.target.device))
         finally:
             self.return_session(session)
 

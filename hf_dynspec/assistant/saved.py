@@ -14,7 +14,7 @@ from ..artifacts.config import DynSpecConfig, PolicyConfig
 from ..drafters import Drafter
 from ..errors import naming_source
 from ..files import DEFAULT_SHARD_SIZE
-from ..generation.call import Assistant
+from ..generation.bindable import Assistant
 from ..generation.refusals import check_target
 from ..loading import local_tokenizer
 from ..modeling.parts import unwrapped

@@ -1,388 +1,500 @@
-"""How many tokens to draft, and with which policy, chosen round by round: what is expected to bring the most tokens
-per second, by what rounds have taken and what the target has accepted so far (DynaSpec, equation 2).
+"""Automatic drafting: how many tokens to draft in each round, and with which policy, for the most tokens per second.
 
-Nothing here waits for a device. A round is timed by the host's clock from its beginning to the next one's, and between
-the two lies the one wait that every round has, so that on a GPU too it is the time of a whole round.
+Four things are learned while texts are generated: how often the tokens of each draft step are accepted, how long a
+round of each shape takes, how often a token of a given drafter probability is accepted, and whether drafting pays at
+all. The plan with the highest expected speed (DynaSpec, equation 2) drafts next.
+
+Nothing here waits for a device. The host's clock times a round from its beginning to the beginning of the next one.
+Each round waits for the device once in between, so on a GPU too this is the time of a whole round.
 """
 
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from ..errors import warn_user
-from .draft_shapes import ALONE, LONGEST, DraftShape
-from .early_ends import Acceptances, EarlyEnd
-from .expected_rounds import ExpectedRounds, FinishedRound
-from .readings import Readings
-from .rests import Rests
-from .side_by_side import SideBySide
-from .trials import Trials
+from ..stats import Clock
+from ..tree_config import TreeConfig
+from .expected_speed import expected_tokens
 
-# The most rounds that earlier calls count for in a new one.
-_ROUNDS_OF_EARLIER_CALLS = 8
-
-# What is drafted, and with which policy, is settled anew after so many rounds.
-_ROUNDS_PER_CHOICE = 8
-# Another policy than before is taken where it promises so many times as much: less may be chance, and a policy that
-# was idle has to catch up.
+# The longest chains and tree paths to consider: at an acceptance of 0.9, one round in three reaches the twelfth token.
+LONGEST = 12
+# The first length that is tried, and the second one, which shows what a draft step costs.
+_FIRST_LENGTHS = (5, 2)
+# Rounds of a shape that are timed before their median is trusted, and how many recent rounds it is taken over.
+_TRUSTED, _RECENT_TIMES = 3, 9
+# The share of a round that one more draft step takes, as long as nothing has been measured.
+_ASSUMED_STEP_COST = 0.1
+# Each round multiplies the weight of earlier acceptances by this; a new text multiplies it by the second number.
+_FADE, _FADE_OF_CALL = 0.97, 0.5
+# Recent rounds whose tokens are averaged for drafts that stop early.
+_RECENT_ROUNDS = 32
+# Probabilities of drafted tokens are told apart in so many steps.
+_BINS = 10
+# How likely a draft has to be accepted so far to go on, as long as nothing has been measured.
+_WORTH_AT_FIRST = 0.5
+# Rounds between two explorations of other plans, and rounds that an exploration takes.
+_EXPLORES_AFTER, _EXPLORATION = 32, 3
+# Plans that promise less than this share of the best plan's speed are not explored again.
+_WORTH_EXPLORING = 0.6
+# Another policy has to promise more by this factor: the session has to read the text for it first.
 _CLEARLY_BETTER = 1.03
-
-# Rounds of the given shape that are timed, where only the policy is to be chosen, before another policy is tried.
-_TIMED_AT_FIRST = 2
-# Rounds with drafts that are timed before it is believed what they take, where drafting seems to lose: one may be a
-# stall; and before a rest is as long as pays for one of them: two may be, which the next one shows.
-_TIMED_TO_BELIEVE, _TIMED_BEFORE_LONG_REST = 2, 3
-# Rounds of the target alone that are timed before drafting may rest.
-_TIMED_BEFORE_REST = 8
-# Rounds with drafts that are timed before a call waits for what they gain.
-_TIMED_BEFORE_WAITING = 8
-# Before drafting rests it is compared with not drafting side by side, where it promises at least such a part of what
-# the target alone does, and so many tokens in a round: where times may be what is wrong.
-_NEARLY_PAYS, _TOKENS_OF_GOOD_DRAFTS = 0.5, 1.5
-# What all rounds before a rest, and before a change, count for.
-_ROUNDS_BEFORE_REST, _ROUNDS_BEFORE_CHANGE = 4, 1
-# Seconds in which no call begins and no round ends, after which drafting that rests is tried again.
-_FORGETS_AFTER = 600.0
+# Timed rounds with drafts before drafting may back off.
+_DRAFTS_BEFORE_BACKOFF = 4
+# Tokens without drafts after drafting has lost for the first time, and at most.
+_SHORTEST_BACKOFF, _LONGEST_BACKOFF = 16, 512
+# A new text, which the drafter may know better, waits at most so many tokens. So many tokens before drafting is tried
+# again, heads begin to collect the target's hidden states.
+_SOON = 64
+# Settings for which learned choosers are kept.
+_MOST_CHOOSERS = 8
 
 
-class AutomaticDrafting:
-    """What was learnt of drafting under one setting, and the choice that follows from it. Shareable between threads.
+class DraftPlan(NamedTuple):
+    """What one round drafts.
 
-    At first a few shapes are tried. Then the one that promises the most tokens per second is drafted, and now and then
-    another policy, or nothing, to see. Where the target alone promises more than every shape, drafting rests, with a
-    warning when that happens first; it is tried again at intervals that grow as long as it loses, and begin short
-    where it has gained before.
-
-    Args:
-        shapes: those to choose from besides `ALONE`, of the policy 0.
-        policies: how many there are to choose from. All of them draft each of the shapes.
-        ends_early: the shape is a chain, which ends before a token that is not worth its time (`EarlyEnd`).
+    Attributes:
+        steps: draft steps; 0 if the target generates alone.
+        nodes: drafted tokens: one for each step in a chain, more in a tree.
+        policy: the index of the policy that drafts, among those to choose from.
     """
 
-    def __init__(self, shapes: Sequence[DraftShape], policies: int = 1, ends_early: bool = False):
+    steps: int
+    nodes: int
+    policy: int = 0
+
+
+NO_DRAFT = DraftPlan(0, 0)
+
+
+def plans_of(tree: TreeConfig | None, stops_early: bool) -> tuple[DraftPlan, ...]:
+    """The plans of one policy to choose from, without `NO_DRAFT`. Arguments as for `DraftChooser`."""
+    if tree is None:
+        # Chains that stop by themselves have one plan, the longest.
+        return tuple(DraftPlan(steps, steps) for steps in ((LONGEST,) if stops_early else range(1, LONGEST + 1)))
+    deepest, largest = min(tree.depth + 1, LONGEST), tree.total_tokens - 1
+    sizes = [size for size in (largest, largest // 2, largest // 4) if size]
+    plans = {DraftPlan(min(depth, size), size) for size in sizes for depth in (deepest, (deepest + 1) // 2)}
+    return tuple(sorted(plans, reverse=True))
+
+
+class RunningRates:
+    """How often something happened at each of several places. Recent cases count more.
+
+    Args:
+        expected: the rates to begin with.
+        weight: the number of cases that they count for.
+    """
+
+    def __init__(self, expected: Sequence[float], weight: float):
+        self._happened = [weight * rate for rate in expected]
+        self._cases = [weight] * len(expected)
+
+    def add(self, place: int, happened: bool) -> None:
+        """Count one case."""
+        self._happened[place] += happened
+        self._cases[place] += 1.0
+
+    def fade(self, factor: float, least: float = 1.0) -> None:
+        """Let earlier cases count less, but no place less than `least` cases."""
+        for place, cases in enumerate(self._cases):
+            kept = max(factor * cases, min(cases, least)) / cases
+            self._happened[place] *= kept
+            self._cases[place] *= kept
+
+    def rates(self) -> list[float]:
+        """The rate at each place."""
+        return [happened / cases for happened, cases in zip(self._happened, self._cases, strict=True)]
+
+
+class RoundLatency:
+    """Seconds of a round for each shape: the median of its recent rounds, and a straight line for other shapes."""
+
+    def __init__(self) -> None:
+        self._recent: dict[DraftPlan, deque[float]] = {}
+        self._median: dict[DraftPlan, float] = {}
+
+    def add(self, shape: DraftPlan, seconds: float) -> None:
+        """Note how long a round took."""
+        recent = self._recent.setdefault(shape, deque(maxlen=_RECENT_TIMES))
+        recent.append(seconds)
+        self._median[shape] = median(recent)
+
+    def count(self, shape: DraftPlan) -> int:
+        """How many recent rounds of a shape were timed."""
+        return len(self._recent.get(shape, ()))
+
+    def of_round(self, shape: DraftPlan) -> float | None:
+        """Seconds to expect of a round; None if nothing of its policy was timed."""
+        if self.count(shape) >= _TRUSTED:
+            return self._median[shape]
+        known = self._known(shape.policy)
+        if not known:
+            return None
+        nearest = min(known, key=lambda one: (abs(one.nodes - shape.nodes) + abs(one.steps - shape.steps), one))
+        seconds = self._median[nearest]
+        return max(seconds + (shape.steps - nearest.steps) * self.of_step(shape.policy), 0.2 * seconds)
+
+    def of_step(self, policy: int) -> float:
+        """Seconds that one more draft step takes, verification of its token included."""
+        known = self._known(policy)
+        first, last = min(known), max(known)
+        steps = last.steps - first.steps
+        if not steps or last.nodes - first.nodes != steps:
+            return _ASSUMED_STEP_COST * self._median[first]
+        return max((self._median[last] - self._median[first]) / steps, 0.0)
+
+    def _known(self, policy: int) -> list[DraftPlan]:
+        """Timed shapes of a policy, if possible those that are trusted."""
+        timed = [shape for shape in self._recent if shape.steps and shape.policy == policy]
+        return [shape for shape in timed if self.count(shape) >= _TRUSTED] or timed
+
+
+class Backoff:
+    """Exponential backoff: after drafting has lost, it is left out for 16 tokens, then 32, and so on up to 512."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        # Tokens until drafting is tried again, and rounds that the retrial still takes.
+        self.remaining = self.retrial = 0
+
+    def begin(self) -> None:
+        """Drafting has lost."""
+        self._length = min(max(2 * self._length, _SHORTEST_BACKOFF), _LONGEST_BACKOFF)
+        self.remaining, self.retrial = self._length, 0
+
+    def advance(self, tokens: int) -> None:
+        """So many tokens came out. When the wait is over, a retrial begins."""
+        if self.remaining:
+            self.remaining = max(0, self.remaining - tokens)
+            self.retrial = 0 if self.remaining else _EXPLORATION
+
+    def end(self) -> None:
+        """Drafting pays again."""
+        self._length = self.remaining = self.retrial = 0
+
+
+class FinishedRound(NamedTuple):
+    """A round that is over: its plan, the steps that were drafted, and the accepted tokens, one below the other.
+
+    Attributes:
+        is_last: the text ended, perhaps within the draft.
+        seconds: None if the round read more than usual, such as the prompt.
+        confidences: for each token of a chain that can stop early, the bin of the drafter's probability.
+    """
+
+    plan: DraftPlan
+    steps: int
+    accepted: int
+    is_last: bool
+    seconds: float | None
+    confidences: tuple[int, ...] = ()
+
+
+class DraftChooser:
+    """What was learned of drafting under one setting, and the plan that follows. Shareable between threads.
+
+    Args:
+        tree: the largest tree to draft (None: chains).
+        policies: how many policies there are to choose from.
+        stops_early: chains stop before a token that is not worth its time.
+        fixed: the plan whose policy alone is to be chosen (None: the length is chosen too, `NO_DRAFT` included).
+    """
+
+    def __init__(self, tree: TreeConfig | None, policies: int, stops_early: bool, fixed: DraftPlan | None):
         self._lock = threading.Lock()
-        self._expected = ExpectedRounds(shapes, policies, ends_early)
-        self._policies = policies
-        self._shapes = tuple(shape._replace(policy=policy) for policy in range(policies) for shape in shapes)
-        self._trials = Trials(tuple(shapes), policies)
-        # What is drafted but for trials, the tokens per second that it promises, and the rounds to settle it anew in.
-        self._choice, self._promised = self._shapes[0], 0.0
-        self._rounds = self._choose_again_at = 0
-        # Rounds that nothing was learnt of yet: as long as they change no choice they wait for the next one. Together
-        # they take much less time, as what is learnt and how is not in the processor's caches after a round.
-        self._new: list[FinishedRound] = []
-        # A shape, and what its drafts end by until more is learnt: how likely tokens are accepted, and how likely a
-        # draft has to be to go on.
-        self._end: tuple[DraftShape, Acceptances, list[float]] | None = None
-        # The policy that drafts but for trials.
-        self._policy = 0
-        self._ended = -float("inf")
-        self._rests = Rests()
-        self._readings = Readings()
-        # That goes on before a rest, or when drafting is tried again.
-        self._comparison: SideBySide | None = None
-        # What is still to be said, and whether it was said.
-        self._warning: str | None = None
+        self._stops_early, self._is_fixed = stops_early, fixed is not None
+        plans = plans_of(tree, stops_early) if fixed is None else (fixed,)
+        self._plans = tuple(plan._replace(policy=policy) for policy in range(policies) for plan in plans)
+        # By policy, and in trees by size too: how often a node at each depth is accepted if its parent was.
+        self._acceptance: dict[tuple[int, int], RunningRates] = {}
+        self._latency = RoundLatency()
+        # By policy: recent numbers of tokens and steps, for chains that stop early.
+        self._recent = [deque[tuple[int, int]](maxlen=_RECENT_ROUNDS) for _ in range(policies)]
+        centres = [(place + 0.5) / _BINS for place in range(_BINS)]
+        self._confidence = RunningRates(centres, weight=2.0)
+        self._backoff = Backoff()
         self._has_warned = False
+        self._explored: DraftPlan | None = None
+        self._rounds_to_explore = self._rounds_since_exploration = 0
+        self._plan = self._first_plan()
 
-    # A call ---------------------------------------------------------------------------------------------------------
+    def _first_plan(self) -> DraftPlan:
+        own = [plan for plan in self._plans if plan.policy == 0]
+        return min(own, key=lambda plan: (abs(plan.steps - _FIRST_LENGTHS[0]), -plan.nodes))
 
-    def begin_call(self, now: float) -> None:
-        """A call begins: what was learnt of other texts counts for less in it.
-
-        Args:
-            now: the time in seconds.
-        """
+    def begin_call(self) -> None:
+        """A new text begins: acceptances of earlier texts count for less."""
         with self._lock:
-            self._learn()
-            # How likely a token is by what is known of it, other texts tell as well.
-            self._expected.fade_acceptance_to(_ROUNDS_OF_EARLIER_CALLS)
-            self._rests.begin_call()
-            if not self._rests.have_ended and now - self._ended > _FORGETS_AFTER:
-                self._expected.fade_to(_ROUNDS_BEFORE_CHANGE)
-                self._rests.end(is_new=True)
-                self._comparison = None
-            self._ended = now
+            for rates in self._acceptance.values():
+                rates.fade(_FADE_OF_CALL)
+            self._backoff.remaining = min(self._backoff.remaining, _SOON)
 
     def renew(self) -> None:
-        """Weights are others now: drafting is tried again soon, and what was accepted hardly counts any more."""
+        """The drafter's weights changed: drafting is tried again at once, and earlier acceptances hardly count."""
         with self._lock:
-            self._learn()
-            self._expected.fade_to(_ROUNDS_BEFORE_CHANGE)
-            self._rests.hasten()
-
-    # A round --------------------------------------------------------------------------------------------------------
+            for rates in (*self._acceptance.values(), self._confidence):
+                rates.fade(0.0)
+            self._backoff.end()
 
     @property
-    def is_resting(self) -> bool:
-        """Whether nothing is drafted now."""
-        return self._rests.is_resting
+    def is_backing_off(self) -> bool:
+        """Whether nothing is drafted for now since drafting has lost."""
+        return self._backoff.remaining > 0
 
     @property
-    def reads_features(self) -> bool:
-        """Whether a head that reads the target's features has to be given those of the tokens that come now."""
-        return self._rests.reads_features
+    def keeps_features(self) -> bool:
+        """Whether a head needs the target's hidden states at the tokens that come now."""
+        return self._backoff.remaining <= _SOON
 
-    @property
-    def alone(self) -> float:
-        """Seconds that the target alone takes for a token; 0 as long as nothing was timed."""
+    def choose(self) -> DraftPlan:
+        """The plan of the next round."""
+        warning = None
         with self._lock:
-            return self._expected.seconds(ALONE) if self._expected.count(ALONE) else 0.0
-
-    def worth_after(self, unread: int, room: int) -> float:
-        """After how many tokens of a call it is worth that the drafter reads the text, see `Readings.worth_after`; 0
-        also where that cannot be told yet, or drafting is being tried.
-
-        Args:
-            unread: tokens that the drafter has not read.
-            room: tokens that the call still generates at most.
-        """
-        with self._lock:
-            if not self._expected.count(ALONE) or self._comparison is not None or not self._rests.have_ended:
-                return 0
-            # As long as little is known of it, all that there is to gain.
-            gain = self._expected.seconds(ALONE)
-            if self._expected.timed_drafts >= _TIMED_BEFORE_WAITING:
-                tokens, seconds = self._expected.tokens_and_seconds(self._best_drafted())
-                gain -= seconds / tokens
-            # Where there is none drafting rests, and knows by itself when it is tried again.
-            return self._readings.worth_after(unread, room, gain) if gain > 0 else 0
-
-    def read(self, unread: int, steps: int, seconds: float) -> None:
-        """The drafter has read so many tokens and drafted so many steps, all in so many seconds."""
-        with self._lock:
-            self._readings.add(unread, steps, seconds)
-
-    def end_call(self, tokens: int, limit: int) -> None:
-        """A call has generated so many tokens of those that it could have generated."""
-        with self._lock:
-            self._readings.end_call(tokens, limit)
-
-    def choose(self, fixed: DraftShape | None = None, room: int = LONGEST) -> DraftShape:
-        """What to draft in the next round, and with which policy.
-
-        Args:
-            fixed: the shape to choose a policy for (None: the shape is to be chosen too, `ALONE` among them).
-            room: the most steps of a draft of which it would be seen how long it takes.
-        """
-        with self._lock:
-            shape = self._choose(room) if fixed is None else self._choose_policy(fixed)
-            warning, self._warning = self._warning, None
+            if self._backoff.remaining:
+                return NO_DRAFT
+            if self._backoff.retrial:
+                return self._best(self._plans)
+            if (first := self._untimed()) is not None:
+                return first
+            if self._rounds_to_explore:
+                return self._explored
+            among = self._plans if self._is_fixed else (NO_DRAFT, *self._plans)
+            self._plan = self._best(among)
+            if self._plan == NO_DRAFT:
+                warning = self._begin_backoff()
+            elif self._rounds_since_exploration >= _EXPLORES_AFTER:
+                self._explore(among)
+                return self._explored or self._plan
         if warning is not None:
             warn_user(warning)
-        return shape
+        return self._plan
 
-    def _choose_policy(self, fixed: DraftShape) -> DraftShape:
-        own = fixed._replace(policy=self._policy)
-        # Where texts have no room for it, shorter ones are all that is ever timed.
-        timed = [self._expected.drafted(own, steps) for steps in range(1, own.steps + 1)]
-        if sum(map(self._expected.count, timed)) < _TIMED_AT_FIRST:
-            return own
-        among = [fixed._replace(policy=policy) for policy in range(self._policies)]
-        return self._best_or_trial(among)._replace(steps=fixed.steps, nodes=fixed.nodes)
+    def _untimed(self) -> DraftPlan | None:
+        """A plan that has to be timed before plans can be compared."""
+        first = self._first_plan()
+        if self._stops_early:
+            # Early stops decide how long its rounds are.
+            if len(self._recent[0]) < _DRAFTS_BEFORE_BACKOFF:
+                return first
+        elif self._latency.count(first) < _TRUSTED:
+            return first
+        elif not self._is_fixed:
+            second = [plan for plan in self._plans if plan.policy == 0 and plan.steps == _FIRST_LENGTHS[1]]
+            if second and self._latency.count(second[0]) < _TRUSTED:
+                return second[0]
+        if not self._is_fixed and self._latency.count(NO_DRAFT) < _TRUSTED:
+            return NO_DRAFT
+        for plan in self._plans:
+            if plan.policy and self._latency.of_round(plan) is None:
+                return plan._replace(steps=first.steps, nodes=first.nodes)
+        return None
 
-    def _choose(self, room: int) -> DraftShape:
-        if self._comparison is not None and self._comparison.is_over:
-            # By rounds that tell nothing, as the last ones of texts do: where another is recorded it ends itself.
-            self._end_comparison()
-        if self._comparison is not None:
-            return self._comparison.choose()
-        if self.is_resting:
-            return ALONE
-        if not self._rests.have_ended:
-            return self._compare()
-        expected = self._expected
-        first = self._trials.first(expected.count, expected.seconds, expected.tokens, room)
-        return first or self._best_or_trial((ALONE, *self._shapes))
+    def _best(self, among: Sequence[DraftPlan]) -> DraftPlan:
+        """The plan with the highest expected speed, with the policy of before unless another is clearly better."""
+        own = self._plan.policy
+        favour = {plan: _CLEARLY_BETTER for plan in among if plan.steps and plan.policy == own}
+        return max(among, key=lambda plan: favour.get(plan, 1.0) * self._speed(plan))
 
-    def early_end(self, shape: DraftShape) -> EarlyEnd | None:
-        """What ends the draft of the next round, with what was chosen for it; None where drafts are as long as was
-        chosen."""
-        expected = self._expected
-        if not expected.tells_tokens_apart:
+    def _speed(self, plan: DraftPlan) -> float:
+        """Expected tokens per second; 0 if nothing of its policy was timed."""
+        if plan.steps and self._stops_early and self._recent[plan.policy]:
+            return self._speed_of(plan, self._recent[plan.policy])
+        seconds = self._latency.of_round(plan)
+        return expected_tokens(self._rates(plan).rates(), plan.steps) / seconds if seconds else 0.0
+
+    def _speed_of(self, plan: DraftPlan, rounds: Sequence[tuple[int, int]]) -> float:
+        """Tokens per second of rounds with so many tokens and draft steps, at the usual latency; 0 if unknown."""
+        seconds = [self._latency.of_round(_shape(plan, steps)) for _, steps in rounds]
+        return sum(tokens for tokens, _ in rounds) / sum(seconds) if seconds and None not in seconds else 0.0
+
+    def _rates(self, plan: DraftPlan) -> RunningRates:
+        """Acceptances of a plan's policy, and tree size. Those of a kindred plan stand in for one not yet seen."""
+        key = (plan.policy, plan.nodes if plan.nodes > plan.steps else 0)
+        if key not in self._acceptance:
+            kindred = next(iter(self._acceptance.values()), None)
+            expected = [0.7] * LONGEST if kindred is None else kindred.rates()
+            self._acceptance[key] = RunningRates(expected, weight=1.0)
+        return self._acceptance[key]
+
+    def _explore(self, among: Sequence[DraftPlan]) -> None:
+        """Begin to explore the plan that was timed least among those that may be worth it."""
+        self._rounds_since_exploration, self._explored = 0, None
+        worth = _WORTH_EXPLORING * self._speed(self._plan)
+        others = [plan for plan in among if plan != self._plan and self._speed(plan) > worth]
+        if self._stops_early:
+            others = [plan for plan in others if plan == NO_DRAFT or plan.policy != self._plan.policy]
+        if others:
+            self._explored = min(others, key=lambda plan: (self._latency.count(plan), -self._speed(plan)))
+            self._rounds_to_explore = _EXPLORATION
+
+    def _begin_backoff(self) -> str | None:
+        """Leave drafts out for a while. Returns the warning, which is given once."""
+        self._backoff.begin()
+        if self._has_warned:
             return None
-        with self._lock:
-            if self._end is None or self._end[0] != shape:
-                least = [0.0] * shape.steps
-                if expected.ends_early(shape):
-                    least = expected.least_reaches(shape.policy, max(self._promised, 1 / expected.seconds(ALONE)))
-                self._end = shape, expected.acceptances(), least
-            return EarlyEnd(*self._end[1:])
-
-    def _best_or_trial(self, among: Sequence[DraftShape]) -> DraftShape:
-        """What promises the most, settled anew every few rounds; or now and then another one, to see."""
-        if (trial := self._trials.go_on()) is not None:
-            return trial
-        if self._rounds + len(self._new) < self._choose_again_at:
-            return self._choice
-        speeds = self._expected.speeds(among)
-        self._choice = self._best_of(speeds)
-        self._promised = speeds[self._choice]
-        if self._choice == ALONE and self._expected.count(ALONE) >= _TIMED_BEFORE_REST:
-            if self._may_pay():
-                return self._compare()
-            self._begin_rest()
-            return ALONE
-        tokens, _ = self._expected.tokens_and_seconds(self._choice)
-        if (trial := self._trials.begin(speeds, self._choice, tokens)) is not None:
-            return trial
-        self._choose_again_at = self._rounds + _ROUNDS_PER_CHOICE
-        return self._choice
-
-    def _may_pay(self) -> bool:
-        """Whether drafting, which seems to lose, may pay if rounds take somewhat else than they seemed to."""
-        tokens, seconds = self._expected.tokens_and_seconds(self._best_drafted())
+        self._has_warned = True
+        drafted, alone = self._speed(self._best(self._plans)), self._speed(NO_DRAFT)
         return (
-            tokens > _TOKENS_OF_GOOD_DRAFTS and tokens / seconds > _NEARLY_PAYS * self._promised and self._could_pay()
+            f"drafting does not pay here: {drafted:.3g} tokens per second with drafts, {alone:.3g} without. Drafts "
+            "are left out now and tried again from time to time. This warning is given once."
         )
 
-    def _could_pay(self) -> bool:
-        """Whether drafting would pay if all of it were accepted."""
-        return any((1 + shape.steps) / self._expected.seconds(shape) > self._promised for shape in self._shapes)
-
-    @property
-    def _is_first_of_trial(self) -> bool:
-        """Whether the round is the first with which drafting is tried again after a rest."""
-        return self._comparison is not None and self._comparison.turns == 1 and not self._rests.have_ended
-
-    def _compare(self) -> DraftShape:
-        """Begin to compare drafting with not drafting. Returns what is drafted first."""
-        # Rounds before it are none of its own.
-        self._learn()
-        self._comparison = SideBySide(self._best_drafted())
-        self._rests.try_again()
-        self._promised = 1 / self._expected.seconds(ALONE)
-        return self._comparison.choose()
-
-    def _begin_rest(self) -> None:
-        """Generate without drafts until it is worth a trial."""
-        if not self._has_warned:
-            self._warning, self._has_warned = self._what_is_lost(), True
-        alone = self._expected.seconds(ALONE)
-        _, drafted = self._expected.tokens_and_seconds(self._best_drafted())
-        lost = drafted - alone
-        is_short = self._expected.timed_drafts < _TIMED_BEFORE_LONG_REST
-        self._rests.begin(min(lost, alone) if is_short else lost, alone)
-        # What comes later counts from its first round on.
-        self._expected.fade_to(_ROUNDS_BEFORE_REST)
-
-    def _best_of(self, speeds: dict[DraftShape, float]) -> DraftShape:
-        """What promises the most, with the policy of before unless another one is clearly better."""
-        best = max(speeds, key=speeds.get)
-        if best == ALONE:
-            return best
-        own = max((shape for shape in speeds if shape.steps and shape.policy == self._policy), key=speeds.get)
-        if speeds[best] < _CLEARLY_BETTER * speeds[own]:
-            best = own
-        if best.policy != self._policy:
-            # What became of another one's tokens tells less of its own.
-            self._expected.fade_confidence_to(_ROUNDS_OF_EARLIER_CALLS)
-        self._policy = best.policy
-        return best
-
-    def _best_drafted(self) -> DraftShape:
-        speeds = self._expected.speeds(self._shapes)
-        return max(speeds, key=speeds.get)
-
-    def record(self, round: FinishedRound, ended: float) -> None:
-        """A round is over.
-
-        Args:
-            ended: the time at which the next one began.
-        """
+    def early_stop(self, policy: int) -> tuple[float, list[float]]:
+        """How likely a draft has to be accepted so far, so that another token of average acceptance is worth its time;
+        and for each bin of the drafter's probability, how often such a token is accepted."""
         with self._lock:
-            self._ended = ended
-            self._new.append(round)
-            is_settled = self._comparison is None and self._rests.have_ended and round.shape == self._choice
-            if not is_settled or self._rounds + len(self._new) >= self._choose_again_at:
-                self._learn()
+            worth, rates = _WORTH_AT_FIRST, self._confidence.rates()
+            if self._latency.of_round(DraftPlan(1, 1, policy)) is not None:
+                speed = max(map(self._speed, (self._plan._replace(policy=policy), NO_DRAFT)))
+                worth = speed * self._latency.of_step(policy) / fmean(rates)
+            return worth, rates
 
-    def _learn(self) -> None:
-        """Learn what there is to learn of rounds that are over."""
-        new, self._new, self._end = self._new, [], None
-        for round in new:
-            self._learn_from(round)
+    def record(self, done: FinishedRound) -> None:
+        """Learn from a round."""
+        with self._lock:
+            self._learn_acceptance(done)
+            if done.seconds is not None:
+                self._latency.add(_shape(done.plan, done.steps), done.seconds)
+            if not done.plan.steps:
+                self._backoff.advance(done.accepted + 1)
+            elif self._backoff.retrial:
+                self._judge_retrial(done)
+            if self._rounds_to_explore and done.plan == self._explored:
+                self._rounds_to_explore -= 1
+            else:
+                self._rounds_since_exploration += 1
 
-    def _learn_from(self, round: FinishedRound) -> None:
-        shape, accepted, seconds = round.shape, round.accepted, round.seconds
-        drafted = self._expected.drafted(shape, round.steps)
-        self._rounds += 1
-        self._expected.add(round)
-        if self._is_first_of_trial and self._expected.is_contradicted_by(round):
-            self._expected.begin_again(round)
-            self._comparison.forget_drafts()
-            self._rests.forget()
-        if round.is_usual and self._comparison is not None:
-            self._comparison.add(drafted, seconds)
-        cost = self._cost(drafted, seconds, round.is_usual)
-        if shape != ALONE:
-            self._gain(accepted, cost)
-        if self._comparison is not None:
-            self._record_comparison(shape, accepted, cost)
-        elif not self._rests.have_ended:
-            self._rests.add()
-        elif round.is_waiting:
-            self._readings.wait(seconds if round.is_usual else 0.0)
-        else:
-            self._trials.record(shape, seconds, self._lost_by(shape, drafted, cost))
-
-    def _gain(self, accepted: int, cost: float) -> None:
-        """A round with drafts has cost so many seconds."""
-        if self._expected.count(ALONE):
-            self._rests.gain((accepted + 1) * self._expected.seconds(ALONE) - cost)
-
-    def _lost_by(self, shape: DraftShape, drafted: DraftShape, cost: float) -> float:
-        """How much longer a round of a trial took than what is chosen would have taken for as many tokens."""
-        if shape == self._choice or not self._promised:
-            return 0.0
-        tokens, _ = self._expected.tokens_and_seconds(shape if self._expected.ends_early(shape) else drafted)
-        return cost - tokens / self._promised
-
-    def _cost(self, drafted: DraftShape, seconds: float, is_usual: bool) -> float:
-        """What a round is taken to have cost that took so long: a stall is not its fault, unless it read more than
-        rounds do."""
-        return self._expected.seconds(drafted) if is_usual else seconds
-
-    def _record_comparison(self, shape: DraftShape, accepted: int, cost: float) -> None:
-        """A round is over while drafting and not drafting are compared."""
-        alone = self._expected.seconds(ALONE)
-        if shape != ALONE:
-            self._rests.lose(cost - (accepted + 1) * alone)
-        is_over = self._comparison.is_over
-        if is_over:
-            self._expected.lengthen_alone(self._comparison.alone_is_longer_by(self._expected.typical_seconds))
-        elif self._rests.have_ended or shape == ALONE:
+    def _learn_acceptance(self, done: FinishedRound) -> None:
+        if not done.steps:
             return
+        # It is not known if the token that ended the text was drafted.
+        judged = done.accepted if done.is_last else min(done.accepted + 1, done.steps)
+        rates = self._rates(done.plan)
+        rates.fade(_FADE)
+        for step in range(min(judged, LONGEST)):
+            rates.add(step, step < done.accepted)
+        if done.confidences:
+            self._confidence.fade(_FADE)
+            for step, place in enumerate(done.confidences[:judged]):
+                self._confidence.add(place, step < done.accepted)
+        if not done.is_last:
+            self._recent[done.plan.policy].append((done.accepted + 1, done.steps))
+
+    def _judge_retrial(self, done: FinishedRound) -> None:
+        self._backoff.retrial -= 1
+        if self._backoff.retrial:
+            return
+        recent = self._recent[done.plan.policy]
+        latest = list(recent)[-_EXPLORATION:]
+        if self._speed_of(done.plan, latest) > self._speed(NO_DRAFT):
+            self._backoff.end()
+            # Rounds before the backoff say that drafting loses.
+            recent.clear()
+            recent.extend(latest)
+            self._rates(done.plan).fade(0.0)
         else:
-            # Times decide nothing where next to none of the tokens are accepted. Where some are, and hardly any draft
-            # was timed but for stalls, a trial has a second round, which is timed.
-            is_hardly_timed = self._expected.timed_drafts < _TIMED_TO_BELIEVE
-            may_err = self._is_first_of_trial and is_hardly_timed
-            is_over = not self._may_pay() and not (accepted and (may_err or self._could_pay()))
-        if is_over or self._pays():
-            self._end_comparison()
+            self._backoff.begin()
 
-    def _pays(self) -> bool:
-        """Whether drafting promises more than the target alone."""
-        speeds = self._expected.speeds((ALONE, *self._shapes))
-        return max(speeds, key=speeds.get) != ALONE
 
-    def _end_comparison(self) -> None:
-        """Draft on where that pays by what was seen, and rest where it does not."""
-        self._comparison = None
-        if self._pays():
-            self._rests.end()
-        elif self._rests.have_ended:
-            self._begin_rest()
-        else:
-            self._rests.go_on(self._expected.seconds(ALONE))
-            self._expected.fade_to(_ROUNDS_BEFORE_REST)
+def _shape(plan: DraftPlan, steps: int) -> DraftPlan:
+    """The shape of a round in which so many steps of a plan were drafted."""
+    is_chain = plan.nodes == plan.steps
+    return plan._replace(steps=steps, nodes=steps if is_chain else plan.nodes) if steps else NO_DRAFT
 
-    def _what_is_lost(self) -> str:
-        """The warning that drafting rests."""
-        alone = self._expected.seconds(ALONE)
-        drafted = 1 / max(self._expected.speeds(self._shapes).values())
-        return (
-            f"drafting does not pay here and rests: a token takes {1e3 * alone:.3g} ms without it, "
-            f"and about {1e3 * drafted:.3g} ms with the best drafts. It is tried again from time to time, and "
-            "when weights, policy or drafter change; this is said once."
-        )
+
+class AutomaticCall:
+    """The rounds of one call under automatic drafting. Not shared between threads.
+
+    Args:
+        chooser: plans rounds and learns from them.
+        stops_early: `goes_on` is to be asked after each token of a chain.
+        now: the clock, in seconds (None: `time.perf_counter`).
+    """
+
+    def __init__(self, chooser: DraftChooser, stops_early: bool, now: Callable[[], float] | None = None):
+        self.chooser, self.stops_early = chooser, stops_early
+        self._clock = Clock(now)
+        chooser.begin_call()
+        self._plan, self._steps = NO_DRAFT, 0
+        self._began = 0.0
+        # None until the target has judged the round.
+        self._accepted: int | None = None
+        self._is_first, self._is_last, self._is_steady = True, False, False
+        # The policy that drafted the round before, None if it drafted nothing.
+        self._drafted_with: int | None = None
+        self._reach, self._worth = 1.0, 0.0
+        self._rates: list[float] = []
+        self._confidences: list[int] = []
+
+    def begin_round(self, most: int) -> DraftPlan:
+        """Begin a round, which ends the one before. Returns the plan, `NO_DRAFT` if `most` steps are none."""
+        now = self._clock()
+        if self._accepted is not None:
+            self._record(now)
+        self._began, self._accepted, self._confidences = now, None, []
+        self._plan = self.chooser.choose() if most > 0 else NO_DRAFT
+        self._steps = min(most, self._plan.steps)
+        # The target reads the prompt in the first round, and a drafter that drafted nothing has to catch up.
+        policy = self._plan.policy if self._plan.steps else None
+        self._is_steady = not self._is_first and (policy is None or policy == self._drafted_with)
+        self._drafted_with, self._is_first = policy, False
+        if self.stops_early and self._steps:
+            self._reach = 1.0
+            self._worth, self._rates = self.chooser.early_stop(self._plan.policy)
+        return self._plan
+
+    def goes_on(self, probability: float) -> bool:
+        """Whether another token is worth its time after one that the drafter gave this probability."""
+        place = min(int(probability * _BINS), _BINS - 1)
+        self._confidences.append(place)
+        self._reach *= self._rates[place]
+        return self._reach > self._worth
+
+    def has_drafted(self, steps: int) -> None:
+        """The draft is there, of so many steps."""
+        self._steps = steps
+
+    def end_round(self, accepted: int, is_last: bool = False) -> None:
+        """The target has accepted so many drafted tokens, one below the other; `is_last`: the text ends there."""
+        self._accepted, self._is_last = accepted, is_last
+
+    def end_call(self) -> None:
+        """The call is over, and its last round too."""
+        if self._accepted is not None:
+            self._record(self._clock())
+            self._accepted = None
+
+    def _record(self, now: float) -> None:
+        seconds = now - self._began if self._is_steady else None
+        plan = self._plan if self._steps else NO_DRAFT
+        judged = self._accepted, self._is_last, seconds, tuple(self._confidences[: self._steps])
+        self.chooser.record(FinishedRound(plan, self._steps, *judged))
+
+
+class ChooserPool:
+    """The choosers of the settings that were used last. Shareable between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._choosers: OrderedDict[Hashable, tuple[DraftChooser, int]] = OrderedDict()
+
+    def chooser(self, sampling: Hashable, weights_version: int, *setting: Any) -> DraftChooser:
+        """The chooser for sampling settings, which acceptance depends on, and the arguments of `DraftChooser`. If the
+        version of the drafter's weights changed, drafting is tried again at once."""
+        key = (sampling, *setting)
+        with self._lock:
+            chooser, version = self._choosers.pop(key, None) or (DraftChooser(*setting), weights_version)
+            self._choosers[key] = chooser, weights_version
+            while len(self._choosers) > _MOST_CHOOSERS:
+                self._choosers.popitem(last=False)
+        if version != weights_version:
+            chooser.renew()
+        return chooser
+
+    def forget(self) -> None:
+        """Another drafter, policy or target: nothing that was learned holds any more."""
+        with self._lock:
+            self._choosers.clear()

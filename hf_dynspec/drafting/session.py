@@ -13,9 +13,9 @@ from ..kernels import top_k_ids
 from ..protocol import Candidates, HeadRows, Needs, Prompt, Shortlist, SparseDistribution, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
+from ..tree_config import TreeConfig
 from .guards import closes_on_error, while_weights_stand
 from .selector import Selector, rows_of, start_selectors
-from .tree_config import TreeConfig
 from .trees import DrawnTreeGrowth, TreeGrowth
 from .unread_features import UnreadFeatures
 
@@ -24,8 +24,8 @@ from .unread_features import UnreadFeatures
 ChooseToken = Callable[
     [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, SparseDistribution | None]
 ]
-# Whether a draft goes on after the token, int64 [1], that was chosen last.
-GoesOn = Callable[[torch.Tensor], bool]
+# Whether a draft goes on after the token that was chosen last. May wait for the device.
+GoesOn = Callable[[], bool]
 
 # Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
 # to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
@@ -202,8 +202,7 @@ class DraftSession:
             prefix: int64 `[n]`: all verified tokens, without padding, on the drafter's device.
             count: how many tokens to draft at most, at least 1.
             choose: picks a token from the logits of a draft step.
-            goes_on: whether another token is drafted after one, which may wait for the device (None: as many as
-                `count` are).
+            goes_on: asked after each token (None: draft `count` tokens).
         """
         token_ids, used_logits, shortlists, drawn_from = [], [], [], []
         hidden, fresh = self._advance(prefix), prefix[-1:]
@@ -215,7 +214,7 @@ class DraftSession:
             used_logits.append(used)
             drawn_from.append(few)
             shortlists.append(shortlist)
-            if goes_on is not None and not goes_on(fresh):
+            if goes_on is not None and not goes_on():
                 break
             if len(token_ids) == count:
                 break

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from ..protocol import Draws
-from .tree_config import TreeConfig
+from ..tree_config import TreeConfig
 
 # Of children that are drawn, a later one is asked about seldom and accepted seldom: the tenth that is asked about was
 # accepted once in fifty times, where this was measured.

@@ -14,13 +14,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from ..errors import NotBoundError
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
-from .call import HOW_TO_BIND, Bindable
+from .bindable import HOW_TO_BIND, Bindable
 from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
 from .refusals import check_call, check_method
@@ -104,29 +102,29 @@ class TargetHook:
         if not self._forwards:
             self._withdraw()
             return inner(*args, **kwargs)
-        call = CallArguments(inner, args, kwargs)
-        assistant = call.get("assistant_model")
+        arguments = CallArguments(inner, args, kwargs)
+        assistant = arguments.get("assistant_model")
         if not isinstance(assistant, Bindable):
             return inner(*args, **kwargs)
         target = self._target()
         if assistant.target is not target:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {HOW_TO_BIND}.")
-        if self.forward_of(assistant.owner) is None or not call.accepts("custom_generate"):
+        if self.forward_of(assistant.owner) is None or not arguments.accepts("custom_generate"):
             # A hook below this one knows it, or a subclass's own `generate` calls transformers' with what it takes.
             return inner(*args, **kwargs)
-        settings = call.resolved(target)
-        check_call(target, call, settings)
-        prepare_cache(target, call)
-        prepare_stop_strings(target, call, settings)
-        healer = take_healer(call, settings)
-        streamer = call.get("streamer")
+        settings = arguments.resolved(target)
+        check_call(target, arguments, settings)
+        prepare_cache(target, arguments)
+        prepare_stop_strings(target, arguments, settings)
+        healer = take_healer(arguments, settings)
+        streamer = arguments.get("streamer")
         if healer is not None:
-            call.remove("streamer")
-        call.remove("assistant_model")
-        with assistant.open_call() as opened:
-            loop = functools.partial(decode, drafting_call=opened, token_streamer=streamer, healer=healer)
-            call.set("custom_generate", loop)
-            return inner(*call.args, **call.kwargs)
+            arguments.remove("streamer")
+        arguments.remove("assistant_model")
+        with assistant.open_call() as call:
+            loop = functools.partial(decode, call=call, token_streamer=streamer, healer=healer)
+            arguments.set("custom_generate", loop)
+            return inner(*arguments.args, **arguments.kwargs)
 
     def candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """`target._get_candidate_generator`, which transformers' own loop asks with keyword arguments."""
@@ -158,6 +156,3 @@ def attach(target: PreTrainedModel, assistant: Bindable, forward: TargetForward)
 def _hook_of(target: PreTrainedModel) -> TargetHook | None:
     owner = getattr(vars(target).get("generate"), "__self__", None)
     return owner if isinstance(owner, TargetHook) else None
-
-
-# The arguments of a call ---------------------------------------------------------------------------------------------

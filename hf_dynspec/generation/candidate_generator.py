@@ -14,8 +14,8 @@ from ..drafting.processors import may_keep_state
 from ..errors import NotBoundError, UnsupportedError
 from ..modeling.head import widen
 from ..protocol import Candidates
-from .call import Bindable
-from .round import Drafting
+from .bindable import Bindable
+from .generate_call import GenerateCall
 from .verification import Outcome
 
 
@@ -76,22 +76,18 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             )
         calls = ExitStack()
         with calls:
-            call = assistant.open_call()
-            # Nothing tells here whether the loop was interrupted. What it leaves is learnt from after the next call of
+            call: GenerateCall = assistant.open_call()
+            # Nothing tells here whether the loop was interrupted. Its recording is learned from after the next call of
             # the assistant's own loop.
             calls.callback(call.close)
-            self._drafting: Drafting = call.drafting(
-                generation_config=generation_config,
-                input_ids=input_ids,
-                logits_processor=processors,
-                model_kwargs=model_kwargs,
-            )
-            if self._drafting.drafts_trees:
+            call.begin(generation_config, input_ids, processors, model_kwargs)
+            if call.drafts_trees:
                 raise UnsupportedError(
                     "transformers' own loop takes chains: set tree=False, or bind the assistant before the call, as "
                     "in assistant = DynSpecAssistant(drafter, tree=True, target=target), and pass it on."
                 )
             calls = calls.pop_all()
+        self._call = call
         self._drafts = not may_keep_state(processors)
         self._do_sample = bool(generation_config.do_sample)
         self._returns_all_states = bool(generation_config.output_hidden_states)
@@ -102,7 +98,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
         """What the target must be called with in this round: the hidden states that are wanted of it."""
-        wanted = self._drafting.wanted_states
+        wanted = self._call.wanted_states
         if self._returns_all_states or not wanted:
             return {}
         return {"output_hidden_states": wanted}
@@ -129,7 +125,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         """
         if model_outputs is not None:
             self._learn(input_ids, model_outputs, int(n_last_matches))
-        candidates = self._drafting.propose(input_ids, ends_with_text=True, drafts=self._drafts)
+        candidates = self._call.propose(input_ids, ends_with_text=True, drafts=self._drafts)
         self._drafted = 0 if candidates is None else candidates.token_ids.shape[0]
         if candidates is None:
             return input_ids, None
@@ -137,7 +133,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         return token_ids, self._widened(candidates) if self._do_sample else None
 
     def _widened(self, candidates: Candidates) -> torch.Tensor:
-        wide = candidates.logits[0].new_full((1, self._drafted, self._drafting.vocabulary_rows), -torch.inf)
+        wide = candidates.logits[0].new_full((1, self._drafted, self._call.vocabulary_rows), -torch.inf)
         for place, (logits, shortlist) in enumerate(zip(candidates.logits, candidates.shortlists, strict=True)):
             widen(logits, shortlist, wide[0, place])
         return wide
@@ -146,7 +142,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         rows = torch.arange(accepted + 1, device=input_ids.device)
         outcome = Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, ())
         logits = outputs.logits[:, -self._drafted - 1 :]
-        self._drafting.learn(CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states), outcome)
+        self._call.learn(CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states), outcome)
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Count a round, and adapt the draft length.
@@ -159,4 +155,4 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         accepted = int(num_matches)
         rows = torch.arange(accepted + 1, device=input_ids.device)
         processed = tuple(scores[:, place] for place in range(accepted + 1))
-        self._drafting.count(Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, processed))
+        self._call.count(Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, processed))

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..drafting.session import DraftSession
 from ..errors import NotBoundError
 from ..stats import DraftingStatistics
-from .call import Assistant, Bindable, Call
+from .bindable import Assistant, Bindable
 from .generate_call import GenerateCall
 
 
@@ -59,7 +59,7 @@ class Conversation(Bindable):
         """The assistant's, of the last call."""
         return self.assistant.stats
 
-    def open_call(self) -> AbstractContextManager[Call]:
+    def open_call(self) -> AbstractContextManager[GenerateCall]:
         """See `Bindable.open_call`."""
         return _Turn(self)
 
@@ -67,20 +67,23 @@ class Conversation(Bindable):
 class _Turn(GenerateCall):
     """One call of a conversation, which keeps the session."""
 
-    is_kept = True
+    keeps_session = True
 
     def __init__(self, conversation: Conversation):
         super().__init__(conversation.assistant)
         self._conversation = conversation
 
-    def kept_session(self) -> DraftSession | None:
+    def _open_session(self, eos_token_ids: tuple[int, ...]) -> tuple[DraftSession, bool]:
         # Taken out for as long as the turn lasts: a turn within this one begins with a session of its own.
         session, self._conversation.session = self._conversation.session, None
-        return session
+        # Every shortlist contains the EOS ids. Other ones, like another policy or drafter, begin a new session.
+        if session is not None and self._assistant.resume_session(session, eos_token_ids):
+            return session, True
+        return super()._open_session(eos_token_ids)
 
-    def leave_session(self, session: DraftSession) -> None:
+    def _leave_session(self, session: DraftSession) -> None:
         of_turn_within, self._conversation.session = self._conversation.session, None
         if of_turn_within is not None:
-            self._conversation.assistant.return_session(of_turn_within)
-        self._conversation.assistant.hold_session(session)
+            self._assistant.return_session(of_turn_within)
+        self._assistant.hold_session(session)
         self._conversation.session = None if session.is_closed else session

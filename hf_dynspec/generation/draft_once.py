@@ -7,27 +7,33 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..cache_names import cache_inputs
 from ..drafting.session import DraftSession
-from ..drafting.tree_config import LONGEST_DRAFT, TreeConfig
 from ..errors import UnsupportedError
 from ..protocol import Candidates
-from ..stats import DraftingStatistics
-from .round import Drafting
-from .target import TargetForward
+from ..tree_config import LONGEST_DRAFT
+from .bindable import Assistant
+from .generate_call import GenerateCall
 from .verification import Outcome
 
 
-def draft_once(
-    target: TargetForward,
-    session: DraftSession,
-    reads: tuple[int, ...],
-    drafting_config: GenerationConfig,
-    tree: TreeConfig | None,
-    input_ids: torch.Tensor,
-) -> Candidates:
+class _StudiedCall(GenerateCall):
+    """A call with a given session, of which nothing is published and nothing learned."""
+
+    _learns = False
+
+    def __init__(self, assistant: Assistant, session: DraftSession):
+        super().__init__(assistant)
+        self._given = session
+
+    def _open_session(self, eos_token_ids: tuple[int, ...]) -> tuple[DraftSession, bool]:
+        return self._given, False
+
+
+def draft_once(assistant: Assistant, session: DraftSession, input_ids: torch.Tensor) -> Candidates:
     """Draft after a text as the second round of a greedy call does, whose first round ended with its last token.
 
     Args:
-        target: as for `Drafting`, likewise the next five.
+        assistant: a bound assistant.
+        session: drafts.
         input_ids: int64 `[1, n]`, `n >= 2`.
 
     Returns:
@@ -36,21 +42,19 @@ def draft_once(
     Raises:
         UnsupportedError: nothing is drafted after a text of that length, see `TargetForward.room`.
     """
-    session.stats = DraftingStatistics()
     prompt, last = input_ids[:, :-1], input_ids[0, -1:]
-    cache = DynamicCache(config=target.model.config)
+    cache = DynamicCache(config=assistant.target.config)
     kwargs = cache_inputs(cache) | {"attention_mask": torch.ones_like(prompt)}
     longest = GenerationConfig(max_length=input_ids.shape[1] + LONGEST_DRAFT + 1)
-    drafting = Drafting(
-        session, reads, target, longest, prompt, dict(kwargs), drafting_config, LogitsProcessorList(), tree
-    )
-    outputs = drafting.verify(prompt, None, True, kwargs)
-    drafting.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)
-    candidates = drafting.propose(input_ids)
+    call = _StudiedCall(assistant, session)
+    call.begin(longest, prompt, LogitsProcessorList(), dict(kwargs))
+    outputs = call.verify(prompt, None, True, kwargs)
+    call.observe(outputs, Outcome(last, torch.zeros_like(last), ()), False)
+    candidates = call.propose(input_ids)
     if candidates is None:
         raise UnsupportedError(
-            f"nothing is drafted after a text of {input_ids.shape[1]} tokens: what the target says of tokens changes "
-            "where the text grows past a length, as its rotary embedding does. Pass a shorter text or a longer one."
+            f"nothing is drafted after a text of {input_ids.shape[1]} tokens: the target's rotary embedding changes "
+            "at this length, or a model has no position left. Pass a shorter text or a longer one."
         )
     if not candidates.is_chain:
         return candidates

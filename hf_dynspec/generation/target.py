@@ -15,12 +15,12 @@ from transformers.generation.candidate_generator import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import CACHE, cache_inputs, passed_cache, returned_cache
-from ..drafting.tree_config import LONGEST_DRAFT
 from ..errors import UnsupportedError
 from ..modeling.head import finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ..protocol import Candidates, HeadRows, Needs
+from ..tree_config import LONGEST_DRAFT
 from .target_head import TargetHead
 from .target_limits import read_two_tokens, require_cache, require_trees, rope_limit
 

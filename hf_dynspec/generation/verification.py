@@ -4,15 +4,32 @@ Row 0 of the target's logits is what it says after the last verified token, row 
 `j`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from ..devices import is_host_memory
+from ..drafting.processors import divide, may_keep_state
+from ..errors import TargetError
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Candidates, SparseDistribution
-from .acceptance import draw_alone, draw_among, draw_at, weights_of
+from .acceptance import NO_TOKEN, draw_alone, draw_among, draw_at, weights_of
+
+# These criteria may be asked about tokens that do not come out. Exactly these classes: a subclass may do anything.
+# Some look at the last token alone, some at no token at all.
+_BY_LAST_TOKEN = (EosTokenCriteria,)
+_BY_LENGTH_OR_TIME = (MaxLengthCriteria, MaxTimeCriteria)
+_PURE_CRITERIA = (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME, StopStringCriteria)
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
 # fp32 [1, V], or when sampling what is left of its softmax, where that is little.
@@ -258,3 +275,167 @@ class _TreePath:
         self.token_ids = torch.cat([self.token_ids, token_id])
         self.are_below = self._rows_before == self.row
         return best.values.bool()
+
+
+class Verifier:
+    """Processes the target's logits, accepts candidates by them, and asks the stopping criteria after every token.
+
+    Where a processor or a criterion may remember what it was shown, the target's token at one node is known, and has
+    come out, before anybody sees the next node. With processors and criteria that are known to be pure, nodes are
+    walked to first, all of them on devices that would be waited for, which are so waited for once.
+
+    Args:
+        processors: applied to the target's logits.
+        criteria: asked after every token.
+        do_sample: draw tokens.
+        keeps_scores: somebody wants the scores of all tokens, and not the tokens alone.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        do_sample: bool,
+        keeps_scores: bool,
+    ):
+        self._by_id, self._by_value = divide(list(processors))
+        self._criteria = criteria
+        self._do_sample = do_sample
+        self._keeps_scores = keeps_scores
+        self._is_stepwise = may_keep_state(processors) or any(type(one) not in _PURE_CRITERIA for one in criteria)
+        # Tokens are read in every round anyway: what asks for the last one alone is answered on the host.
+        self._ends = frozenset(
+            token_id for one in criteria if type(one) in _BY_LAST_TOKEN for token_id in one.eos_token_id.tolist()
+        )
+        self._by_text = [one for one in criteria if type(one) not in (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME)]
+        self._by_length_or_time = [one for one in criteria if type(one) in _BY_LENGTH_OR_TIME]
+        self._first_length_of_note = min(map(_first_length_of_note, self._by_length_or_time), default=math.inf)
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        candidates: Candidates | None,
+        scores: tuple[torch.Tensor, ...] | None,
+        best: BestTokens | None,
+    ) -> tuple[Outcome, bool]:
+        """Accept candidates up to the token that is the last one.
+
+        Args:
+            logits: fp32 `[k + 1, V]`: the target's.
+            input_ids: int64 `[1, n]`: the verified tokens.
+            candidates: what follows them (None: nothing).
+            scores: those of the tokens before, if the criteria are to see scores.
+            best: of these logits. None where to find them for all rows would take longer than to walk, or make wait.
+
+        Returns:
+            The tokens that come out, and whether they are the last.
+
+        Raises:
+            TargetError: a token was to be drawn where the target's probabilities are no numbers.
+        """
+        process = self._process_row(logits, input_ids, best)
+        if self._is_stepwise:
+            steps: list[Step] = []
+            text = input_ids
+            for step in walk(candidates, process, self._do_sample, logits.device):
+                steps.append(step)
+                if self._do_sample:
+                    _require_tokens(step.token_id.tolist())
+                text = torch.cat([text, step.token_id.unsqueeze(0)], dim=1)
+                if bool(self._criteria(text, _scores_with(scores, steps))):
+                    return outcome_of(steps, self._keeps_scores), True
+            return outcome_of(steps, self._keeps_scores), False
+        if self._do_sample or self._by_id:
+            walked = walk_unseen(candidates, process, self._do_sample, logits.device, self._keeps_scores)
+        elif best is not None and not self._by_value:
+            walked = walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
+        elif is_host_memory(logits.device):
+            # Rows that the walk does not come to are not looked at.
+            walked = walk_unseen(candidates, process, False, logits.device, self._keeps_scores)
+        else:
+            processed = self._by_value(input_ids, logits)
+            walked = walk_greedily(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
+        return self._until_done(walked, input_ids)
+
+    def _process_row(self, logits: torch.Tensor, input_ids: torch.Tensor, best: BestTokens | None) -> ProcessRow:
+        """What processes a row of this round's logits. Arguments as for `verify`."""
+        count = self._by_value.most_looked_at if self._do_sample and not self._keeps_scores else None
+        if count is not None and (count > logits.shape[1] or not is_host_memory(logits.device)):
+            count = None
+        few: list[SparseDistribution | None] = []
+        if count is not None and best is not None and not self._by_id:
+            few = self._by_value.sparse(logits, best.ids(count))
+
+        def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor | SparseDistribution:
+            left = few[row] if few else None
+            if left is None:
+                # A copy where it outlives the round, or as processors may write into what they are given; those by
+                # value do not.
+                is_passing = not (self._by_id or self._keeps_scores) and is_host_memory(logits.device)
+                processed = logits[row.item()].unsqueeze(0) if is_passing else logits.index_select(0, row)
+                if self._by_id:
+                    processed = self._by_id(torch.cat([input_ids, path], dim=1), processed)
+                if count is not None and not few:
+                    left = self._by_value.sparse(processed, top_k_ids(processed, count))[0]
+                if left is None:
+                    return self._by_value(input_ids, processed)
+            return left
+
+        return process
+
+    def _until_done(self, walked: BatchedWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
+        """What of a walk that was not looked at comes out, and whether that ends the text. Waits for the device once,
+        for all that the host has to know."""
+        n, length = walked.token_ids.shape[0], input_ids.shape[1]
+        stops = self._stops_by_text(walked.token_ids, input_ids)
+        read = torch.cat([walked.token_ids, walked.goes_on, *stops]).tolist()
+        token_ids, goes_on, stops = read[:n], read[n : 2 * n - 1], read[2 * n - 1 :]
+
+        def stops_after(count: int) -> bool:
+            return token_ids[count - 1] in self._ends or any(stops[count - 1 :: n])
+
+        count = next((one for one in range(1, n) if not goes_on[one - 1] or stops_after(one)), n)
+        _require_tokens(token_ids[:count])
+        is_done = stops_after(count)
+        # A text that is too long, or comes too late, stays so as it grows.
+        if length + count >= self._first_length_of_note and self._stops_at(length + count):
+            is_done, count = True, next((one for one in range(1, count) if self._stops_at(length + one)), count)
+        return walked.outcome(token_ids[:count]), is_done
+
+    def _stops_by_text(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """For each criterion that looks at the text bool `[n]`: whether it stops after each of `n` more tokens."""
+        if not self._by_text:
+            return []
+        # Some token in the place of `NO_TOKEN`, which criteria cannot look up.
+        text = torch.cat([input_ids, token_ids.clamp_min(0).unsqueeze(0)], dim=1)
+        ends = range(input_ids.shape[1] + 1, text.shape[1] + 1)
+        return [torch.cat([one(text[:, :end], None) for end in ends]) for one in self._by_text]
+
+    def _stops_at(self, length: int) -> bool:
+        """Whether a criterion that looks at no token stops a text of that length."""
+        # On the CPU, where the answer is at hand.
+        text = torch.empty(1, 1, dtype=torch.int64, device="cpu").expand(1, length)
+        return any(bool(one(text, None)) for one in self._by_length_or_time)
+
+
+def _require_tokens(token_ids: Sequence[int]) -> None:
+    """Raise the error that drawing could not: plain generate's draws raise it too."""
+    if NO_TOKEN in token_ids:
+        raise TargetError(
+            "no token can be drawn: the target's probabilities are NaN, as its logits hold NaN or infinity, or the "
+            "logits processors left nothing. Look at its dtype first: fp16 overflows where bf16 does not."
+        )
+
+
+def _first_length_of_note(criterion: MaxLengthCriteria | MaxTimeCriteria) -> int:
+    """From which length of the text on the criterion stops it, or warns of it."""
+    if type(criterion) is MaxTimeCriteria:
+        return 0
+    # It warns of what is longer than the model's positions.
+    positions = criterion.max_position_embeddings
+    return criterion.max_length if positions is None else min(criterion.max_length, positions + 1)
+
+
+def _scores_with(scores: tuple[torch.Tensor, ...] | None, steps: Sequence[Step]) -> tuple[torch.Tensor, ...] | None:
+    return None if scores is None else scores + tuple(one.scores for one in steps)

@@ -147,7 +147,7 @@ class RecordedAssistant(DynSpecAssistant):
 
 class _RecordedCall(GenerateCall):
     # As if another call followed, for which the policy observes the last round.
-    is_kept = True
+    keeps_session = True
 
     def __init__(self, assistant: RecordedAssistant):
         super().__init__(assistant)

@@ -5,39 +5,19 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..alignment.aligner import Aligner
 from ..drafters import Drafter
-from ..drafting.automatic_call import LearntDrafting
+from ..drafting.automatic import ChooserPool
 from ..drafting.session import DraftSession
-from ..drafting.tree_config import TreeConfig
 from ..errors import NotBoundError, UnsupportedError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics
-from .round import Drafting
+from ..tree_config import TreeConfig
 from .target import TargetForward
 
 HOW_TO_BIND = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
-
-
-class Call(ABC):
-    """One `generate` call of a bound assistant."""
-
-    @abstractmethod
-    def drafting(
-        self,
-        *,
-        generation_config: GenerationConfig,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-    ) -> Drafting:
-        """Return the object that drafts, given the decoding loop's own arguments."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Tidy up after a call that is over, without learning from it now: the garbage collector may do this."""
 
 
 class Bindable(ABC):
@@ -60,8 +40,8 @@ class Bindable(ABC):
         return self
 
     @abstractmethod
-    def open_call(self) -> AbstractContextManager[Call]:
-        """Set up one `generate` call, and tidy up after it."""
+    def open_call(self) -> AbstractContextManager[Any]:
+        """Set up one `generate_call.GenerateCall`, and tidy up after it."""
 
     @property
     def config(self) -> Any:
@@ -95,7 +75,7 @@ class Assistant(Bindable):
         measure_coverage: measure the target's probability mass on the shortlists.
         validate: check every shortlist of the policy.
         alignment: aligns the drafter with what calls leave, None where nothing does.
-        learnt_drafting: what automatic drafting has learnt.
+        choosers: what automatic drafting has learned.
     """
 
     generation_config: GenerationConfig
@@ -108,7 +88,7 @@ class Assistant(Bindable):
     measure_coverage: bool
     validate: bool
     alignment: Aligner | None
-    learnt_drafting: LearntDrafting
+    choosers: ChooserPool
 
     @property
     @abstractmethod
