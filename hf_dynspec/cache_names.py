@@ -1,10 +1,12 @@
-"""What transformers calls a model's cache, given and returned: `cache` from 5.24 on, `past_key_values` before."""
+"""The caches of transformers' models: whether one can be rolled back, and its name, given and returned: `cache` from
+5.24 on, `past_key_values` before."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Cache, GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CACHE_NAMES = "cache", "past_key_values"
 _INPUTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -25,3 +27,15 @@ def passed_cache(arguments: Mapping[str, Any]) -> Cache | None:
 def returned_cache(outputs: Any) -> Cache | None:
     """The cache among a model's outputs."""
     return getattr(outputs, CACHE, None)
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether a model keeps a state that cannot be rolled back. A class of hybrids is flagged as recurrent as a whole,
+    though a model of it may have attention layers alone."""
+    if not getattr(model, "_is_stateful", False):
+        return False
+    config = model.config.get_text_config()
+    if not getattr(config, "layer_types", None):
+        return True
+    layers = DynamicCache(config=config).layers
+    return any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache_names import is_recurrent
 from ..devices import has_graphs
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
@@ -38,7 +39,7 @@ class CausalLMDrafter(Drafter):
                 f"{type(model).__name__} is an encoder-decoder model. Use a decoder-only model as the drafter, or "
                 "transformers' own assisted generation."
             )
-        if getattr(model, "_is_stateful", False):
+        if is_recurrent(model):
             raise UnsupportedError(
                 f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back to the accepted tokens. "
                 "Use an attention-only model as the drafter."

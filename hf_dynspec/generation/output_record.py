@@ -58,9 +58,12 @@ class OutputRecord:
             ("_hidden_states", outputs.hidden_states, None),
         ):
             collected = getattr(self, wanted)
-            if collected is None or states[0] is None:
+            if collected is None:
                 continue
-            if is_tree:
+            if not states or states[0] is None:
+                # The model returns none, such as attentions with sdpa. Plain generate passes that on.
+                entries = (states,) * kept
+            elif is_tree:
                 path = tuple(_along_path(layer, drafted, outcome.rows, keys is not None) for layer in states)
                 entries = _split_by_token(path, kept - 1, kept, not collected, keys, self._windows)
             else:

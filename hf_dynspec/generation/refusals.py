@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..cache_names import CACHE
+from ..cache_names import CACHE, is_recurrent
 from ..errors import UnsupportedError
 from ..modeling.parts import require_real_tokens
 from .arguments import CACHES_THAT_CAN_BE_CROPPED, CallArguments
@@ -43,7 +43,7 @@ def check_target(target: Any) -> None:
             f"{name} is an encoder-decoder model, and only decoder-only targets are supported. Use transformers' own "
             "assisted generation: pass the drafter itself as assistant_model."
         )
-    if getattr(target, "_is_stateful", False):
+    if is_recurrent(target):
         raise UnsupportedError(
             f"{name} keeps a recurrent state, which cannot be rolled back to the accepted tokens. Generate without an "
             "assistant."

@@ -28,6 +28,8 @@ from models import (
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     StaticCache,
@@ -549,6 +551,26 @@ def test_models_that_cannot_draft_or_verify_are_refused_on_either_side(target, d
     ):
         with pytest.raises(UnsupportedError, match=words):
             bind()
+
+
+@pytest.mark.parametrize("layer_types", [["attention", "attention"], ["mamba", "attention"]], ids="+".join)
+def test_a_hybrid_of_attention_layers_alone_is_not_recurrent(layer_types):
+    """The layers decide, and not the class, which is flagged as recurrent."""
+    sizes = {"vocab_size": 301, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 2, "mamba_d_head": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32}
+    torch.manual_seed(0)
+    config = GraniteMoeHybridConfig(**sizes, **heads, **experts, layer_types=layer_types)
+    target = GraniteMoeHybridForCausalLM(config).eval()
+    if "mamba" in layer_types:
+        with pytest.raises(UnsupportedError, match="keeps a recurrent state"):
+            DynSpecAssistant(target, target=target)
+        return
+    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 300}
+    for tree in (False, True):
+        assistant = DynSpecAssistant(perturbed(target), target=target, tree=tree)
+        output = target.generate(prompt(), assistant_model=assistant, **arguments)
+        assert torch.equal(output, target.generate(prompt(), **arguments)) and assistant.stats.drafted
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------

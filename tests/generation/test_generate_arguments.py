@@ -83,6 +83,36 @@ def test_a_prompt_of_the_bos_alone(assistant, target):
     assert torch.equal(actual, target.generate(max_new_tokens=8, do_sample=False, bos_token_id=BOS))
 
 
+INVISIBLE = {
+    "no prompt": {},
+    "pads": {"input_ids": torch.full((1, 4), PAD)},
+    "a mask of zeros": {"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "drafts", "shape", "text"),
+    pairwise(
+        "families",
+        ("llama", "gemma3", "gpt2", "mistral", "qwen3"),
+        ("sdpa", "eager"),
+        ("model", "eagle2", "eagle3"),
+        list(SHAPES),
+        list(INVISIBLE),
+    ),
+)
+def test_prompts_without_a_visible_token(family, attention, drafts, shape, text):
+    """Generation from a BOS token that is also the padding, among them."""
+    target = tiny(family)
+    target.set_attn_implementation(attention)
+    layers = {"features": 2, "eagle_aux_hidden_state_layer_ids": [0, 1]} if drafts == "eagle3" else {}
+    drafter = perturbed(target) if drafts == "model" else drafter_of(random_head(drafts, **layers), target)
+    assistant = DynSpecAssistant(drafter, target=target, tree=SHAPES[shape])
+    arguments = {"max_new_tokens": 16, "do_sample": False, "bos_token_id": PAD, "pad_token_id": PAD, **INVISIBLE[text]}
+    output = target.generate(assistant_model=assistant, **arguments)
+    assert torch.equal(output, target.generate(**arguments))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_end_of_the_text_at_any_place_of_an_accepted_draft(shape, target):
     assistant = DynSpecAssistant(target, "full", target=target, tree=SHAPES[shape])

@@ -201,6 +201,17 @@ def test_a_cache_of_the_prompt_but_its_last_token(assistant, target):
     assert torch.equal(generate(target, assistant, **{CACHE: cache}), generate(target))
 
 
+@pytest.mark.parametrize("more", [{}, {"output_hidden_states": True}], ids=["alone", "with hidden states"])
+def test_attentions_that_the_model_does_not_return(more, assistant, target):
+    """sdpa returns none. Plain generate warns, and has an empty tuple for each token."""
+    target.set_attn_implementation("sdpa")
+    arguments = {"return_dict_in_generate": True, "output_attentions": True, **more}
+    ours, theirs = (generate(target, one, **arguments) for one in (assistant, None))
+    assert ours.attentions == theirs.attentions and set(theirs.attentions) == {()}
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert (ours.hidden_states is None) == (theirs.hidden_states is None)
+
+
 @pytest.mark.parametrize(
     ("family", "pads", "shape"), pairwise("families", ("llama", "gemma3", "mistral"), (0, 3), list(SHAPES))
 )
