@@ -74,7 +74,6 @@ def test_results_that_are_not_there_are_told_to_be_missing():
     [
         (["bench", "--prompts", PROMPTS, "--plot", "out.png"], ", or leave --plot out"),
         (["coverage", "--prompts", PROMPTS, "--plot", "out.png"], ", or leave --plot out"),
-        (["trace", "--prompts", PROMPTS, "--timeline", "out.png"], ", or leave --timeline out"),
         (["evaluate", "--data", PROMPTS, "--out", "out"], ", or give --no-figures"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
