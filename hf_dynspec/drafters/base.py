@@ -100,11 +100,13 @@ class Drafter(ABC):
         head: the output projection that turns the hidden states into logits over a shortlist.
         reads: which hidden states of the target it reads, side by side in this order: 0 is the target's embedding, its
             number of layers the output of the final norm. Empty for an independent model.
+        most_positions: how many tokens of a text it can read (None: any number).
     """
 
     module: nn.Module
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
+    most_positions: int | None = None
 
     @property
     def weights_version(self) -> int:

@@ -45,6 +45,7 @@ class CausalLMDrafter(Drafter):
                 "Use an attention-only model as the drafter."
             )
         self.model = model
+        self.most_positions = _rows_of_position_table(model)
         self.windows = attention_windows(model.config.get_text_config())
         self._lock = threading.RLock()
         self._version = 0
@@ -265,6 +266,18 @@ class CausalLMDrafter(Drafter):
             cache = DynamicCache(config=self.model.config.get_text_config())
             cache.activate_past_recording()
         return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, layers, cache)
+
+
+def _rows_of_position_table(model: PreTrainedModel) -> int | None:
+    """The positions that a model has in a table, learned (GPT-2, OPT) or not (CTRL, GPT-J); None if it computes them
+    for any position."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    decoder, tokens = decoder_of(model), model.get_input_embeddings()
+    tables = [one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding) and one is not tokens]
+    tables += [one for name, one in decoder.named_buffers() if "pos" in name.rsplit(".", 1)[-1] and one.dim() == 2]
+    # OPT and BioGPT have two rows before that of the first position.
+    has_table = most is not None and any(one.shape[0] - most in (0, 2) for one in tables)
+    return most if has_table else None
 
 
 def _has_own_layers(model: PreTrainedModel) -> bool:

@@ -237,6 +237,10 @@ class GenerateCall:
         if self._reads and not self._session.has_features_of(self._text.length):
             return 0
         most = self._max_length - length - 1
+        positions = self._assistant.drafter.most_positions
+        if positions is not None:
+            # The drafter reads the text and all drafted tokens but the last.
+            most = min(most, positions - self._text.length + 1)
         room = self._target.room(self._text.positions, self._text.visible_positions)
         if tree is None:
             return min(most, room)

@@ -1,0 +1,35 @@
+"""Drafters that know fewer positions than the target stop drafting there, and the text ends as plain generate's."""
+
+import pytest
+import torch
+from calls import SHAPES, generate
+from families import model_of
+from models import VOCABULARY, prompt, tiny
+from transformers import PreTrainedModel
+
+from hf_dynspec import DynSpecAssistant
+from hf_dynspec.drafters import as_drafter
+
+POSITIONS = 32
+
+
+def short_drafter(family: str) -> PreTrainedModel:
+    return model_of(family, max_position_embeddings=POSITIONS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length", [12, POSITIONS - 1, POSITIONS, POSITIONS + 1, 40])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "ctrl", "biogpt"])
+def test_drafting_stops_at_the_end_of_the_position_table(family, length, shape):
+    target, drafter = tiny(), short_drafter(family)
+    assert as_drafter(drafter).most_positions == POSITIONS
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    output = generate(target, assistant, prompt(length), max_new_tokens=48, eos_token_id=VOCABULARY - 1)
+    assert torch.equal(output, generate(target, None, prompt(length), max_new_tokens=48, eos_token_id=VOCABULARY - 1))
+    # The target reads the prompt before the first tree.
+    assert (assistant.stats.drafted > 0) == (length + (shape == "tree") <= POSITIONS)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "bloom", "mpt"])
+def test_positions_that_are_computed_have_no_end(family):
+    assert as_drafter(model_of(family)).most_positions is None
