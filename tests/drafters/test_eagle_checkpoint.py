@@ -69,6 +69,17 @@ def test_draft_tokens_are_offsets():
     assert checkpoint_of(full).token_ids() is None
 
 
+def test_the_mask_of_draft_tokens_follows_from_their_offsets(tmp_path):
+    head = trimmed("eagle3")
+    known = head.tensors.pop("t2d")
+    for checkpoint in (checkpoint_of(head), read_checkpoint(head.write(tmp_path))):
+        assert torch.equal(checkpoint.tensors["t2d"], known)
+        assert torch.equal(checkpoint.token_ids(), known.nonzero()[:, 0])
+    del head.tensors["d2t"]
+    with pytest.raises(ArtifactError, match="missing d2t"):
+        checkpoint_of(head)
+
+
 def test_layers_are_counted_from_the_embedding():
     settings = checkpoint_of(random_head("eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 4])).settings
     assert settings.target_layer_ids == (1, 2, 4)
@@ -171,9 +182,10 @@ def test_every_tensor_is_accounted_for(layout):
     for name in trimmed(layout).tensors:
         head = trimmed(layout)
         tensor = head.tensors.pop(name)
-        with pytest.raises(ArtifactError) as missing:
-            checkpoint_of(head)
-        assert name in str(missing.value) or name == "fc.weight"
+        if name != "t2d":
+            with pytest.raises(ArtifactError) as missing:
+                checkpoint_of(head)
+            assert name in str(missing.value) or name == "fc.weight"
         head.tensors[name] = torch.cat([tensor, tensor])
         with pytest.raises(ArtifactError) as misshaped:
             checkpoint_of(head)

@@ -74,7 +74,7 @@ class EagleCheckpoint:
         headers = {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
         checkpoint_format, settings, names = _recognise(config, headers, WEIGHTS_FILE)
         tensors = {name: named[given] for name, given in names.items()}
-        check_contents(settings, tensors, WEIGHTS_FILE)
+        tensors = check_contents(settings, tensors, WEIGHTS_FILE)
         return cls(checkpoint_format, deepcopy(dict(config)), settings, tensors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def read_checkpoint(
     checkpoint_format, settings, names = _recognise(config, headers, source)
     loaded = load_tensors(files)
     tensors = {name: loaded[given] for name, given in names.items()}
-    check_contents(settings, tensors, source)
+    tensors = check_contents(settings, tensors, source)
     return EagleCheckpoint(checkpoint_format, config, settings, tensors, str(folder.absolute()))
 
 

@@ -50,11 +50,11 @@ def _expected_shapes(
         if settings.norm_before_fc:
             shapes["input_norm.weight"] = (settings.fc_inputs,)
         own = {"lm_head.weight": (draft_vocab, hidden)}
-        maps = {"d2t": (draft_vocab,), "t2d": (vocab,)}
         trimmed = draft_vocab < vocab
         shapes |= own if trimmed or "d2t" in found else {}
-        shapes |= maps if trimmed or any(name in found for name in maps) else {}
-        optional |= own
+        shapes |= {"d2t": (draft_vocab,)} if trimmed or "d2t" in found or "t2d" in found else {}
+        # It follows from d2t.
+        optional |= {**own, "t2d": (vocab,)}
     return shapes, optional
 
 
@@ -87,14 +87,17 @@ def check_headers(settings: EagleSettings, found: Mapping[str, TensorHeader], pr
         raise ArtifactError(source, problem, f"Give the {CONFIG_FILE} that belongs to these tensors.")
 
 
-def check_contents(settings: EagleSettings, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Check that weights are finite, and that draft tokens are different tokens of the target."""
+def check_contents(
+    settings: EagleSettings, tensors: Mapping[str, torch.Tensor], source: str
+) -> dict[str, torch.Tensor]:
+    """Check that weights are finite, and that draft tokens are different tokens of the target. Returns the tensors,
+    with `t2d` if there is `d2t`."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"{source}: {name}", "holds NaN or infinity", FETCH_AGAIN)
     if "d2t" not in tensors:
-        return
-    offsets, known = tensors["d2t"].to(torch.int64), tensors["t2d"]
+        return dict(tensors)
+    offsets = tensors["d2t"].to(torch.int64)
     ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
     outside = ids[(ids < 0) | (ids >= settings.vocab_size)]
     if outside.numel():
@@ -104,7 +107,9 @@ def check_contents(settings: EagleSettings, tensors: Mapping[str, torch.Tensor],
     if int(counts.max()) > 1:
         problem = f"leads to the id {int(counts.argmax())} more than once"
         raise ArtifactError(f"{source}: d2t", problem, "It must hold offsets: row i stands for token i + d2t[i].")
+    known = tensors.get("t2d", counts > 0)
     if not torch.equal(counts > 0, known):
         astray = int(((counts > 0) != known).nonzero()[0])
         problem = f"says the opposite of d2t of the id {astray}"
         raise ArtifactError(f"{source}: t2d", problem, "It must be true for exactly the ids that d2t leads to.")
+    return {**tensors, "t2d": known}

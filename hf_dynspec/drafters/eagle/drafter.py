@@ -333,7 +333,14 @@ def _require_fit(settings: EagleSettings, tensor_names: Collection[str], target:
     if lent and settings.hidden_size != settings.target_hidden_size:
         problem = f"is {settings.hidden_size}, so that the target's {lent[0]} cannot be used, and there is no own one"
         raise ArtifactError(f"{CONFIG_FILE}: hidden_size", problem, f"Use a checkpoint with {lent[0]}.")
-    width = target.get_input_embeddings().weight.shape[-1]
+    embedding = target.get_input_embeddings().weight
+    if "embed_tokens.weight" in lent and not embedding.is_floating_point():
+        raise UnsupportedError(
+            f"{type(target).__name__} keeps its embedding packed ({str(embedding.dtype).removeprefix('torch.')}), and "
+            "the head reads rows of it. Load the target with its weights unpacked, or use a checkpoint with an "
+            "embedding of its own."
+        )
+    width = embedding.shape[-1]
     if "embed_tokens.weight" in lent and width != settings.hidden_size:
         raise UnsupportedError(
             f"{type(target).__name__} embeds tokens in {width} numbers, and the head reads {settings.hidden_size}. "
