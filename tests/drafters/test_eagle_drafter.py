@@ -416,3 +416,12 @@ def test_in_16_bit_it_rounds(layout, target):
         outputs.append(state.draft(token))
         assert outputs[-1].dtype == target.dtype
     assert (outputs[0] - outputs[1]).norm() < 0.05 * outputs[0].norm()
+
+
+def test_a_target_with_a_packed_embedding_is_refused_for_the_true_reason():
+    """As GGUF files have it: bytes of blocks, and no rows of numbers."""
+    target = tiny()
+    packed = torch.zeros(301, 34, dtype=torch.uint8)
+    target.get_input_embeddings().weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"keeps its embedding packed \(uint8\)"):
+        drafter_of(random_head("eagle2"), target)
