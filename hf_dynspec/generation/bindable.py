@@ -96,6 +96,11 @@ class Assistant(Bindable):
         """What runs the bound target."""
 
     @abstractmethod
+    def require_rows(self) -> None:
+        """Make sure that both models still score all tokens in use. Raises UnsupportedError if they were resized to
+        fewer."""
+
+    @abstractmethod
     def scored_eos_token_ids(self, generation_config: GenerationConfig) -> tuple[int, ...]:
         """Return the EOS ids of a call that the drafter can score, without repeats."""
 

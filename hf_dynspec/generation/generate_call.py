@@ -101,6 +101,7 @@ class GenerateCall:
         require_drafting_settings(assistant.generation_config)
         # Reading the version makes the drafter take up a head that was replaced.
         _ = assistant.drafter.weights_version
+        assistant.require_rows()
         self._session, continues = self._open_session(assistant.scored_eos_token_ids(generation_config))
         session = self._session
         session.stats, session.stopwatch = self._stats, self._stopwatch

@@ -499,3 +499,20 @@ def test_a_change_that_could_not_be_taken_up_is_not_forgotten(target):
     fresh = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target)
     assert torch.equal(greedy(target, assistant), greedy(target, fresh))
     assert assistant.stats.to_dict() == fresh.stats.to_dict()
+
+
+@pytest.mark.parametrize("policy", ["full", "hybrid"])
+@pytest.mark.parametrize("resized", ["drafter", "target", "both"])
+def test_embeddings_that_are_resized_to_fewer_rows_ask_for_another_binding(resized, policy):
+    target = tiny()
+    drafter = perturbed(target)
+    assistant = DynSpecAssistant(drafter, policy, target=target)
+    for name, model in (("drafter", drafter), ("target", target)):
+        if resized in (name, "both"):
+            model.resize_token_embeddings(250)
+    text, arguments = prompt() % 240, {"max_new_tokens": 20, "do_sample": False}
+    with pytest.raises(UnsupportedError, match=r"score 250 token ids .*bind\(target\) again"):
+        target.generate(text, assistant_model=assistant, **arguments)
+    assistant.bind(target)
+    output = target.generate(text, assistant_model=assistant, **arguments)
+    assert torch.equal(output, target.generate(text, **arguments)) and assistant.stats.drafted
