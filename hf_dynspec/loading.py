@@ -291,7 +291,7 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
     Raises:
         UnsupportedError: the models' vocabularies differ by more than padding, or the drafter's holds other ids.
     """
-    rows, draftable = scored_rows(target, drafter), drafter.head.token_ids
+    rows, draftable = shared_rows(*scored_rows(target, drafter)), drafter.head.token_ids
     # Ids may have gaps, so the length of the tokenizer could cut off real tokens.
     size = rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
     if draftable is not None and int(draftable.max()) >= size:
@@ -302,12 +302,12 @@ def shared_vocabulary_size(target: PreTrainedModel, drafter: Drafter, tokenizer:
     return size
 
 
-def scored_rows(target: PreTrainedModel, drafter: Drafter) -> int:
-    """The number of leading ids that both models score. Raises as `shared_rows`."""
+def scored_rows(target: PreTrainedModel, drafter: Drafter) -> tuple[int, int]:
+    """How many token ids the target and the drafter score, padding included."""
     target_rows = output_rows(target)
     # A trimmed head lists its tokens, and was made for this target.
     is_trimmed = drafter.head.token_ids is not None
-    return shared_rows(target_rows, target_rows if is_trimmed else drafter.head.weight.shape[0])
+    return target_rows, target_rows if is_trimmed else drafter.head.weight.shape[0]
 
 
 def shared_rows(target_rows: int, drafter_rows: int) -> int:

@@ -23,7 +23,7 @@ from ..generation.generate_call import GenerateCall
 from ..generation.refusals import check_target
 from ..generation.sessions import SessionPool
 from ..generation.target import TargetForward
-from ..loading import draftable_eos_token_ids, scored_rows, shared_tokenizer, shared_vocabulary_size
+from ..loading import draftable_eos_token_ids, scored_rows, shared_rows, shared_tokenizer, shared_vocabulary_size
 from ..modeling.parts import unwrapped
 from ..protocol import Candidates, VocabularyInfo
 from ..shortlists.validation import validated
@@ -92,7 +92,8 @@ class BoundAssistant(Assistant):
         self.drafter.require_target(target)
         before, pair = self._binding, (self.drafter, self._given_tokenizer)
         if before is not None and before.target() is target and all(map(operator.is_, before.pair, pair)):
-            tokenizer, size = self.tokenizer, min(before.vocabulary_size, scored_rows(target, self.drafter))
+            tokenizer = self.tokenizer
+            size = min(before.vocabulary_size, shared_rows(*scored_rows(target, self.drafter)))
         else:
             tokenizer = shared_tokenizer(target, self.drafter, self._given_tokenizer)
             size = shared_vocabulary_size(target, self.drafter, tokenizer)
@@ -206,7 +207,7 @@ class BoundAssistant(Assistant):
 
     def require_rows(self) -> None:
         """See `Assistant.require_rows`."""
-        rows, size = scored_rows(self.target, self.drafter), self._binding.vocabulary_size
+        rows, size = min(scored_rows(self.target, self.drafter)), self._binding.vocabulary_size
         if rows < size:
             raise UnsupportedError(
                 f"the models score {rows:,} token ids since their embeddings were resized, and {size:,} were in use "

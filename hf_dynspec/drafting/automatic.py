@@ -31,9 +31,9 @@ _ASSUMED_STEP_COST = 0.1
 _FADE, _FADE_OF_CALL = 0.97, 0.5
 # Recent rounds whose tokens are averaged for drafts that stop early.
 _RECENT_ROUNDS = 32
-# Probabilities of drafted tokens are told apart in so many steps.
+# Bins for the probabilities of drafted tokens.
 _BINS = 10
-# How likely a draft has to be accepted so far to go on, as long as nothing has been measured.
+# The least probability of being accepted so far with which a draft goes on, as long as nothing has been measured.
 _WORTH_AT_FIRST = 0.5
 # Rounds between two explorations of other plans, and rounds that an exploration takes.
 _EXPLORES_AFTER, _EXPLORATION = 32, 3
@@ -45,8 +45,8 @@ _CLEARLY_BETTER = 1.03
 _DRAFTS_BEFORE_BACKOFF = 4
 # Tokens without drafts after drafting has lost for the first time, and at most.
 _SHORTEST_BACKOFF, _LONGEST_BACKOFF = 16, 512
-# A new text, which the drafter may know better, waits at most so many tokens. So many tokens before drafting is tried
-# again, heads begin to collect the target's hidden states.
+# Tokens that a new text waits at most, as the drafter may know it better; and tokens before a retrial from which on
+# heads collect the target's hidden states.
 _SOON = 64
 # Settings for which learned choosers are kept.
 _MOST_CHOOSERS = 8
@@ -126,6 +126,10 @@ class RoundLatency:
         """How many recent rounds of a shape were timed."""
         return len(self._recent.get(shape, ()))
 
+    def timed_drafts(self, policy: int) -> int:
+        """How many recent rounds with drafts of a policy were timed."""
+        return sum(self.count(shape) for shape in self._recent if shape.steps and shape.policy == policy)
+
     def of_round(self, shape: DraftPlan) -> float | None:
         """Seconds to expect of a round; None if nothing of its policy was timed."""
         if self.count(shape) >= _TRUSTED:
@@ -156,14 +160,13 @@ class Backoff:
     """Exponential backoff: after drafting has lost, it is left out for 16 tokens, then 32, and so on up to 512."""
 
     def __init__(self) -> None:
-        self._length = 0
-        # Tokens until drafting is tried again, and rounds that the retrial still takes.
-        self.remaining = self.retrial = 0
+        # Tokens of a whole backoff, tokens until drafting is tried again, and rounds that the retrial still takes.
+        self.length = self.remaining = self.retrial = 0
 
     def begin(self) -> None:
         """Drafting has lost."""
-        self._length = min(max(2 * self._length, _SHORTEST_BACKOFF), _LONGEST_BACKOFF)
-        self.remaining, self.retrial = self._length, 0
+        self.length = min(max(2 * self.length, _SHORTEST_BACKOFF), _LONGEST_BACKOFF)
+        self.remaining, self.retrial = self.length, 0
 
     def advance(self, tokens: int) -> None:
         """So many tokens came out. When the wait is over, a retrial begins."""
@@ -171,9 +174,9 @@ class Backoff:
             self.remaining = max(0, self.remaining - tokens)
             self.retrial = 0 if self.remaining else _EXPLORATION
 
-    def end(self) -> None:
-        """Drafting pays again."""
-        self._length = self.remaining = self.retrial = 0
+    def reset(self, retrial: int = 0) -> None:
+        """Forget the losses, and try drafting for so many rounds."""
+        self.length, self.remaining, self.retrial = 0, 0, retrial
 
 
 class FinishedRound(NamedTuple):
@@ -222,8 +225,7 @@ class DraftChooser:
         self._plan = self._first_plan()
 
     def _first_plan(self) -> DraftPlan:
-        own = [plan for plan in self._plans if plan.policy == 0]
-        return min(own, key=lambda plan: (abs(plan.steps - _FIRST_LENGTHS[0]), -plan.nodes))
+        return min(self._plans, key=lambda plan: (plan.policy, abs(plan.steps - _FIRST_LENGTHS[0]), -plan.nodes))
 
     def begin_call(self) -> None:
         """A new text begins: acceptances of earlier texts count for less."""
@@ -237,7 +239,7 @@ class DraftChooser:
         with self._lock:
             for rates in (*self._acceptance.values(), self._confidence):
                 rates.fade(0.0)
-            self._backoff.end()
+            self._backoff.reset(_EXPLORATION if self._backoff.length else 0)
 
     @property
     def is_backing_off(self) -> bool:
@@ -279,12 +281,11 @@ class DraftChooser:
             # Early stops decide how long its rounds are.
             if len(self._recent[0]) < _DRAFTS_BEFORE_BACKOFF:
                 return first
-        elif self._latency.count(first) < _TRUSTED:
+        # Texts may have no room for the whole plan, so rounds of any length count.
+        elif (timed := self._latency.timed_drafts(0)) < _TRUSTED:
             return first
-        elif not self._is_fixed:
-            second = [plan for plan in self._plans if plan.policy == 0 and plan.steps == _FIRST_LENGTHS[1]]
-            if second and self._latency.count(second[0]) < _TRUSTED:
-                return second[0]
+        elif not self._is_fixed and timed < 2 * _TRUSTED:
+            return min(self._plans, key=lambda plan: (plan.policy, abs(plan.steps - _FIRST_LENGTHS[1])))
         if not self._is_fixed and self._latency.count(NO_DRAFT) < _TRUSTED:
             return NO_DRAFT
         for plan in self._plans:
@@ -343,8 +344,8 @@ class DraftChooser:
         )
 
     def early_stop(self, policy: int) -> tuple[float, list[float]]:
-        """How likely a draft has to be accepted so far, so that another token of average acceptance is worth its time;
-        and for each bin of the drafter's probability, how often such a token is accepted."""
+        """The least probability of being accepted so far with which another draft step pays; and for each bin of the
+        drafter's probability, how often such a token is accepted."""
         with self._lock:
             worth, rates = _WORTH_AT_FIRST, self._confidence.rates()
             if self._latency.of_round(DraftPlan(1, 1, policy)) is not None:
@@ -390,7 +391,7 @@ class DraftChooser:
         recent = self._recent[done.plan.policy]
         latest = list(recent)[-_EXPLORATION:]
         if self._speed_of(done.plan, latest) > self._speed(NO_DRAFT):
-            self._backoff.end()
+            self._backoff.reset()
             # Rounds before the backoff say that drafting loses.
             recent.clear()
             recent.extend(latest)
@@ -418,8 +419,7 @@ class AutomaticCall:
         self.chooser, self.stops_early = chooser, stops_early
         self._clock = Clock(now)
         chooser.begin_call()
-        self._plan, self._steps = NO_DRAFT, 0
-        self._began = 0.0
+        self._plan, self._steps, self._began = NO_DRAFT, 0, 0.0
         # None until the target has judged the round.
         self._accepted: int | None = None
         self._is_first, self._is_last, self._is_steady = True, False, False

@@ -110,11 +110,6 @@ class DraftSession:
         """The tokens of the text that the session was told."""
         return self._prefix.shape[0]
 
-    @property
-    def read(self) -> int:
-        """The tokens of the text that the drafter has read."""
-        return self._backbone.length
-
     def use(self, policy: int) -> None:
         """Draft with another policy from now on: the number of it among those that there are."""
         self._selector = self._selectors[policy]

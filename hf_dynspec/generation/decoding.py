@@ -47,7 +47,7 @@ def decode(
         logits_processor: applied to the target's logits.
         stopping_criteria: asked after every token.
         generation_config: the call's resolved configuration.
-        call: the call that this is, entered and not yet begun.
+        call: the assistant's call, entered and not yet begun.
         token_streamer: is given the new tokens of each round.
         healer: the tokenizer to heal the prompt's last token with, or None. The streamer is then given the prompt too.
         model_kwargs: what the target is called with; its `CACHE` is one that can be cropped.

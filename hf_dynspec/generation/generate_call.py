@@ -70,7 +70,7 @@ class GenerateCall:
             # An interrupted call leaves nothing to learn from.
             self._recorder = None
         elif self._has_begun:
-            # Nobody knows when a user's own loop ends, so the last round is closed here alone.
+            # A user's own loop does not say when it ends, so only here is the last round known to be over.
             self._scheduler.end_call()
         self.close(has_failed)
         if self._aligner is not None and not has_failed:
@@ -111,7 +111,6 @@ class GenerateCall:
             self._start = self._stopwatch.now()
         self._recorder = self._aligner and self._aligner.recorder()
         self._began = time.perf_counter()
-        self._has_begun = True
         self._scheduler = DraftScheduler(
             assistant.generation_config, assistant.tree, self._automatic(generation_config)
         )
@@ -134,6 +133,7 @@ class GenerateCall:
         self._choice = TokenChoice(
             bool(generation_config.do_sample), logits_processor, self.vocabulary_rows, self._text.padding, device
         )
+        self._has_begun = True
 
     def _open_session(self, eos_token_ids: tuple[int, ...]) -> tuple[DraftSession, bool]:
         """The session for these EOS ids, and whether it goes on with the text of an earlier call."""

@@ -139,7 +139,7 @@ def test_a_drafter_that_is_never_right_costs_little(tokens, stops_early):
     for seed in range(8):
         machine, learned = Machine(0.0, seed=seed), chooser(stops_early)
         rounds = machine.automatic(learned, stops_early, tokens)
-        assert learned._backoff._length and 4 <= rounds < 32
+        assert learned._backoff.length and 4 <= rounds < 32
         automatically += machine.now
         alone = Machine(0.0, seed=seed)
         alone.fixed(0, tokens)
@@ -147,12 +147,31 @@ def test_a_drafter_that_is_never_right_costs_little(tokens, stops_early):
     assert plain > 0.95 * automatically
 
 
+@EARLY
+@pytest.mark.parametrize("tokens", [3, 4, 6])
+@pytest.mark.filterwarnings("ignore:drafting does not pay")
+def test_texts_without_room_for_whole_drafts_are_judged_too(tokens, stops_early):
+    """Whatever is drafted in them is shorter than planned."""
+    machine, learned = Machine(0.0), chooser(stops_early)
+    rounds = sum(machine.automatic(learned, stops_early, tokens) for _ in range(200))
+    assert learned._backoff.length and rounds < 100
+
+
+def test_other_weights_are_tried_at_once():
+    learned, machine = chooser(), Machine(0.0)
+    with pytest.warns(UserWarning, match="does not pay"):
+        machine.automatic(learned, True, 400)
+    for _ in range(3):
+        learned.renew()
+        assert machine.automatic(learned, True, 8) >= 3
+
+
 def test_backoff_grows_and_a_new_text_shortens_it():
     learned, machine = chooser(), Machine(0.0)
     with pytest.warns(UserWarning, match=r"drafting does not pay here: .* tokens per second with drafts") as warned:
         machine.automatic(learned, True, 2000)
     assert len(warned) == 1, "the warning is given once"
-    assert learned._backoff._length == 512
+    assert learned._backoff.length == 512
     assert machine.automatic(learned, True, 60) == 0
     assert machine.automatic(learned, True, 200) > 0
 

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, RetrievalShortlist, UnsupportedError
 from hf_dynspec.cache_names import CACHE
+from hf_dynspec.generation import generate_call
 
 CALL = {"max_new_tokens": 12, "eos_token_id": VOCABULARY - 1}
 CALLERS = ("streamer", "criterion", "processor")
@@ -90,6 +91,20 @@ def test_going_on_with_the_cache_of_a_call_that_an_error_ended(kind, raises, sha
         output = generate(target, assistant, following, **CALL, **{CACHE: cache})
         assert torch.equal(output, generate(target, None, following, **CALL))
     assert drafted
+
+
+def test_a_call_that_an_error_ends_before_it_begins(target, drafter, monkeypatch):
+    """It counts for nothing, and its session is given up."""
+    assistant = DynSpecAssistant(drafter, "hybrid", target=target)
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    made, take = [], assistant.take_session
+    monkeypatch.setattr(assistant, "take_session", lambda ends: made.append(take(ends)) or made[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_call, "VerifiedText", lambda *_: stops(1)())
+        with pytest.raises(Stop):
+            generate(target, assistant)
+    assert made[0].is_closed and assistant.stats_total.calls == 0
+    assert_same(target, assistant)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
