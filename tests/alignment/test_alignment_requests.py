@@ -270,6 +270,7 @@ def test_an_error_while_recording_keeps_no_draft_waiting_for_itself(target, draf
     assert digest(drafter) == own
 
 
+@pytest.mark.simulation
 def test_memory_stays_where_it_was(target, drafter):
     settings = OnlineAlignment(**QUICK | {"steps": 1, "buffer": 4, "top_k": 4, "context": 4})
     assistant = DynSpecAssistant(drafter, target=target, alignment=settings)

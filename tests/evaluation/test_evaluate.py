@@ -366,6 +366,7 @@ def test_lines_of_many_processes_are_put_together_in_one_order(tmp_path):
 # Many processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_number_of_processes_changes_nothing_but_times(data, evaluated, tmp_path):
     run = launch_command(tmp_path, "evaluate", *PAIR, *FAST, *words_of_run(data, tmp_path / "out"))
     assert run.stdout.count("tables.md") == 1, "only the first process reports"
@@ -374,6 +375,7 @@ def test_the_number_of_processes_changes_nothing_but_times(data, evaluated, tmp_
     assert session["processes"] == 2
 
 
+@pytest.mark.process
 def test_a_batch_is_the_same_whatever_the_number_of_processes(tmp_path):
     script = ROOT / "examples" / "batch_generation.py"
     words = ("--max-new-tokens", 6, "--temperature", 0.8, "--out")
