@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dynspec import TreeConfig, devices
-from hf_dynspec.generation.verification import Outcome, ProcessRow, outcome_of, walk, walk_unseen
+from hf_dynspec.generation.verification import Outcome, ProcessRow, outcome_of, walk, walk_to_end
 from hf_dynspec.protocol import Candidates
 
 Path = tuple[int, ...]
@@ -91,6 +91,6 @@ def verify(candidates: Candidates, process: ProcessRow, do_sample: bool) -> Outc
     device = candidates.token_ids.device
     if devices.is_host_memory(device):
         return outcome_of(list(walk(candidates, process, do_sample, device)))
-    walked = walk_unseen(candidates, process, do_sample, device, keeps_scores=False)
+    walked = walk_to_end(candidates, process, do_sample, device, keeps_scores=False)
     stops = [*(walked.goes_on == 0).tolist(), True]
     return walked.outcome(walked.token_ids[: 1 + stops.index(True)].tolist())

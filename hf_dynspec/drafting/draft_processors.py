@@ -1,8 +1,8 @@
-"""Twins of transformers' logits processors that look at the slots of a shortlist alone, for draft steps.
+"""Twins of transformers' logits processors for draft steps, which process the slots of a shortlist only.
 
-A processor of transformers reads and writes as many numbers as the vocabulary has tokens, which takes longer than the
-rest of a draft step. These do the same to the logits of a shortlist, from tables that are made once a call. What they
-leave out (bans of several tokens in a row) costs acceptance and never exactness.
+A processor of transformers reads and writes a row of the whole vocabulary, which takes longer than the rest of a draft
+step. The twins do the same to the logits of a shortlist, from tables that are made once a call. They leave out bans of
+several tokens in a row, which costs acceptance and never exactness.
 """
 
 from collections.abc import Callable
@@ -25,22 +25,21 @@ from .processors import looks_at_values_only
 
 
 class DraftContext:
-    """The tokens before a draft step, as the twins ask for them.
+    """The tokens before a draft step, with the lookups that the twins need.
 
     Args:
-        vocabulary_rows: all token ids are below it.
-        padding: how many tokens before the text are padding.
-        device: where the tokens are.
+        vocabulary_rows: one past the largest token id.
+        padding: the number of padding tokens before the text.
+        device: the device of the tokens.
     """
 
     def __init__(self, vocabulary_rows: int, padding: int, device: torch.device):
         self._padding = padding
         self._prefix = torch.empty(0, dtype=torch.int64, device=device)
         self._path = self._prefix
-        # By the position from which on they are looked for: which tokens the verified text holds, and how much of it
-        # was read so far.
+        # By start position: the tokens that the verified text holds from there on, and how much of it was read so far.
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
-        # All False but while `are_among` runs; one entry more than there are tokens.
+        # All False except while `are_among` runs; one entry more than there are tokens.
         self._marks = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
 
     def start_round(self, prefix: torch.Tensor) -> None:
@@ -53,16 +52,16 @@ class DraftContext:
 
     @property
     def length(self) -> int:
-        """How many tokens there are, padding included."""
+        """The number of tokens, padding included."""
         return self._padding + self._prefix.shape[0] + self._path.shape[0]
 
     def tokens(self) -> torch.Tensor:
-        """int64 `[n]`: all of them but padding."""
+        """int64 `[n]`: all tokens except padding."""
         return torch.cat([self._prefix, self._path])
 
     def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """bool, of the shape of `slots`: whether each of these tokens is among those from position `start` on, which
-        counts padding."""
+        """bool, of the shape of `slots`: whether each of these tokens occurs from position `start` on, which counts
+        padding."""
         begin = max(0, start - self._padding)
         seen, known = self._seen.get(begin) or (torch.zeros_like(self._marks), begin)
         seen.index_fill_(0, self._prefix[known:], True)
@@ -75,8 +74,8 @@ class DraftContext:
         return is_held
 
     def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """bool, of the shape of `slots`: whether each of these tokens is one of `token_ids`, int64 `[m]`; an id one
-        past the vocabulary stands for none."""
+        """bool, of the shape of `slots`: whether each of these tokens is one of `token_ids`, int64 `[m]`, which may
+        hold `no_token`."""
         self._marks.index_fill_(0, token_ids, True)
         is_among = self._marks.index_select(0, slots)
         self._marks.index_fill_(0, token_ids, False)
@@ -84,7 +83,7 @@ class DraftContext:
 
     @property
     def no_token(self) -> int:
-        """What `are_among` takes for no token."""
+        """An id for `are_among` that equals no token."""
         return self._marks.shape[0] - 1
 
 
@@ -93,8 +92,8 @@ _Twin = Callable[[Any, torch.Tensor, torch.Tensor, DraftContext], torch.Tensor]
 
 
 def draft_processors(processors: LogitsProcessorList) -> list[Any]:
-    """Those of a call's processors that drafts go through, in their order: the ones that look at values only as they
-    are, twins of the others as functions of logits, slots and context."""
+    """The processors of a call that drafts go through, in their order. Those that look at values only are kept; others
+    are replaced by their twin, a function of logits, slots and context, or left out if they have none."""
     kept: list[Any] = []
     for one in processors:
         if looks_at_values_only(one):
@@ -107,7 +106,7 @@ def draft_processors(processors: LogitsProcessorList) -> list[Any]:
 def _penalise_repetition(
     processor: RepetitionPenaltyLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
 ) -> torch.Tensor:
-    # A tensor says how many tokens of the prompt are padding, and there is none here.
+    # A tensor counts the prompt's padding, which the context does not have.
     ignored = processor.prompt_ignore_length
     is_seen = context.holds(slots, ignored if isinstance(ignored, int) else 0)
     penalised = torch.where(logits < 0, logits * processor.penalty, logits / processor.penalty)
@@ -129,7 +128,7 @@ def _ban_repeated_ngrams(
 def _add_bias(
     processor: SequenceBiasLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
 ) -> torch.Tensor:
-    # Made when the processor first sees the target's logits.
+    # The bias is prepared when the processor first sees the target's logits.
     if not processor.prepared_bias_variables:
         return logits
     return logits + processor.length_1_bias.to(slots.device).index_select(0, slots)

@@ -1,5 +1,5 @@
-"""What speed drafting can be expected to have: DynaSpec's equations 1 and 2, with an acceptance for each draft step
-and costs that were measured."""
+"""The expected speed of drafting: DynaSpec's equations 1 and 2, with an acceptance for each draft step and measured
+costs."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ class RoundCosts:
 
     Attributes:
         draft_step: one draft step, `T_D` of the paper.
-        verified_rows: ascending numbers of tokens that one forward of the target scored, candidates and the one above
-            them; the first is 1.
+        verified_rows: ascending numbers of tokens that a measured forward of the target scored: the candidates and the
+            last verified token. The first is 1.
         verification: seconds of such a forward, one for each of `verified_rows`: `T_V`.
         other: the rest of a round that drafts.
-        other_alone: the rest of a round in which nothing is drafted.
+        other_alone: the rest of a round that does not.
     """
 
     draft_step: float
@@ -26,8 +26,8 @@ class RoundCosts:
     other_alone: float = 0.0
 
     def of_verification(self, rows: int) -> float:
-        """Seconds of a forward of the target over `rows` tokens: along straight lines between the measured ones, and
-        along the last of them beyond, unless that falls."""
+        """Seconds of a forward of the target over `rows` tokens, by linear interpolation. Beyond the measured ones the
+        last line goes on, unless it falls."""
         if len(self.verified_rows) == 1:
             return self.verification[0]
         right = min(max(bisect_left(self.verified_rows, rows), 1), len(self.verified_rows) - 1)
@@ -38,22 +38,22 @@ class RoundCosts:
         return seconds + (seconds_of_more - seconds) * (rows - fewer) / (more - fewer)
 
     def of_round(self, steps: int, candidates: int | None = None) -> float:
-        """Seconds of a round of `steps` draft steps.
+        """Seconds of a round.
 
         Args:
-            steps: 0 where nothing is drafted.
-            candidates: the tokens drafted, where they are not one for each step: the nodes of a tree.
+            steps: draft steps; 0 if nothing is drafted.
+            candidates: drafted tokens (None: one for each step).
         """
         rows = 1 + (steps if candidates is None else candidates)
         return steps * self.draft_step + self.of_verification(rows) + (self.other if steps else self.other_alone)
 
 
 def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
-    """The tokens that a round of `steps` draft steps can be expected to bring, with the target's own: `Ω`.
+    """The expected number of tokens of a round with `steps` draft steps, the target's own token included: `Ω`.
 
     Args:
-        acceptance: for each draft step, the probability that a token of it is accepted where one of the step before it
-            was. The last holds for all steps beyond.
+        acceptance: for each draft step, the probability that its token is accepted if that of the step before was. The
+            last entry holds for all later steps.
     """
     tokens = reached = 1.0
     for step in range(steps):
@@ -63,23 +63,23 @@ def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
 
 
 def expected_speed(acceptance: Sequence[float], costs: RoundCosts, steps: int) -> float:
-    """Tokens per second to expect of chains of `steps` tokens; 0 is the target alone."""
+    """Expected tokens per second with chains of `steps` tokens; 0 is the target alone."""
     return expected_tokens(acceptance, steps) / costs.of_round(steps)
 
 
 def best_chain_length(acceptance: Sequence[float], costs: RoundCosts, longest: int) -> int:
-    """How many tokens to draft, at most `longest`, for the most tokens per second; 0 where drafting does not pay."""
+    """The number of draft tokens, up to `longest`, with the highest expected speed; 0 if drafting does not pay."""
     return max(range(longest + 1), key=lambda steps: expected_speed(acceptance, costs, steps))
 
 
 def break_even_acceptance(costs: RoundCosts, longest: int, plain_seconds: float) -> float | None:
-    """The acceptance, the same at all draft steps, with which the best chain is as fast as plain generation; None
-    where none is.
+    """The acceptance, equal at all draft steps, at which the best chain is as fast as plain generation; None if not
+    even an acceptance of 1 is enough.
 
     Args:
-        costs: of the chains.
-        longest: most tokens of a chain.
-        plain_seconds: of one token of plain generation.
+        costs: the costs of a round.
+        longest: the most tokens of a chain.
+        plain_seconds: seconds of one token of plain generation.
     """
 
     def is_as_fast(acceptance: float) -> bool:

@@ -1,4 +1,4 @@
-"""What holds while a method of a session runs."""
+"""Decorators for methods of a session."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def outside_inference_mode(method: _Method) -> _Method:
-    """Run a method without gradients and outside of `torch.inference_mode`, whatever its caller does.
+    """Run a method without gradients and outside of `torch.inference_mode`, even if the caller is in it.
 
-    What a session keeps from call to call is updated in place, which torch forbids for tensors that were made in
-    inference mode as soon as somebody calls outside of it.
+    A session keeps tensors from call to call and updates them in place. torch forbids that for tensors made in
+    inference mode.
     """
 
     @functools.wraps(method)
@@ -26,7 +26,7 @@ def outside_inference_mode(method: _Method) -> _Method:
 
 
 def closes_on_error(method: _Method) -> _Method:
-    """A session that an error interrupted is given up, as nobody knows what was done and what was not."""
+    """Close the session if the method raises, as its state is then undefined."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def closes_on_error(method: _Method) -> _Method:
 
 
 def while_weights_stand(method: _Method) -> _Method:
-    """Whoever writes weights of the drafter in place does so between drafts."""
+    """Hold the lock that keeps others from writing the drafter's weights in place."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Logits processors, divided into those that must know which token a column stands for and those that need not, and
-into those that are known to keep no memory and all others."""
+"""Logits processors by what they depend on (values only, or token ids too; state or none), and drawing from logits."""
 
 import itertools
 import operator
@@ -37,8 +36,8 @@ from ..devices import is_host_memory
 from ..kernels import top_k_ids
 from ..protocol import SparseDistribution
 
-# These look at the values of logits only, and at each row by itself. They give the same distribution on a shortlist as
-# on the full vocabulary with −inf elsewhere, and may take all positions of a draft at once.
+# These look at the values of logits only, row by row. They give the same distribution on a shortlist as on the full
+# vocabulary with −inf elsewhere, and can process all positions of a draft at once.
 _BY_VALUE = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -50,7 +49,7 @@ _BY_VALUE = (
     TypicalLogitsWarper,
 )
 
-# What these do to a row follows from the row and the tokens before it, whatever they were shown earlier.
+# The result of these depends on the row and the tokens before it only, not on earlier calls.
 _BY_ID = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -70,25 +69,25 @@ _BY_ID = (
 
 
 def looks_at_values_only(processor: object) -> bool:
-    """Whether a processor looks at the values of logits only, and at each row by itself."""
-    # Exactly: a subclass may do anything.
+    """Whether a processor looks at the values of logits only, row by row."""
+    # Exactly these classes: a subclass may do anything.
     return type(processor) in _BY_VALUE
 
 
 def may_keep_state(processors: Iterable[object]) -> bool:
     """Whether any of these processors is not known to be pure.
 
-    Such a one counts calls, follows the tokens that come out or runs a model beside the target, as classifier-free
-    guidance and watermarks do; so it must be shown what comes out, once each and in order, and nothing else.
+    Processors with state count calls, follow the text or run a model beside the target, as classifier-free guidance
+    and watermarks do. They must see each accepted token once and in order, and nothing else.
     """
     return any(type(one) not in _BY_VALUE and type(one) not in _BY_ID for one in processors)
 
 
 class ProcessorsByValue:
-    """Processors that look at values only, one after another.
+    """A list of processors that look at values only.
 
-    `LogitsProcessorList` inspects the signature of each processor in every call, which takes longer than most of them
-    do, and `TopKLogitsWarper` sorts more of a large vocabulary than it has to.
+    It is faster than `LogitsProcessorList`, which inspects the signature of each processor in every call, and than
+    `TopKLogitsWarper`, which sorts more of a large vocabulary than it has to.
     """
 
     def __init__(self, processors: list):
@@ -100,33 +99,32 @@ class ProcessorsByValue:
 
     @property
     def most_kept(self) -> int | None:
-        """How many of a row's most probable tokens may come out at most, ties aside (None: all)."""
+        """The most tokens of a row that can keep a probability, ties aside (None: all)."""
         return min((one.top_k for one in self._processors if type(one) is TopKLogitsWarper), default=None)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Process scores, fp32 `[m, V]`; `input_ids` is passed on, and none of them reads it."""
+        """Process scores, fp32 `[m, V]`. `input_ids` is passed on; no processor here reads it."""
         for one in self._processors:
             scores = _keep_top_k(one, scores) if type(one) is TopKLogitsWarper else one(input_ids, scores)
         return scores
 
     @property
     def most_looked_at(self) -> int | None:
-        """How many of a row's most probable tokens `few` looks at; None where it cannot tell anything."""
+        """The number of a row's most probable tokens that `sparse` needs; None if it does not apply."""
         # One more than are kept, to see whether it ties with the last of them.
         return None if self._top_k_first is None else self._top_k_first + 1
 
     def sparse(self, scores: torch.Tensor, best: torch.Tensor) -> list[SparseDistribution | None]:
-        """The softmax of what is left of rows of scores, where that can be told without processing them whole: the
-        same tokens, with the same weights but for the rounding of sums over more or fewer zeros. Reads the host's
-        memory.
+        """The softmax of processed scores, without processing whole rows: the same tokens with the same weights, up to
+        the rounding of sums. Reads the host's memory.
 
         Args:
             scores: fp32 `[m, V]`.
-            best: int64 `[m, most_looked_at]`: the most probable tokens of each row, the first one first.
+            best: int64 `[m, most_looked_at]`: the most probable tokens of each row, in descending order.
 
         Returns:
-            For each row its tokens, ascending. None where tokens tie for a top-k's last place, all of which are kept,
-            or for any where something follows that sorts them, or where a score is not a finite number.
+            For each row its tokens in ascending order. None if tokens tie for a top-k's last place (all of them are
+            kept), if any tie before a processor that sorts, or if a score is not finite.
         """
         most_probable = scores.gather(1, best)
         for one in itertools.takewhile(lambda one: type(one) is not TopKLogitsWarper, self._processors):
@@ -147,8 +145,8 @@ _WITHOUT_ORDER = (LogitNormalization, TemperatureLogitsWarper, TopKLogitsWarper)
 
 
 def _top_k_first(processors: list) -> int | None:
-    """How many tokens a top-k keeps before which a row's order does not change; None where there is none. All that
-    comes after it leaves those that are forbidden forbidden."""
+    """The `k` of a top-k that comes first, or after temperatures, which keep a row's order; None if there is none.
+    Later processors never bring a forbidden token back."""
     if any(getattr(one, "filter_value", -torch.inf) != -torch.inf for one in processors):
         return None
     rest = itertools.dropwhile(lambda one: type(one) is TemperatureLogitsWarper, processors)
@@ -157,7 +155,7 @@ def _top_k_first(processors: list) -> int | None:
 
 
 def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
-    """What a `TopKLogitsWarper` does: values below the k-th largest of their row are replaced, ties are kept."""
+    """Do what `TopKLogitsWarper` does: replace values below the k-th largest of their row; keep ties."""
     if warper.top_k >= scores.shape[-1]:
         return scores
     kept = top_k_ids(scores, warper.top_k)
@@ -165,8 +163,8 @@ def _keep_top_k(warper: TopKLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
 
 
 def divide(processors: list) -> tuple[LogitsProcessorList, ProcessorsByValue]:
-    """Divide processors, in their order, into a first part that ends with the last one that looks at token ids, and
-    the rest, which looks at values only."""
+    """Divide processors, in their order, into those up to the last one that looks at token ids, and the rest, which
+    look at values only."""
     cut = max((index + 1 for index, one in enumerate(processors) if not looks_at_values_only(one)), default=0)
     return LogitsProcessorList(processors[:cut]), ProcessorsByValue(processors[cut:])
 
@@ -174,16 +172,16 @@ def divide(processors: list) -> tuple[LogitsProcessorList, ProcessorsByValue]:
 def draw(weights: torch.Tensor) -> torch.Tensor:
     """Draw an index, int64 `[1]`, in proportion to weights `[n]`, with torch's default generator.
 
-    Inverts the cumulative sum in fp64, which takes one random number where `torch.multinomial` takes `n`. An index of
-    weight 0 is never drawn, as it adds nothing to the sum.
+    Inverts the cumulative sum in fp64, with one random number; `torch.multinomial` uses `n`. An index of weight 0 is
+    never drawn, as it adds nothing to the sum.
     """
     index, _ = draw_with_weight(weights)
     return index
 
 
 def draw_with_weight(weights: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-    """`draw`, and the weight of what was drawn, None where it would have to be waited for. Otherwise a block of many
-    weights is drawn first, by the blocks' sums, and an index in it after that."""
+    """`draw`, with the weight of the drawn index (None on a device that would be waited for). On the host, wide rows
+    are drawn in two steps: a block by the blocks' sums, then an index in it."""
     if not is_host_memory(weights.device):
         return _draw(weights), None
     n, start, end = weights.shape[0], 0, weights.shape[0]
@@ -197,15 +195,15 @@ def draw_with_weight(weights: torch.Tensor) -> tuple[torch.Tensor, float | None]
     return torch.tensor([start + place], device=weights.device), block[place]
 
 
-# Among fewer columns than this, to look for those that count takes longer than to look at all.
+# With fewer columns than this, searching for the columns that count takes longer than using all.
 _FEWEST_WIDE_COLUMNS = 1024
-# A block that is drawn first. With it, sums of a large vocabulary are as few as its weights.
+# Columns in a block. A large vocabulary then has about as many blocks as a block has weights.
 _DRAWN_BLOCK = 256
 
 
 def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
-    """The columns, int64 `[m]`, that are True in `[n]`, where they can be counted without waiting for a device and are
-    so few that it pays to look at them alone, as after a top-k over a large vocabulary; otherwise None."""
+    """The columns, int64 `[m]`, that are True in `[n]`, if they are so few that using only them pays, as after a top-k
+    over a large vocabulary. None otherwise, and on a device that would be waited for."""
     if not is_host_memory(is_wanted.device) or is_wanted.shape[0] < _FEWEST_WIDE_COLUMNS:
         return None
     wanted = is_wanted.nonzero().squeeze(1)
@@ -221,28 +219,28 @@ def _draw(weights: torch.Tensor) -> torch.Tensor:
 
 
 def draw_place(weights: list[float]) -> int:
-    """`draw` on the host, whose numbers are fp64: for some hundred weights quicker than ten small operations."""
+    """`draw` on the host, in fp64: for some hundred weights this is quicker than ten small operations."""
     cumulative = list(itertools.accumulate(weights))
     uniform = torch.rand(1, dtype=torch.float64, device="cpu").item()
     return min(bisect_right(cumulative, uniform * cumulative[-1]), bisect_left(cumulative, cumulative[-1]))
 
 
 def draw_several(weights: torch.Tensor, count: int, block: int = 128) -> torch.Tensor:
-    """Draw several indices of each row without replacement: each in proportion to what the ones before it leave.
+    """Draw several indices of each row without replacement, each in proportion to the remaining weights.
 
-    That is the order in which a race ends whose runners take times that are exponentially distributed, each at the
-    rate of its weight. A wide row first lets its blocks race, at the rates of their sums: the first runner of a block
-    arrives when the block does, the others are as far behind it as if they had started then, for such times have no
-    memory; and the first `count` runners belong to the first `count` blocks. So few random numbers are drawn, and in
-    fp64, as those of fp32 are too coarse for small weights.
+    If each index gets an exponentially distributed time whose rate is its weight, the indices in the order of their
+    times are such a draw. In a wide row, blocks get times first, at the rates of their sums: the first `count` indices
+    then lie in the first `count` blocks, and within a block the first index has the block's time and the others follow
+    it as if they had started then, as exponential times have no memory. So few random numbers are drawn. They are
+    fp64, as fp32 is too coarse for small weights.
 
     Args:
         weights: fp32 `[m, n]`, not negative.
-        count: how many, at most `n`.
+        count: the number of indices, at most `n`.
         block: columns in a block.
 
     Returns:
-        int64 `[m, count]`: columns in the order in which they were drawn. Those of weight 0 come last, in any order.
+        int64 `[m, count]`: columns in the order of the draws. Those of weight 0 come last, in any order.
     """
     m, columns = weights.shape
     blocks = columns // block

@@ -12,17 +12,17 @@ from ..shortlists.base import ShortlistPolicy, start_state
 
 
 class Selector:
-    """A policy's state, how much of the text it was shown, and the rows that are packed for its shortlists.
+    """A policy's state, and the rows that are packed for its shortlists.
 
     Args:
-        policy: what the state is of.
-        vocabulary: what it selects from.
-        memory: what the policy keeps between calls, if anything.
+        policy: the policy.
+        vocabulary: the vocabulary to select from.
+        memory: the policy's memory between calls, if it has one.
 
     Attributes:
-        name: the policy's.
-        needs: what it asks to be shown.
-        seen: the tokens of the text that it was shown.
+        name: the policy's name.
+        needs: the policy's needs.
+        seen: the number of tokens of the text that the state has observed.
     """
 
     def __init__(self, policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any):
@@ -34,7 +34,7 @@ class Selector:
         self.seen = 0
 
     def prepare(self, head: DynamicLMHead) -> None:
-        """Copy and compile what the head needs to score the policy's shortlists."""
+        """Prepare the head for the policy's shortlists."""
         head.prepare(self.state.layout)
 
     def restart(self) -> None:
@@ -43,22 +43,22 @@ class Selector:
         self.seen = 0
 
     def resume(self, beginning: torch.Tensor) -> None:
-        """Another call goes on with a text of which this beginning, int64 `[n]`, is known."""
+        """Go on with a text that has this beginning, int64 `[n]`, in common with the last one."""
         self.seen = min(self.seen, beginning.shape[0])
         self.state.resume(beginning[: self.seen])
 
     def read(self, text: torch.Tensor) -> None:
-        """Show it what it has not seen of the text, int64 `[n]`."""
+        """Let the state observe the rest of the text, int64 `[n]`."""
         self.state.observe_prompt(Prompt(text[self.seen :], self.seen))
         self.seen = text.shape[0]
 
     def observe(self, verdict: Verdict) -> None:
-        """Show it what the target said, right after the tokens that it has seen."""
+        """Let the state observe a verdict, which follows the tokens that it has seen."""
         self.state.observe(verdict)
         self.seen = verdict.start + verdict.verified.shape[0]
 
     def follow_rows(self, **rows: HeadRows) -> None:
-        """Tell it which rows a head has now: `drafter_rows`, `target_rows`, where it asked for them."""
+        """Give the state new output rows (`drafter_rows`, `target_rows`), if it needs them."""
         wanted = {name: value for name, value in rows.items() if getattr(self.needs, name)}
         if wanted:
             self._vocabulary = replace(self._vocabulary, **wanted)
@@ -66,12 +66,12 @@ class Selector:
 
 
 def start_selectors(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any) -> tuple[Selector, ...]:
-    """Begin with all that a session can draft with.
+    """Start a selector for each policy of a session.
 
     Args:
         policy: see `ShortlistPolicy.alternatives`.
-        vocabulary: what is selected from, with the rows that any of them asks for.
-        memory: what the policy keeps between calls, if anything.
+        vocabulary: the vocabulary to select from, with the rows that any of them needs.
+        memory: the policy's memory between calls, if it has one.
     """
     with ExitStack() as stack:
         selectors = []
@@ -82,12 +82,12 @@ def start_selectors(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory:
                 target_rows=vocabulary.target_rows if one.needs.target_rows else None,
             )
             selectors.append(Selector(one, known, own))
-            # Where a later one cannot be started, nobody else would know of this one.
+            # Closed again if a later one cannot be started.
             stack.callback(selectors[-1].state.close)
         stack.pop_all()
     return tuple(selectors)
 
 
 def rows_of(head: DynamicLMHead) -> HeadRows:
-    """The rows of a head as policies are shown them."""
+    """The rows of a head as policies get them."""
     return HeadRows(head.weight, head.bias, head.token_ids)

@@ -1,4 +1,4 @@
-"""Everything that changes during one `generate` call: draft, then observe what the target said, round after round."""
+"""A drafting session: draft, then observe the target's verdict, round after round."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from .trees import DrawnTreeGrowth, TreeGrowth
 from .unread_features import UnreadFeatures
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
-# before it. Also returns the logits that the token was drawn by, and what is left of them (`Candidates.drawn_from`).
+# before it. Also returns the logits that the token was drawn from, and `Candidates.drawn_from`.
 ChooseToken = Callable[
     [torch.Tensor, Shortlist, list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor, SparseDistribution | None]
 ]
@@ -28,43 +28,43 @@ ChooseToken = Callable[
 GoesOn = Callable[[], bool]
 
 # Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
-# to them, int64 [w, depth], and how many children each gets. Returns what they are drawn from, token ids and
-# probabilities (see `protocol.Draws`), and their columns in it, int64 [w, c], in the order in which they were drawn.
+# to them, int64 [w, depth], and the number of children for each. Returns the token ids and probabilities that they are
+# drawn from (see `protocol.Draws`), and their columns in these, int64 [w, c], in the order of the draws.
 DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Feedback:
-    """What the target said in one round. Tensors are on the drafter's device.
+    """The target's feedback of one round. Tensors are on the drafter's device.
 
     Args:
         verified: int64 `[a + 1]`: the accepted candidates and the token that the target chose after them.
-        shown: what the policy asked to be shown of them, by the names that `Verdict` has.
-        prompt: what it asked to be shown of prompt positions, by the names that `Prompt` has (None: nothing).
+        verdict: the fields of `Verdict` that the policy needs.
+        prompt: the fields of `Prompt` that it needs (None: nothing).
         features: `[m, d · layers]`: the target's hidden states at the tokens `features_end − m … features_end − 1` of
             the text, for a drafter that reads them.
         features_end: one past the last of these tokens.
     """
 
     verified: torch.Tensor
-    shown: Mapping[str, torch.Tensor]
+    verdict: Mapping[str, torch.Tensor]
     prompt: Mapping[str, torch.Tensor] | None = None
     features: torch.Tensor | None = None
     features_end: int = 0
 
 
 class DraftSession:
-    """The drafter's cache, the states of policies and the packed rows of one text. Not shared between threads.
+    """The drafter's cache, the policies' states and the packed rows of one text. Not shared between threads.
 
-    A session can be used again for another text, and then keeps its buffers; or be continued with a longer text, and
-    then keeps what it knows of the part that stayed the same. It is closed once: by whoever gives it up, by an error,
-    or when nobody holds it any more, at the latest at the interpreter's exit.
+    A session can be used again for another text, and then keeps its buffers. It can go on with a longer text, and then
+    keeps its state of the common beginning. It is closed once: by its owner, by an error, or by the garbage collector,
+    at the latest at the interpreter's exit.
 
     Args:
-        drafter: what drafts.
-        policy: selects the shortlists, or knows those that do, one in each round.
-        vocabulary: what they are selected from.
-        memory: what the policy keeps between calls, if anything.
+        drafter: the drafter.
+        policy: selects the shortlists, or holds several policies that do, one in each round.
+        vocabulary: the vocabulary to select from.
+        memory: the policy's memory between calls, if it has one.
         drafting_lock: is held by every draft (None: nobody writes to the drafter's weights meanwhile).
     """
 
@@ -82,7 +82,7 @@ class DraftSession:
         self.vocabulary = vocabulary
         self._drafter = drafter
         self._selectors = start_selectors(policy, vocabulary, memory)
-        # The one that drafts, and is shown what the target says of it.
+        # The selector of the current round.
         self._selector = self._selectors[0]
         self._closing = weakref.finalize(self, _close_all, self._selectors)
         self._prefix = torch.empty(0, dtype=torch.int64, device=vocabulary.device)
@@ -96,22 +96,22 @@ class DraftSession:
 
     @closes_on_error
     def prepare(self) -> None:
-        """Copy and compile what the head needs to score the shortlists."""
+        """Prepare the head for the policies' shortlists: it may copy rows and compile kernels."""
         for selector in self._selectors:
             selector.prepare(self._head)
 
     @property
     def needs(self) -> Needs:
-        """What the policy that drafts asks to be shown."""
+        """The needs of the policy of this round."""
         return self._selector.needs
 
     @property
     def length(self) -> int:
-        """The tokens of the text that the session was told."""
+        """The number of tokens of the text that the session has observed."""
         return self._prefix.shape[0]
 
     def use(self, policy: int) -> None:
-        """Draft with another policy from now on: the number of it among those that there are."""
+        """Draft with the policy of this index from now on."""
         self._selector = self._selectors[policy]
 
     @property
@@ -120,19 +120,19 @@ class DraftSession:
         return not self._closing.alive
 
     def close(self) -> None:
-        """Give the session up. Does nothing where that was done before."""
+        """Give the session up. Does nothing the second time."""
         self._closing()
 
     @closes_on_error
     def end_call(self) -> None:
-        """Let policies put what they learnt where other calls of the assistant find it."""
+        """Let policies store what they learned in the memory that other calls share."""
         for selector in self._selectors:
             if selector.seen:
                 selector.state.end_call()
 
     @closes_on_error
     def rest(self) -> None:
-        """Forget the text, so that nothing of it is held while the session waits for another one."""
+        """Forget the text, so that its memory is free while the session waits for another one."""
         for selector in self._selectors:
             selector.restart()
         self._backbone = self._drafter.start()
@@ -146,8 +146,8 @@ class DraftSession:
 
         Args:
             prompt: int64 `[n]`, without padding, on the drafter's device.
-            continues: keep what is known of the longest common beginning of this text and the last one, and what the
-                policy remembers. Waits for the device once.
+            continues: keep the state of the longest common beginning of this text and the last one, and the policy's
+                state. Waits for the device once.
 
         Returns:
             The length of the common beginning that was kept.
@@ -176,7 +176,7 @@ class DraftSession:
 
     @closes_on_error
     def follow_target(self, rows: HeadRows) -> None:
-        """Tell policies that asked for the target's rows which they are, where they are others than before."""
+        """Give the target's output rows to policies that need them, if the rows changed."""
         if rows is not self.vocabulary.target_rows:
             with self.stopwatch.section("policy"):
                 self._follow_rows(target_rows=rows)
@@ -195,7 +195,7 @@ class DraftSession:
 
         Args:
             prefix: int64 `[n]`: all verified tokens, without padding, on the drafter's device.
-            count: how many tokens to draft at most, at least 1.
+            count: the most tokens to draft, at least 1.
             choose: picks a token from the logits of a draft step.
             goes_on: asked after each token (None: draft `count` tokens).
         """
@@ -223,13 +223,13 @@ class DraftSession:
     def draft_tree(
         self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
     ) -> Candidates:
-        """Draft a dynamic tree: of the likeliest tokens (EAGLE-2, section 4), or of drawn ones (`DrawnTreeGrowth`).
+        """Draft a dynamic tree of the most probable tokens (EAGLE-2, section 4), or of drawn ones (`DrawnTreeGrowth`).
 
         Args:
             prefix: as for `draft_chain`.
             config: the shape of the tree.
-            most: the longest path that is of use, at least 1.
-            draw: draws the children of nodes (None: they are the most probable ones).
+            most: the longest path that can be used, at least 1.
+            draw: draws the children of nodes (None: the most probable tokens are the children).
         """
         levels = min(config.depth + 1, most)
         if draw is not None:
@@ -259,13 +259,13 @@ class DraftSession:
         return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws))
 
     def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Bring the drafter to the verified prefix. Returns the hidden state `[1, d]` that predicts what follows."""
+        """Bring the drafter to the verified prefix. Returns its last hidden state `[1, d]`."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
         with self.stopwatch.section("policy"):
             if self._selector.seen < prefix.shape[0]:
-                # What came out while nothing was drafted, or another policy drafted.
+                # Tokens generated while nothing was drafted, or another policy drafted.
                 self._selector.read(prefix)
             self._selector.state.begin_round()
         with self.stopwatch.section("backbone"):
@@ -274,13 +274,13 @@ class DraftSession:
         return hidden
 
     def _follow_weights(self) -> None:
-        """Take up weights of the drafter that changed since the last round."""
+        """Follow changes of the drafter's weights since the last round."""
         version = self._drafter.weights_version
         if version == self._weights_version:
             return
         self._weights_version = version
         head, before = self._drafter.head, self._head
-        is_of_another_kind = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
+        has_moved = (head.weight.dtype, head.device) != (before.weight.dtype, before.device)
         if head is not before:
             self._head = head
             for selector in self._selectors:
@@ -288,11 +288,11 @@ class DraftSession:
             self.prepare()
             if self.vocabulary.drafter_rows is not None:
                 self._follow_rows(drafter_rows=rows_of(head))
-        if is_of_another_kind or not self._drafter.keeps_states:
+        if has_moved or not self._drafter.keeps_states:
             self._backbone = self._drafter.start()
 
     def _score(self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[Shortlist, torch.Tensor]:
-        """Select the shortlist of a draft step and score it for every token that is expanded, fp32 `[m, width]`."""
+        """Select the shortlist of a draft step, and score it at each expanded token: fp32 `[m, width]`."""
         with self.stopwatch.section("policy"):
             shortlist = self._selector.state.select(depth, token_ids, hidden)
         with self.stopwatch.section("head"):
@@ -307,9 +307,9 @@ class DraftSession:
         """Count the round of the last candidates.
 
         Args:
-            accepted: how many of them were accepted, one below the other.
+            accepted: the number of accepted candidates.
             has_missed: see `Candidates.has_missed`.
-            covered: `[n]`: the target's probability mass on the shortlists, where it is measured.
+            covered: `[n]`: the target's probability mass on the shortlists, if it is measured.
         """
         self.stats.record_verification(accepted)
         if self._candidates is not None:
@@ -318,13 +318,13 @@ class DraftSession:
             self.stats.record_coverage(covered)
 
     def count_background_work(self) -> None:
-        """Count what policies did in a thread of their own since the last call."""
+        """Count the work of policies' background threads since the last call."""
         for selector in self._selectors:
             self.stats.background_work += selector.state.take_background_work()
 
     @closes_on_error
     def learn(self, feedback: "Feedback") -> None:
-        """Take in what the target said in a round, and roll the drafter back to the verified prefix."""
+        """Observe the target's feedback of a round, and roll the drafter back to the verified prefix."""
         if feedback.prompt is not None:
             with self.stopwatch.section("policy"):
                 prompt = Prompt(self._prefix[:0], self._prefix.shape[0], **feedback.prompt)
@@ -338,12 +338,12 @@ class DraftSession:
                 self._backbone.truncate(min(self._backbone.length, start + feedback.verified.shape[0] - 1))
         self._prefix = torch.cat([self._prefix, feedback.verified])
         with self.stopwatch.section("policy"):
-            self._selector.observe(Verdict(drafted, feedback.verified, start, **feedback.shown))
+            self._selector.observe(Verdict(drafted, feedback.verified, start, **feedback.verdict))
         self._candidates = None
 
     def has_features_of(self, length: int) -> bool:
-        """Whether there are hidden states of the target, not read by the drafter yet, up to those that a draft after
-        `length` verified tokens starts from."""
+        """Whether the unread hidden states of the target reach as far as a draft after `length` verified tokens
+        needs."""
         return self._features.reach(length - 1)
 
     def take_features(self, features: torch.Tensor, end: int) -> None:
@@ -352,7 +352,7 @@ class DraftSession:
 
 
 def _close_all(selectors: tuple[Selector, ...]) -> None:
-    """Close the states of all, also where one cannot be."""
+    """Close the states of all, even if one of them raises."""
     with ExitStack() as stack:
         for selector in selectors:
             stack.callback(selector.state.close)

@@ -1,4 +1,4 @@
-"""The settings that steer drafting: where they come from, and what they may be."""
+"""The settings of drafting: their defaults and rules."""
 
 import copy
 from typing import Any
@@ -21,13 +21,13 @@ _RULES = {
 
 
 def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
-    """The shape of the trees to draft, or None for chains.
+    """Return the shape of the trees to draft, or None for chains.
 
     Args:
         tree: a shape, True for the default one, or False for chains.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: `tree` is none of these.
     """
     if isinstance(tree, TreeConfig):
         return tree
@@ -37,10 +37,10 @@ def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
 
 
 def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | None) -> GenerationConfig:
-    """A generation configuration with the settings of drafting: those given, else the drafter's own, else defaults.
+    """A generation configuration with the settings of drafting: the given ones, else the drafter's own, else defaults.
 
     Args:
-        drafter: a model whose own configuration may have some of them.
+        drafter: a model whose own generation configuration may have some settings.
         tokens: `num_assistant_tokens` (None: not given).
         threshold: `assistant_confidence_threshold` (None: not given).
 
@@ -59,10 +59,10 @@ def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | N
 
 
 def require_drafting_settings(config: GenerationConfig) -> None:
-    """Refuse settings of drafting that are mistyped or out of range. They may be assigned at any time.
+    """Check the settings of drafting, which may be assigned at any time.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: a setting is mistyped or out of range.
     """
     for name, (rule, default) in _RULES.items():
         value = getattr(config, name)

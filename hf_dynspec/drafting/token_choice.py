@@ -1,5 +1,4 @@
-"""How a draft token is chosen from a shortlist's logits: by argmax or by a draw, under those of the call's processors
-that a draft may be shown."""
+"""The choice of a draft token from a shortlist's logits, by argmax or by a draw, after the call's pure processors."""
 
 import torch
 from transformers import LogitsProcessorList
@@ -14,17 +13,16 @@ from .processors import ProcessorsByValue, draw_place, draw_several, draw_with_w
 class TokenChoice:
     """Chooses the tokens of one call's drafts.
 
-    Drafting under the processors that the target's logits go through makes drafts agree with it more often. It cannot
-    make the output wrong: greedy verification compares tokens, and sampling uses the distribution returned here. A
-    processor takes part only if it is known to be pure and has a twin that looks at a shortlist alone
-    (`draft_processors`): all others see nothing but the target's logits.
+    Drafts agree with the target more often if they go through the same processors. The output does not depend on it:
+    greedy verification compares tokens, and sampling uses the distribution returned here. A processor takes part only
+    if it is known to be pure and works on a shortlist (`draft_processors`). All others see the target's logits only.
 
     Args:
         do_sample: draw tokens instead of taking the most probable one.
         processors: the call's logits processors.
         vocabulary_rows: width of the target's logits.
-        padding: how many tokens of the prompt are padding, which processors that count tokens do not leave out.
-        device: where drafts are chosen.
+        padding: padding tokens of the prompt, which processors that count tokens include.
+        device: the drafter's device.
     """
 
     def __init__(
@@ -36,17 +34,17 @@ class TokenChoice:
         device: torch.device,
     ):
         kept = draft_processors(processors)
-        # From the last one on that must know which token a logit belongs to, rows are processed side by side.
+        # Processors after the last one that needs token ids process all rows at once.
         cut = max((index + 1 for index, one in enumerate(kept) if not looks_at_values_only(one)), default=0)
         self._by_id = kept[:cut]
         self._by_value = ProcessorsByValue(kept[cut:])
         self.do_sample = do_sample
         self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
-        # How probable what was drawn last was, or what it was drawn from and its place there; otherwise the latest
-        # logits.
+        # The probability of the last drawn token, or the distribution and the index to look it up with.
         self._drawn: tuple[torch.Tensor, torch.Tensor] | float = 0.0
+        # The logits of the last greedy choice.
         self._logits: torch.Tensor | None = None
-        # Processors by value are passed tokens, and read none.
+        # Processors by value take tokens as an argument and do not read them.
         self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
 
     def start_round(self, prefix: torch.Tensor) -> None:
@@ -79,13 +77,13 @@ class TokenChoice:
         return token_ids[place : place + 1], used, few
 
     def _draw(self, weights: torch.Tensor) -> torch.Tensor:
-        """`draw`, whereupon it can be told how probable that was."""
+        """Draw an index, int64 `[1]`, and note its probability."""
         place, weight = draw_with_weight(weights)
         self._drawn = (weights, place) if weight is None else weight
         return place
 
     def probability(self) -> float:
-        """How probable the token was that was chosen last. Waits for the device."""
+        """The probability of the token that was chosen last. Waits for the device."""
         if self.do_sample:
             return self._drawn if isinstance(self._drawn, float) else float(self._drawn[0].take(self._drawn[1]))
         return float(self._logits.softmax(-1).amax())
@@ -95,7 +93,7 @@ class TokenChoice:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `session.DrawChildren`.
 
-        Processors that look at token ids are asked node by node, each with its own path, as they are for a chain.
+        Processors that look at token ids process one node at a time, each with its own path.
         """
         if self._by_id:
             nodes = zip(logits.unbind(0), paths.unbind(0), strict=True)
@@ -109,8 +107,8 @@ class TokenChoice:
         return token_ids, probabilities, draw_several(probabilities, min(count, logits.shape[1]))
 
     def _process_by_value(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Process logits, fp32 `[m, width]`, of what is to be drawn. What a top-k leaves is all that the rest has to
-        look at: then the columns that are left, int64 `[m, k]`, and their logits; otherwise None and all logits."""
+        """Process logits, fp32 `[m, width]`, before a draw. With a top-k, returns the columns that it keeps, int64
+        `[m, k]`, and their logits; otherwise None and all logits."""
         most_kept, columns = self._by_value.most_kept, None
         if most_kept is not None and most_kept < logits.shape[1]:
             columns = top_k_ids(logits, most_kept)
@@ -126,5 +124,5 @@ class TokenChoice:
                 processed = one(self._no_tokens, processed.unsqueeze(0))[0]
             else:
                 processed = one(processed, slots, self._context)
-        # Processors may forbid all of a small shortlist. Something must be drafted, and the target will refuse it.
+        # Processors may forbid every token of a small shortlist. One is drafted all the same; the target rejects it.
         return torch.where((processed > -torch.inf).any(), processed, logits)

@@ -1,6 +1,6 @@
-"""Draft trees: how one grows from the drafter's scores or from its draws, and who descends from whom.
+"""Draft trees, grown from the drafter's scores or from its draws.
 
-Every function works on whole levels of a tree, never node by node, and none waits for the device.
+Every function works on whole levels of a tree, not node by node, and none waits for the device.
 """
 
 import functools
@@ -10,14 +10,14 @@ import torch
 from ..protocol import Draws
 from ..tree_config import TreeConfig
 
-# Of children that are drawn, a later one is asked about seldom and accepted seldom: the tenth that is asked about was
-# accepted once in fifty times, where this was measured.
+# Later drawn children are rarely reached and rarely accepted: the tenth child was accepted in one case of fifty when
+# it was reached (the measurement is that of `chances_of_draws`).
 MOST_DRAWN_SIBLINGS = 16
 
 
 class TreeGrowth:
-    """Grows one tree of the likeliest tokens (EAGLE-2): expand the frontier level by level, keep its best children,
-    choose the best nodes of all.
+    """Grows one tree of the most probable tokens (EAGLE-2): expands the frontier level by level, and at the end
+    chooses the best of all nodes.
 
     Args:
         config: the shape.
@@ -29,21 +29,21 @@ class TreeGrowth:
         self._scores: list[torch.Tensor] = []
         self._parents: list[torch.Tensor] = []
         self._nodes = 0
-        # The nodes that the next level grows from: their indices among all nodes, and their scores. The root has −1.
+        # The nodes to expand next: their indices among all nodes (−1 is the root), and their scores.
         self._frontier: torch.Tensor | None = None
         self._frontier_scores: torch.Tensor | None = None
 
     def add_level(self, token_ids: torch.Tensor, log_probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the children of every frontier node and choose the next frontier.
+        """Add the children of every frontier node and choose the next frontier.
 
         Args:
-            token_ids: int64 `[w, c]`: the most probable children of each of the `w` frontier nodes; at first the
-                frontier is the root alone.
+            token_ids: int64 `[w, c]`: the most probable children of each of the `w` frontier nodes. The first frontier
+                is the root.
             log_probabilities: fp32 `[w, c]`.
 
         Returns:
-            The next frontier: its tokens, int64 `[min(top_k, w · c)]`, and for each the row of its parent in the
-            frontier that was expanded.
+            The tokens of the next frontier, int64 `[min(top_k, w · c)]`, and the row of each one's parent in the old
+            frontier.
         """
         w, c = token_ids.shape
         if self._frontier is None:
@@ -62,8 +62,8 @@ class TreeGrowth:
     def choose(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Choose the `total_tokens − 1` nodes whose paths are the most probable.
 
-        A node is never more probable than its parent, and the sort is stable, so that a parent, which comes first,
-        is chosen with its child also where rounding makes their scores equal.
+        A node is never more probable than its parent, and the sort is stable. So a parent, which comes first, is
+        chosen with its child even if rounding makes their scores equal.
 
         Returns:
             token_ids int64 `[k]`, scores fp32 `[k]`, parents int64 `[k]` (−1 for children of the root) and depths
@@ -73,26 +73,26 @@ class TreeGrowth:
         count = min(self._config.total_tokens - 1, self._nodes)
         chosen = scores.sort(descending=True, stable=True).indices[:count].sort().values
         place = torch.full((self._nodes + 1,), -1, dtype=torch.int64, device=scores.device)
-        # By functions: an index of one number would be read back.
+        # Not by indexing, which would wait for the device if the index has one element.
         place.index_copy_(0, chosen, torch.arange(count, device=scores.device))
-        # The root's children have the parent −1, which finds the last place, and that holds −1.
+        # The parent −1 of the root's children looks up the last place, which holds −1.
         parents = place.take(torch.cat(self._parents).take(chosen))
         depths = _depths(tuple(level.shape[0] for level in self._scores), scores.device)
         return torch.cat(self._token_ids).take(chosen), scores.take(chosen), parents, depths.take(chosen)
 
 
 class DrawnTreeGrowth:
-    """Grows one tree of drawn tokens level by level: draw children of the frontier, and keep the most promising draws.
+    """Grows one tree of drawn tokens level by level.
 
-    Verification is exact only if no token has a say in whether it is itself in the tree. So EAGLE-2's last step, which
-    drops nodes for the tokens that they hold and for what grew below them, is not taken: that a node is kept is
-    settled when its level is. Every level has an equal share of the nodes, and gives it to those draws that, as far as
-    can be told before they are drawn, verification is most likely to come to and to accept (`chances_of_draws`). What
-    a token says of itself decides only about the draws after it and about its own children.
+    Verification is exact only if whether a node is in the tree does not depend on its own token. So there is no last
+    step as in EAGLE-2, which drops nodes by their scores: a node is kept or dropped when its level is drawn. Every
+    level has an equal share of the nodes, and gives it to the draws that verification is most likely to reach and to
+    accept, estimated without their own tokens (`chances_of_draws`). A token's own probability decides only about later
+    draws and about its children.
 
     Args:
         config: the shape.
-        levels: how many levels there will be, at most as many as nodes.
+        levels: the number of levels, at most the number of nodes.
     """
 
     def __init__(self, config: TreeConfig, levels: int):
@@ -106,30 +106,30 @@ class DrawnTreeGrowth:
         self._columns: list[torch.Tensor] = []
         self._drawn_from: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._nodes = 0
-        # The nodes that the next level grows from: their indices among all nodes, and the logarithms of the estimated
-        # probabilities that they are accepted. The root has −1.
+        # The nodes to expand next: their indices among all nodes (−1 is the root), and the logarithms of the estimated
+        # probabilities that they are accepted.
         self._frontier: torch.Tensor | None = None
         self._frontier_values: torch.Tensor | None = None
 
     @property
     def most_children(self) -> int:
-        """How many children of a node are worth drawing."""
+        """The number of children to draw for a node."""
         return min(self._config.top_k, MOST_DRAWN_SIBLINGS)
 
     def add_level(
         self, token_ids: torch.Tensor, probabilities: torch.Tensor, columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the draws at every frontier node, keep the level's share, and choose the next frontier.
+        """Add the draws at every frontier node, keep the level's share, and choose the next frontier.
 
         Args:
-            token_ids: int64 `[w, n]`: what the children of each of the `w` frontier nodes were drawn from; at first
-                the frontier is the root alone.
-            probabilities: fp32 `[w, n]`: by which they were drawn.
-            columns: int64 `[w, c]`: the children, in the order in which they were drawn.
+            token_ids: int64 `[w, n]`: the tokens that children of each of the `w` frontier nodes were drawn from. The
+                first frontier is the root.
+            probabilities: fp32 `[w, n]`: their probabilities.
+            columns: int64 `[w, c]`: the children, in the order of the draws.
 
         Returns:
-            The next frontier: its tokens, int64 `[f]`, `f <= top_k`, and for each the row of its parent in the
-            frontier that was expanded.
+            The tokens of the next frontier, int64 `[f]`, `f <= top_k`, and the row of each one's parent in the old
+            frontier.
         """
         w, c = columns.shape
         if self._frontier is None:
@@ -138,7 +138,7 @@ class DrawnTreeGrowth:
         asked, accepted = chances_of_draws(probabilities.gather(1, columns))
         scores = (self._frontier_values.unsqueeze(1) + asked).flatten()
         share = min(-(-self._nodes_left // self._levels_left), w * c)
-        # Of one node's draws the first ones are kept, as scores never rise from one to the next.
+        # Scores never rise from one draw of a node to the next, so a node keeps its first draws.
         kept = scores.sort(descending=True, stable=True).indices[:share].sort().values
         rows = kept // c
         self._drawn_from.append((token_ids, probabilities))
@@ -156,38 +156,37 @@ class DrawnTreeGrowth:
         return self._token_ids[-1][best.indices], rows[best.indices]
 
     def choose(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All nodes: see `TreeGrowth.choose`. Siblings lie side by side, in the order in which they were drawn."""
+        """Return all nodes: see `TreeGrowth.choose`. Siblings lie side by side, in the order of the draws."""
         depths = _depths(tuple(level.shape[0] for level in self._scores), self._parents[0].device)
         return torch.cat(self._token_ids), torch.cat(self._scores), torch.cat(self._parents), depths
 
     def draws(self) -> Draws:
-        """What they were drawn from."""
+        """The distributions that the nodes were drawn from."""
         token_ids, probabilities = zip(*self._drawn_from, strict=True)
         return Draws(token_ids, probabilities, torch.cat(self._rows), torch.cat(self._columns), self.most_children)
 
 
 @functools.lru_cache(maxsize=32)
 def _depths(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 `[n]`: the depth of each node, level by level, for levels of these sizes. Most rounds have the same."""
+    """int64 `[n]`: the depth of each node, level by level, for levels of these sizes. Cached: sizes rarely change."""
     return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
 
 
 def chances_of_draws(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate what becomes of the children of a node if verification comes to that node.
+    """Estimate the probabilities that children of a node are accepted, if verification reaches the node.
 
     On a target of 45M parameters with an EAGLE-3 head, at temperature 0.8 over six kinds of text, the `j`-th child was
-    accepted, if its elder siblings were not, in 64, 32, 20, 13, 12, … of 100 cases; and of first children that the
-    drafter had given the probability `q`, about `(1 + q) / 2` were. So `(1 + q) / 2j` it is, with the probability `q`
-    of a draw given those before it. An estimate decides about the shape of a tree, never about what comes out.
+    accepted, if its earlier siblings were not, in 64, 32, 20, 13, 12, … of 100 cases. First children of drafter
+    probability `q` were accepted in a share of about `(1 + q) / 2`. So the estimate is `(1 + q) / 2j`, with `q` given
+    the draws before. Estimates decide about the shape of a tree, never about the output.
 
     Args:
-        probabilities: fp32 `[w, c]`: of each child among all tokens, in the order in which they were drawn; 0 where
+        probabilities: fp32 `[w, c]`: the probability of each child among all tokens, in the order of the draws; 0 if
             nothing was left to draw.
 
     Returns:
-        Two logarithms, fp32 `[w, c]`, −inf for children that do not count: of the most that the probability of being
-        accepted can be, which does not depend on the child's own token, and of what it is with that token. The first
-        never rises from a child to the next.
+        Two logarithms, fp32 `[w, c]`, −inf for children of probability 0: of an upper bound that does not depend on
+        the child's own token and never rises from a child to the next, and of the estimate with that token.
     """
     order = torch.arange(1, probabilities.shape[1] + 1, device=probabilities.device)
     taken = torch.nn.functional.pad(probabilities.cumsum(-1)[:, :-1], (1, 0))

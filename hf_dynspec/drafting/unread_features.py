@@ -1,22 +1,22 @@
-"""The target's hidden states that wait for the drafter to read them."""
+"""Hidden states of the target that the drafter has not read yet."""
 
 import torch
 
 
 class UnreadFeatures:
-    """Hidden states of the target, at tokens one after another, that the drafter has not read yet.
+    """Hidden states of the target at consecutive tokens, which the drafter has not read yet.
 
     Attributes:
-        rows: `[m, d · layers]`, a row for each token. None where there are none.
+        rows: `[m, d · layers]`, a row for each token. None if there are none.
     """
 
     def __init__(self):
         self.rows: torch.Tensor | None = None
-        # One past the last token that they are of.
+        # One past the last of these tokens.
         self._end = 0
 
     def add(self, rows: torch.Tensor, end: int) -> None:
-        """Keep more of them. Earlier ones are forgotten where these do not follow upon them.
+        """Add rows. Earlier rows are dropped if there is a gap between.
 
         Args:
             rows: `[m, d · layers]`: the hidden states at the tokens `end − m … end − 1` of the text.
@@ -27,15 +27,15 @@ class UnreadFeatures:
         self.rows, self._end = rows, end
 
     def reach(self, end: int) -> bool:
-        """Whether the last of them is that of the token before `end`."""
+        """Whether the last row is that of the token before `end`."""
         return self.rows is not None and self._end == end
 
     def forget_past(self, end: int) -> None:
-        """Forget those at and after `end`."""
+        """Drop the rows at and after token `end`."""
         if self.rows is not None and self._end > end:
             kept = end - (self._end - self.rows.shape[0])
             self.rows, self._end = (self.rows[:kept], end) if kept > 0 else (None, 0)
 
     def forget(self) -> None:
-        """Forget all of them."""
+        """Drop all rows."""
         self.rows, self._end = None, 0

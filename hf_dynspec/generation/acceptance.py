@@ -1,4 +1,4 @@
-"""How the target's token is drawn at a node so that it is the drafter's as often as can be: speculative sampling."""
+"""Speculative sampling: draw the target's token at a node so that it equals a candidate as often as possible."""
 
 import functools
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from ..devices import is_host_memory
 from ..drafting.processors import draw, draw_place, few_columns
 from ..protocol import Candidates, SparseDistribution
 
-# What is drawn where weights are no numbers or all 0, as no device is waited for to raise an error.
+# Drawn if weights are NaN or all 0: raising an error here would have to wait for the device.
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What a token is drawn from at a node: tokens in proportion to weights, which need not add up to 1.
+    """The distribution of a token at a node, up to a factor: weights need not add up to 1.
 
     Args:
         weights: fp32 `[n]`.
-        token_ids: int64 `[n]`, ascending: the tokens that they are of. None where token `i` has weight `i`.
+        token_ids: int64 `[n]`, ascending: the token of each weight. None if token `i` has weight `i`.
     """
 
     weights: torch.Tensor
@@ -27,47 +27,46 @@ class Weights:
 
     @functools.cached_property
     def total(self) -> torch.Tensor:
-        """fp32 `[1]`: the sum, by which weights are probabilities. That of a softmax over a large vocabulary is 1 only
-        to a few digits."""
+        """fp32 `[1]`: the sum. That of a softmax over a large vocabulary is 1 only to a few digits."""
         return self.weights.sum(0, keepdim=True)
 
     def at(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """fp32, of the shape of `token_ids`: their weights."""
+        """Return the weights of tokens: fp32, of the shape of `token_ids`."""
         if self.token_ids is None:
             return self.weights.index_select(0, token_ids)
         places, has_weight = self._places(token_ids)
         return torch.where(has_weight, self.weights.index_select(0, places), 0.0)
 
     def minus(self, token_ids: torch.Tensor, amounts: torch.Tensor) -> "Weights":
-        """The weights that are left, at least 0 each, where these tokens, int64 `[m]`, lose fp32 `[m]`."""
+        """Subtract fp32 `[m]` from the weights of tokens, int64 `[m]`. Weights stay at least 0."""
         if self.token_ids is not None:
             token_ids, has_weight = self._places(token_ids)
             amounts = torch.where(has_weight, amounts, 0.0)
         return Weights(self.weights.scatter_add(0, token_ids, -amounts).clamp_min_(0.0), self.token_ids)
 
     def _places(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where tokens lie among those that have a weight, and whether they do."""
+        """The index of each token's weight, and whether the token has one."""
         places = torch.searchsorted(self.token_ids, token_ids).clamp_max_(self.token_ids.shape[0] - 1)
         return places, self.token_ids.index_select(0, places) == token_ids
 
     def draw_what_is_left(self, left: "Weights") -> torch.Tensor:
-        """Draw from what is left of these weights. Where two distributions are equal to rounding, nothing is left over
-        and these themselves take its place."""
+        """Draw from the rest of these weights. If `p` and `q` are equal up to rounding there is no rest, and the draw
+        is from these weights themselves."""
         is_left = left.total > 0
         if is_host_memory(is_left.device):
             return (left if is_left else self).draw()
         return Weights(torch.where(is_left, left.weights, self.weights), self.token_ids).draw()
 
     def draw(self) -> torch.Tensor:
-        """A token, int64 `[1]`, or `NO_TOKEN`."""
+        """Draw a token, int64 `[1]`, or `NO_TOKEN`."""
         place = draw(self.weights)
         token_id = place if self.token_ids is None else self.token_ids.index_select(0, place)
-        # Of no sum that is a number, some place is drawn all the same.
+        # `draw` returns some place even if the weights are NaN.
         return torch.where(self.weights.index_select(0, place) > 0, token_id, NO_TOKEN)
 
 
 def weights_of(processed: torch.Tensor | SparseDistribution) -> Weights:
-    """What to draw from by what `ProcessRow` returned."""
+    """The weights of processed logits, as `ProcessRow` returns them."""
     if isinstance(processed, SparseDistribution):
         weights = torch.tensor(processed.weights, dtype=torch.float32, device="cpu")
         return Weights(weights, torch.tensor(processed.token_ids, device="cpu"))
@@ -75,19 +74,19 @@ def weights_of(processed: torch.Tensor | SparseDistribution) -> Weights:
 
 
 def draw_alone(processed: torch.Tensor | SparseDistribution) -> torch.Tensor:
-    """Draw a token, int64 `[1]`, or `NO_TOKEN`, where nothing was drafted, by what `ProcessRow` returned."""
+    """Draw a token, int64 `[1]`, or `NO_TOKEN`, at a node without children."""
     if isinstance(processed, SparseDistribution):
         return torch.tensor([_draw_sparse(processed.token_ids, processed.weights)], device="cpu")
     return weights_of(processed).draw()
 
 
 def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | SparseDistribution) -> torch.Tensor:
-    """Speculative sampling at one depth of a chain: a token, int64 `[1]`, distributed as the target says.
+    """Draw a token, int64 `[1]`, from the target's distribution at one depth of a chain, by speculative sampling.
 
     Args:
         candidates: a drawn chain.
-        depth: of the candidate.
-        processed: what `ProcessRow` returned for what the target says there.
+        depth: the depth of the candidate.
+        processed: the target's processed logits there, as `ProcessRow` returns them.
     """
     few = candidates.drawn_from[depth] if candidates.drawn_from else None
     if few is not None and isinstance(processed, SparseDistribution):
@@ -101,7 +100,7 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | Sparse
         token_ids, q = shortlist.ids_at(possible), logits[possible].softmax(-1)
     device = p.weights.device
     drafted = candidates.token_ids[depth : depth + 1]
-    # A token holds one occupied slot; unoccupied ones have probability 0.
+    # A token has one occupied slot; other slots have probability 0.
     of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(keepdim=True).to(device)
     drafted = drafted.to(device)
     is_accepted = torch.rand(1, dtype=torch.float32, device=device) * of_drafter * p.total < p.at(drafted)
@@ -112,10 +111,10 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | Sparse
 
 
 def _draw_at_once(drafted: int, q: SparseDistribution, p: SparseDistribution) -> int:
-    """`draw_at` on the host: for few weights quicker than twenty small operations."""
+    """`draw_at` on the host: for few weights this is quicker than twenty small operations."""
     scale = sum(p.weights) / sum(q.weights)
-    # A shortlist may hold a token twice, in a slot that does not count. Weights of a drafter that computes no numbers
-    # (NaN) count for nothing: what it drafted is refused, and all of p is left.
+    # A shortlist may repeat a token in an unoccupied slot. NaN weights of a broken drafter are left out: its candidate
+    # is then rejected, and all of p remains.
     q_of = {token_id: scale * weight for token_id, weight in zip(q.token_ids, q.weights, strict=True) if weight > 0}
     p_of = dict(zip(p.token_ids, p.weights, strict=True))
     if torch.rand(1, device="cpu").item() * q_of.get(drafted, torch.inf) < p_of.get(drafted, 0.0):
@@ -125,21 +124,21 @@ def _draw_at_once(drafted: int, q: SparseDistribution, p: SparseDistribution) ->
 
 
 def _draw_sparse(token_ids: list[int], weights: list[float]) -> int:
-    """A token, or `NO_TOKEN`."""
+    """Draw a token, or `NO_TOKEN`."""
     place = draw_place(weights)
     return token_ids[place] if weights[place] > 0 else NO_TOKEN
 
 
 def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: Weights) -> torch.Tensor:
-    """Speculative sampling among the drawn children of a node: a token, int64 `[1]`, distributed as `p` says.
+    """Draw a token, int64 `[1]`, from `p` at a node with drawn children, by recursive rejection sampling.
 
-    Outside of the tokens that could have been drawn `p` is only ever scaled: one number stands for all of them.
+    All tokens that the drafter could not have drawn are only ever scaled together: one number stands for them.
 
     Args:
         candidates: a drawn tree.
-        depth: of the children.
-        is_child: bool `[k]`: which candidates they are.
-        p: of the target.
+        depth: the depth of the children.
+        is_child: bool `[k]`: which candidates are children of the node.
+        p: the target's distribution.
     """
     draws, device = candidates.draws, p.weights.device
     count = is_child.sum()
@@ -148,8 +147,7 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
         return p.draw()
     w, n = draws.probabilities[depth].shape
     order = torch.arange(most, device=device)
-    # Siblings lie side by side. Past the last of them, and past the end of the walk, something is looked up that is
-    # not asked about, perhaps of a depth of another shape.
+    # Siblings lie side by side. Indices past the last sibling are clamped, and their results are masked below.
     children = (is_child.to(torch.int8).argmax() + order).clamp_max(is_child.shape[0] - 1)
     columns = draws.columns.to(device)[children].clamp_max(n - 1)
     row = draws.rows.to(device)[children[:1]].clamp_max(w - 1)
@@ -157,14 +155,14 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
     q = draws.probabilities[depth].to(device).index_select(0, row)[0]
     q_of_each = _without_elders(q, columns, order < count)
 
-    # A token that could not be drawn may stand here beside one that could: it belongs to the rest.
+    # Tokens with q = 0 belong to the rest.
     p_here = torch.where(q > 0, p.at(token_ids) / p.total, 0.0)
     p_left = torch.cat([p_here, (1.0 - p_here.sum(0, keepdim=True)).clamp_min(0.0)])
     p_of_children, masses = [], []
     for q_of_child, column in zip(q_of_each.unbind(0), columns.split(1), strict=True):
         p_of_children.append(p_left.index_select(0, column))
         masses.append(p_left.sum(0, keepdim=True))
-        # If this child is refused; not scaled back to 1, instead q is scaled to what is left.
+        # The rest after this child is rejected. Instead of scaling p back to 1, q is scaled to the rest.
         p_left = torch.addcmul(p_left, q_of_child, masses[-1], value=-1.0).clamp_min(0.0)
     q_of_children = q_of_each.gather(1, columns.unsqueeze(1))[:, 0] * torch.cat(masses)
     uniform = torch.rand(most, dtype=torch.float32, device=device)
@@ -177,18 +175,18 @@ def draw_among(candidates: Candidates, depth: int, is_child: torch.Tensor, p: We
 
 
 def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
-    """fp32 `[c, n + 1]`: the distribution that each child was drawn from, 0 at the children before it and in the last
-    column. All 0 for what is no child, and where nothing was left to draw.
+    """The distribution that each child was drawn from, fp32 `[c, n + 1]`: 0 at the children before it and in the last
+    column. A row is all 0 if there is no such child, or nothing was left to draw.
 
     Args:
-        q: fp32 `[n]`: what the first child was drawn from.
+        q: fp32 `[n]`: the distribution that the first child was drawn from.
         columns: int64 `[c]`: the children, in the order in which they were drawn.
-        is_child: bool `[c]`: False past the last of them.
+        is_child: bool `[c]`: False past the last child.
     """
     n, c = q.shape[0], columns.shape[0]
     order = torch.arange(c, device=q.device)
     place = order.new_full((n,), c).scatter_reduce(0, columns, torch.where(is_child, order, c), "amin")
     left = torch.where(place >= order.unsqueeze(1), q, 0.0)
-    # Summed up and not taken from 1, of which rounding would leave something where nothing is left.
+    # Sums are used instead of 1 minus the drawn part, where rounding would leave a rest that does not exist.
     left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
     return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))

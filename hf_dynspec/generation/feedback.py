@@ -1,4 +1,4 @@
-"""What the target is asked for in a round beside the logits that verify, and what of its answer is fed back."""
+"""Feedback: what a round reads from the target besides the logits that verify, and who observes it."""
 
 from typing import Any
 
@@ -14,24 +14,24 @@ from .target import TargetForward
 from .verification import BestTokens, Outcome
 from .verified_text import VerifiedText
 
-# Prompt positions whose full-vocabulary logits are held at a time while looking for the most probable tokens.
+# Prompt positions whose full-vocabulary logits are in memory at the same time.
 _PROMPT_CHUNK = 64
 
 
 class TargetFeedback:
-    """What the target says in the rounds of one call, as far as the round's policy, the drafter and the recorder asked
-    for it. What nobody asked for is neither had from the target nor computed.
+    """Collects the feedback that the policy, the drafter and the recorder of one call ask for. Nothing else is read
+    from the target or computed.
 
     Args:
-        session: the drafting session. The needs of its policy, which may change from round to round, decide.
-        target: runs the model that verifies.
-        reads: the hidden states of the target that the drafter reads.
+        session: the drafting session. Its policy, and so the needs, may change from round to round.
+        target: runs the target.
+        reads: the indices of the target's hidden states that the drafter reads.
         text: the verified text.
-        recorder: takes in what the target says, to learn from it (None: nobody does).
+        recorder: records rounds for the aligner (None: nothing is recorded).
         prefills_in_chunks: the target reads the prompt in several forwards.
 
     Attributes:
-        read_ahead: what the target returned for the chunks of the prompt before the last one.
+        read_ahead: the target's outputs for the chunks of the prompt before the last one.
     """
 
     def __init__(
@@ -50,39 +50,39 @@ class TargetFeedback:
         self._text = text
         self._recorder = recorder
         self._prefills_in_chunks = prefills_in_chunks
-        self._is_shown, self._keeps_features = True, True
+        self._is_observed, self._keeps_features = True, True
         self.read_ahead: list[Any] = []
         self._prompt_logits: torch.Tensor | None = None
 
     @property
     def _needs(self) -> Needs:
-        """What the policy of this round asks to be shown."""
+        """What the policy of this round needs."""
         return self._session.needs
 
-    # What is asked for -----------------------------------------------------------------------------------------------
+    # Requests to the target ------------------------------------------------------------------------------------------
 
-    def begin_round(self, is_shown: bool, keeps_features: bool) -> None:
-        """Settle who is shown what the target says in this round, and in those after it until this is called again.
+    def begin_round(self, is_observed: bool, keeps_features: bool) -> None:
+        """Settle who observes this round and the following ones, until the next call.
 
         Args:
-            is_shown: the policy and the drafter. A recorder always is, and then they are too.
-            keeps_features: where they are not, the hidden states that the drafter reads are kept for a later draft.
+            is_observed: the policy and the drafter observe the round. If there is a recorder, all three do.
+            keeps_features: if not, the hidden states that the drafter reads are still kept for a later draft.
         """
-        self._is_shown = is_shown or self._recorder is not None
-        self._keeps_features = self._is_shown or keeps_features
+        self._is_observed = is_observed or self._recorder is not None
+        self._keeps_features = self._is_observed or keeps_features
 
     @property
     def best_count(self) -> int:
-        """How many of the target's most probable tokens are asked for at each verified position."""
-        if not self._is_shown:
+        """The number of most probable tokens wanted at each verified position."""
+        if not self._is_observed:
             return 0
         return max(self._needs.verify_top_k, 0 if self._recorder is None else self._recorder.top_k)
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether the target's logits at the prompt's last positions are had together with those of the last one:
-        for few of them that takes little longer, and for many they follow from states, if at all."""
-        if not self._is_shown or not self._text.is_unread:
+        """Whether the forward over the prompt returns logits at several of its last positions. That is cheap for few
+        positions. For many, the logits are computed from hidden states later, if the target has them."""
+        if not self._is_observed or not self._text.is_unread:
             return False
         needs, most = self._needs, self._needs.prompt_positions
         if not needs.prompt_top_k or most == 0:
@@ -91,19 +91,19 @@ class TargetFeedback:
         return (are_few and not needs.prompt_hidden_states) or not self._target.has_head_state
 
     def earlier_rows(self, unread: int) -> int:
-        """How many rows of logits before the last verified token are wanted, given how many tokens are read."""
+        """The number of rows of logits wanted before the last verified token, if the target reads `unread` tokens."""
         if not self.wants_prompt_rows:
             return 0
         most = _PROMPT_CHUNK if self._needs.prompt_positions is None else self._needs.prompt_positions
         return max(1, min(unread, self._text.unknown, most, _PROMPT_CHUNK)) - 1
 
     def wanted_states(self, has_prompt_rows: bool = False) -> tuple[int, ...]:
-        """The hidden states that are wanted of the target's next forward: see `TargetForward.state`.
+        """The indices of the hidden states wanted from the target's next forward: see `TargetForward.state`.
 
         Args:
-            has_prompt_rows: what is asked of the prompt is had from rows of logits.
+            has_prompt_rows: needs about the prompt are served from rows of logits.
         """
-        if not self._is_shown:
+        if not self._is_observed:
             return self._reads if self._keeps_features else ()
         of_prompt = self._needs.of_prompt and not has_prompt_rows and self._text.is_unread
         if self._needs.hidden_states or (of_prompt and self._target.has_head_state):
@@ -111,11 +111,11 @@ class TargetFeedback:
         return self._reads
 
     def take_prompt_rows(self, outputs: Any, earlier: int) -> None:
-        """Take the rows of logits before the last verified token out of what the target returned."""
+        """Move the rows of logits before the last verified token out of the target's outputs."""
         self._prompt_logits = outputs.logits[0, : earlier + 1]
         outputs.logits = outputs.logits[:, earlier:]
 
-    # What is fed back ------------------------------------------------------------------------------------------------
+    # Reading the outputs ---------------------------------------------------------------------------------------------
 
     def of_round(
         self,
@@ -125,20 +125,20 @@ class TargetFeedback:
         has_missed: torch.Tensor | None,
         best_tokens: BestTokens | None,
     ) -> Feedback | None:
-        """Read what is fed back of a round, and hand the recorder its part.
+        """Collect the feedback of a round, and give the recorder its part.
 
         Args:
-            outputs: the target's.
-            candidates: what it verified (None: nothing).
-            outcome: the tokens that came out.
-            has_missed: see `Candidates.has_missed`; None where there are no candidates.
-            best_tokens: of the round's logits, where they are known or found for all rows.
+            outputs: the target's outputs.
+            candidates: the verified candidates (None: nothing was drafted).
+            outcome: the verified tokens.
+            has_missed: see `Candidates.has_missed`; None without candidates.
+            best_tokens: the most probable tokens of the round's logits, if they were computed.
 
         Returns:
-            What the session learns. None where it is shown nothing: then at most the features are kept.
+            What the session observes. None if it observes nothing: then at most the features are kept.
         """
         end = self._text.length + outcome.accepted
-        if not self._is_shown:
+        if not self._is_observed:
             if self._reads and self._keeps_features:
                 self._session.take_features(self._features(outputs, candidates, outcome), end)
             self.read_ahead = []
@@ -153,61 +153,61 @@ class TargetFeedback:
                 best = None if best_tokens is None else best_tokens.ids(self.best_count)[: logits.shape[0]]
                 with_logits = self._needs.top_logits or self._recorder is not None
                 top = self._most_probable(logits, self.best_count, with_logits, best)
-            shown = self._of_verification(outputs, outcome, top, has_missed)
+            verdict = self._of_verification(outputs, outcome, top, has_missed)
         if self._recorder is not None:
             shortlist = None if candidates is None else candidates.shortlists[0]
             self._recorder.add(logits, top, verified, shortlist, features, end)
-        return Feedback(verified, shown, prompt, features, end)
+        return Feedback(verified, verdict, prompt, features, end)
 
     def _states(self, outputs: Any, index: int) -> torch.Tensor:
-        """`[n, d]`: hidden states of what the target read in this round, in however many chunks."""
+        """`[n, d]`: the hidden states at all tokens that the target read in this round, over all chunks."""
         states = [self._target.state(one, index) for one in (*self.read_ahead, outputs)]
         return torch.cat(states) if self.read_ahead else states[0]
 
     def _features(self, outputs: Any, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
-        """`[m, d · layers]`: the hidden states at the tokens that the drafter will read, the prompt's at first."""
+        """`[m, d · layers]`: the hidden states at the tokens that the drafter reads next, at first the prompt's."""
         states = [self._states(outputs, index) for index in self._reads]
         first = states[0].shape[0] - outputs.logits.shape[1]
         if self._text.is_unread:
             states = [one[: first + 1] for one in states]
         else:
             states = [_verified(one[first:], candidates, outcome) for one in states]
-        # Copied also where it is one state, which the target may hand out as a part of more.
+        # One state is copied too, as it may be a view of a larger tensor.
         features = torch.cat(states, dim=-1)
         return (self._text.without_padding(features) if self._text.is_unread else features).to(self._device)
 
     def _of_verification(
         self, outputs: Any, outcome: Outcome, top: dict[str, torch.Tensor], has_missed: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """What the policy asked to be shown of a verification, by the names that `Verdict` has."""
-        shown: dict[str, torch.Tensor] = {}
+        """The fields of `Verdict` that the policy needs of a verification."""
+        fields: dict[str, torch.Tensor] = {}
         if self._needs.verify_top_k:
             names = ("top_ids", "top_logits") if self._needs.top_logits else ("top_ids",)
-            shown = {name: top[name][:, : self._needs.verify_top_k] for name in names}
+            fields = {name: top[name][:, : self._needs.verify_top_k] for name in names}
         if self._needs.hidden_states:
             states = self._target.state(outputs, self._target.num_layers)[-outputs.logits.shape[1] :]
-            shown["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)
+            fields["hidden_states"] = states.index_select(0, outcome.rows.to(states.device)).to(self._device)
         if self._needs.out_of_vocabulary:
             missed = torch.zeros(outcome.accepted + 1, dtype=torch.bool, device=self._device)
             if has_missed is not None:
                 missed[-1] = has_missed
-            shown["out_of_vocabulary"] = missed
-        return shown
+            fields["out_of_vocabulary"] = missed
+        return fields
 
     def _most_probable(
         self, logits: torch.Tensor, count: int, with_logits: bool, best: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The most probable tokens of rows of logits `[m, V]`, where they are not known yet, and where asked for,
-        their logits."""
+        """The most probable tokens of rows of logits `[m, V]` (`best`, if known already), and on request their
+        logits."""
         top_ids = top_k_ids(logits, min(count, logits.shape[1])) if best is None else best
-        shown = {"top_ids": top_ids.to(self._device)}
+        fields = {"top_ids": top_ids.to(self._device)}
         if with_logits:
-            shown["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
-        return shown
+            fields["top_logits"] = logits.gather(1, top_ids).float().to(self._device)
+        return fields
 
     def _of_prompt(self, outputs: Any) -> dict[str, torch.Tensor] | None:
-        """What the policy asked to be shown of the prompt positions that it has not seen, by the names that `Prompt`
-        has; None where there are none."""
+        """The fields of `Prompt` that the policy needs at the prompt positions that it has not observed; None if there
+        are no such positions."""
         if self._prompt_logits is not None:
             logits, self._prompt_logits = self._prompt_logits, None
             with self._session.stopwatch.section("policy"):
@@ -225,26 +225,26 @@ class TargetFeedback:
             return self._of_prompt_states(states[end - count : end])
 
     def _of_prompt_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same, given the target's last hidden states `[m, d]` at these positions."""
-        shown: dict[str, torch.Tensor] = {}
+        """The same fields, computed from the target's last hidden states `[m, d]` at these positions."""
+        fields: dict[str, torch.Tensor] = {}
         if self._needs.prompt_top_k:
             model = self._target.model
             head = model.get_output_embeddings()
             wanted = self._needs.prompt_top_k, self._needs.top_logits
             # A scale or cap after the projection does not change which tokens are the most probable.
             chunks = [self._most_probable(head(chunk), *wanted) for chunk in states.split(_PROMPT_CHUNK)]
-            shown = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+            fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
             if self._needs.top_logits:
-                shown["top_logits"] = finish_logits(shown["top_logits"], *scale_and_cap(model))
+                fields["top_logits"] = finish_logits(fields["top_logits"], *scale_and_cap(model))
         if self._needs.prompt_hidden_states:
-            shown["hidden_states"] = states.to(self._device)
-        return shown
+            fields["hidden_states"] = states.to(self._device)
+        return fields
 
 
 def _verified(rows: torch.Tensor, candidates: Candidates | None, outcome: Outcome) -> torch.Tensor:
-    """Of `[k + 1, …]`, a row for the last verified token and each candidate, those where tokens were chosen,
-    `[a + 1, …]`."""
+    """Select the `[a + 1, …]` rows that tokens were chosen from, among `[k + 1, …]` rows for the last verified token
+    and each candidate."""
     if candidates is None or candidates.is_chain:
-        # Where they lie: to copy rows of a large vocabulary takes longer than to look at them.
+        # A view: copying rows of a large vocabulary takes longer than reading them.
         return rows[: outcome.accepted + 1]
     return rows.index_select(0, outcome.rows.to(rows.device))

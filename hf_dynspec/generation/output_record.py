@@ -13,15 +13,15 @@ from .verification import Outcome
 
 
 class OutputRecord:
-    """Collects what `return_dict_in_generate` asks for, one entry per token as plain generation does.
+    """Collects what `return_dict_in_generate` asks for, with one entry per token as in plain generation.
 
     Args:
         config: the call's resolved configuration.
-        text_config: the target's.
+        text_config: the target's text configuration.
 
     Attributes:
-        scores: for each token so far the processed logits that it was chosen by, fp32 `[1, V]`. None where nobody
-            asked for them.
+        scores: the processed logits that each token so far was chosen from, fp32 `[1, V]`. None if nobody asked for
+            them.
     """
 
     def __init__(self, config: GenerationConfig, text_config: PreTrainedConfig):
@@ -45,10 +45,10 @@ class OutputRecord:
         """Add the attentions and hidden states of one round.
 
         Args:
-            outputs: the target's.
-            candidates: what it verified (None: nothing).
-            outcome: the tokens that came out.
-            length: of the sequence before the round.
+            outputs: the target's outputs.
+            candidates: the verified candidates (None: nothing was drafted).
+            outcome: the verified tokens.
+            length: the length of the sequence before the round.
         """
         kept = outcome.accepted + 1
         drafted = 0 if candidates is None else candidates.token_ids.shape[0]
@@ -71,7 +71,7 @@ class OutputRecord:
             setattr(self, wanted, collected + entries)
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What `generate` returns."""
+        """The result of `generate`."""
         if not self._returns_dict:
             return input_ids
         return GenerateDecoderOnlyOutput(
@@ -85,7 +85,8 @@ class OutputRecord:
 
 
 def _along_path(states: torch.Tensor, drafted: int, rows: torch.Tensor, has_keys: bool = False) -> torch.Tensor:
-    """The rows of a tree's states that lie on one path, and of attentions the columns that do, as a chain has them."""
+    """Select the rows of one path from a tree's states, and its columns from attentions, so that they look like a
+    chain's."""
     path = rows + states.shape[-2] - drafted - 1
     states = states.index_select(-2, path.to(states.device))
     if not has_keys:
@@ -103,15 +104,16 @@ def _split_by_token(
     keys: int | None,
     windows: list[int | None],
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """Give each new token the states of the position that it was predicted at; the first of all has the prompt's too.
+    """Split states by token: each new token gets those of the position that predicted it. The first token of a call
+    gets the prompt's too.
 
     Args:
-        states: for each layer `[…, rows, width]`; the last `drafted + 1` rows are those that predict.
-        drafted: how many candidates the target read.
-        kept: how many new tokens came out.
+        states: for each layer `[…, rows, width]`; the last `drafted + 1` rows predict tokens.
+        drafted: the number of candidates that the target read.
+        kept: the number of new tokens.
         is_first: whether the round is the first.
-        keys: for attentions, how many positions the first of these tokens looked back on; None for hidden states.
-        windows: for attentions, how many positions each layer looks back on at most; None for all.
+        keys: for attentions, the positions that the first of these tokens attends to; None for hidden states.
+        windows: for attentions, the window of each layer; None for full attention.
     """
     first_row = states[0].shape[-2] - drafted - 1
     entries = []
@@ -121,7 +123,8 @@ def _split_by_token(
         columns = [slice(None)] * len(states)
         if keys is not None:
             ends = [layer.shape[-1] - drafted + token for layer in states]
-            # A layer with a window has its cache's columns before those that are read now, and forgets the oldest.
+            # The columns of a layer with a window are its cached positions, then those read now; plain generation
+            # would have dropped the oldest.
             widths = [keys + token if window is None or is_prompt else min(window, keys + token) for window in windows]
             columns = [slice(max(0, end - width), end) for end, width in zip(ends, widths, strict=True)]
         entries.append(tuple(layer[..., rows, which] for layer, which in zip(states, columns, strict=True)))

@@ -1,4 +1,4 @@
-"""The verified text of one call: what of it is padding, what lies in a cache already, and how far it has come."""
+"""The verified text of one call: its padding, the part that a passed-in cache holds, and its length."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from ..cache_names import passed_cache
 
 
 class VerifiedText:
-    """The prompt of one call and the tokens that came out after it, as the target has them and as the drafter reads
-    them, which is without padding.
+    """The prompt of one call and the tokens generated after it. The target reads them with padding, the drafter
+    without.
 
     Args:
         input_ids: int64 `[1, n]`: the prompt, padding included.
-        model_kwargs: what the target is called with.
-        mask_length: length of the call's attention mask, where `model_kwargs` has none (None: not known).
-        device: the drafter's.
+        model_kwargs: the keyword arguments of the target's forward.
+        mask_length: the length of the call's attention mask, if `model_kwargs` has none (None: not known).
+        device: the drafter's device.
 
     Attributes:
         prompt: int64 `[p]`: the prompt, without padding, on the drafter's device.
-        known: how many of its first tokens the session was shown by an earlier call.
-        skipped: how many leading tokens of `input_ids` a passed-in cache holds already.
-        cached_before: how many tokens it holds before those of `input_ids`, where only new ones were passed.
+        known: the number of leading prompt tokens that the session observed in an earlier call.
+        skipped: the number of leading tokens of `input_ids` that a passed-in cache holds already.
+        cached_before: the number of tokens that it holds before `input_ids`, if only new tokens were passed.
     """
 
     def __init__(
@@ -45,46 +45,46 @@ class VerifiedText:
         self._hidden_by_mask = 0 if mask is None else int((mask[0] == 0).sum())
 
     def extend(self, input_ids: torch.Tensor) -> None:
-        """Note how far the text has come: int64 `[1, n]`, padding included."""
+        """Set the text so far, int64 `[1, n]`, padding included."""
         self._end = input_ids.shape[1]
 
     def tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[n]`: the verified tokens that the mask does not hide, on the drafter's device."""
+        """int64 `[n]`: the verified tokens without padding, on the drafter's device."""
         new = input_ids[0, self._padded_prompt_length :].to(device=self._device, dtype=torch.int64)
         return torch.cat([self.prompt, new])
 
     @property
     def length(self) -> int:
-        """How many verified tokens there are, without padding."""
+        """The number of verified tokens, without padding."""
         return self.prompt.shape[0] + self._end - self._padded_prompt_length
 
     @property
     def padding(self) -> int:
-        """How many positions of the prompt the mask hides."""
+        """The number of padding tokens in the prompt."""
         return self._padded_prompt_length - self.prompt.shape[0]
 
     @property
     def positions(self) -> int:
-        """How many positions the text takes in the target, padding and what a cache held before included."""
+        """The number of positions of the text in the target, padding and earlier cached tokens included."""
         return self.cached_before + self._end
 
     @property
     def visible_positions(self) -> int:
-        """How many of `positions` the mask does not hide."""
+        """The number of these positions that the mask does not hide."""
         return self.positions - self._hidden_by_mask
 
     @property
     def is_unread(self) -> bool:
-        """Whether nothing has come out yet: the target has the prompt still to read."""
+        """Whether the target has not read the prompt yet."""
         return self._end == self._padded_prompt_length
 
     @property
     def unknown(self) -> int:
-        """How many of the prompt's last tokens the session was shown by no earlier call."""
+        """The number of prompt tokens that the session observed in no earlier call."""
         return self.prompt.shape[0] - self.known
 
     def without_padding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of `[m, …]`, a row for each of the prompt's last `m` positions, the rows of tokens."""
+        """Drop the rows of padding from `[m, …]`, which has a row for each of the prompt's last `m` positions."""
         if self._is_token is None:
             return rows
         return rows[self._is_token[self._padded_prompt_length - rows.shape[0] :].to(rows.device)]

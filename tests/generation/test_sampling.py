@@ -122,7 +122,7 @@ def one_round(table: Table, shape: TreeConfig | bool) -> verification.BatchedWal
         return table.p.index_select(0, pad(path[0], (1, 0))[-1:]).log()
 
     candidates = drafted_tree(table.q, shape) if shape else drafted_chain(table.q, 2)
-    return verification.walk_unseen(candidates, process, True, CPU, keeps_scores=False)
+    return verification.walk_to_end(candidates, process, True, CPU, keeps_scores=False)
 
 
 def p_values(table: Table, shape: TreeConfig | bool, rounds: int = 100_000) -> list[float]:
@@ -224,7 +224,7 @@ def test_slots_that_do_not_count_are_not_accepted(elsewhere):
         growth.add_level(ids, q, draw_several(q, 4))
         token_ids, scores, parents, depths = growth.choose()
         tree = Candidates(token_ids, (Shortlist(ids[0], 0),), (), parents, depths, scores, growth.draws())
-        walk = verification.walk_unseen(tree, lambda row, path: p.log()[None], True, CPU, keeps_scores=False)
+        walk = verification.walk_to_end(tree, lambda row, path: p.log()[None], True, CPU, keeps_scores=False)
         return walk.token_ids[0]
 
     counts = torch.bincount(torch.vmap(tokens, randomness="different")(torch.zeros(100_000)), minlength=3)
