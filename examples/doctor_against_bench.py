@@ -1,5 +1,5 @@
-"""Does `hf-dynspec bench` measure what `hf-dynspec doctor` expects? Runs both on one pair, one after the other, on the
-same prompts, and prints the speed that was expected of each setting beside the one that was measured.
+"""Does `hf-dynspec bench` measure what `hf-dynspec doctor` says? Runs both on one pair and the same prompts, and prints
+the two speeds of each setting side by side.
 
 The pocket pair, with nothing else running, takes a few minutes:
 
@@ -19,30 +19,30 @@ from hf_dynspec.commands.common import progress_bar
 from hf_dynspec.evaluation import BenchmarkSettings, read_workload, run_benchmark
 from hf_dynspec.evaluation.bench.figures import summarize
 from hf_dynspec.evaluation.bench.systems import PLAIN
-from hf_dynspec.evaluation.doctor.diagnosis import Diagnosis
-from hf_dynspec.evaluation.doctor.expectations import Expectation
-from hf_dynspec.evaluation.doctor.measure import diagnose_pair
-from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
+from hf_dynspec.evaluation.doctor.diagnosis import Diagnosis, MeasuredSpeed
+from hf_dynspec.evaluation.doctor.measure import POLICIES, DoctorSettings, diagnose_pair
 from hf_dynspec.evaluation.tables import FittedTable
 
-# How far from what is measured an expectation may be.
+# The doctor and the benchmark agree if their speeds differ by less.
 TOLERANCE = 0.15
 
 
 def measured_ratios(
-    diagnosis: Diagnosis, prompts: list[Path], lengths: list[int], limit: int, repeats: int
-) -> Iterator[tuple[Expectation, float]]:
-    """Each expected setting with what the benchmark measures of it. Every length of chains is a run of its own, and
-    trees are in the first."""
+    diagnosis: Diagnosis, prompts: list[Path], limit: int, repeats: int
+) -> Iterator[tuple[MeasuredSpeed, float]]:
+    """Each setting of the doctor with the benchmark's speed, as a multiple of plain generate's. Every length of chains
+    is a run of its own; trees are in the last one."""
     asked = diagnosis.settings
-    shared = ("target", "drafter", "temperature", "policies", "max_new_tokens", "top_k", "threads", "seed", "dtype")
-    taken = {name: getattr(asked, name) for name in shared}
-    taken["temperatures"] = [taken.pop("temperature")]
-    for length in lengths:
+    shared = ("target", "drafter", "max_new_tokens", "top_k", "threads", "seed", "dtype")
+    for length in asked.lengths:
+        speeds = [one for one in diagnosis.speeds if one.tree is None and one.steps == length]
+        trees = [one for one in diagnosis.speeds if one.tree is not None and length == asked.lengths[-1]]
         settings = BenchmarkSettings(
-            **taken,
+            **{name: getattr(asked, name) for name in shared},
+            policies={one.policy: diagnosis.policies[one.policy] for one in speeds},
+            temperatures=[asked.temperature],
             eagle=[asked.eagle] if asked.eagle else [],
-            trees=[asked.tree] if asked.tree and length == lengths[0] else [],
+            trees=[one.tree for one in trees],
             prompts=prompts,
             limit=limit,
             num_assistant_tokens=length,
@@ -56,15 +56,10 @@ def measured_ratios(
             result = run_benchmark(settings, report=report)
         for row in summarize(result):
             combination = result.combinations.get(row["system"])
-            if row["domain"] is not None or combination is None:
-                continue
-            (expected,) = (
-                one
-                for one in diagnosis.expectations
-                if (one.policy, one.tree) == (combination.policy, combination.tree)
-                and (one.tree is not None or one.steps == length)
-            )
-            yield expected, row["ratios"][PLAIN]["median"]
+            if row["domain"] is None and combination is not None:
+                key = combination.policy, combination.tree
+                (one,) = (one for one in (*speeds, *trees) if (one.policy, one.tree) == key)
+                yield one, row["ratios"][PLAIN]["median"]
 
 
 def main(
@@ -73,7 +68,6 @@ def main(
     drafter: str | None = None,
     eagle: str | None = None,
     policy: Annotated[list[str] | None, typer.Option(help="The default is the doctor's.")] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Of chains. The default is 3, 5 and 8.")] = None,
     tree: str = "default",
     temperature: float = 0.0,
     max_new_tokens: int = 128,
@@ -82,7 +76,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Of the benchmark.")] = 2,
     threads: int | None = None,
 ) -> None:
-    """Print expected and measured speeds, and how many are within 15% of one another."""
+    """Print the doctor's and the benchmark's speeds, and how many are within 15% of one another."""
     settings = DoctorSettings(
         target=target,
         drafter=drafter,
@@ -95,21 +89,18 @@ def main(
         threads=threads,
     )
     with progress_bar() as report:
-        workload = read_workload(prompts, limit)
-        diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
+        diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=read_workload(prompts, limit), report=report)
     console = Console()
     console.print(diagnosis)
-    table = FittedTable("Multiples of plain generate's speed", ["policy", "drafts", "expected", "measured", "off by"])
+    table = FittedTable("Multiples of plain generate's speed", ["policy", "drafts", "doctor", "bench", "off by"])
     off = []
-    for expected, ratio in measured_ratios(diagnosis, prompts, length or [3, 5, 8], limit, repeats):
-        off.append(expected.ratio / ratio - 1)
-        error = "" if expected.error is None else f" ±{expected.error:.2f}"
-        table.add_row(
-            expected.policy, expected.shape, f"{expected.ratio:.2f}{error}", f"{ratio:.2f}", f"{off[-1]:+.0%}"
-        )
+    for one, ratio in measured_ratios(diagnosis, prompts, limit, repeats):
+        off.append(one.ratio / ratio - 1)
+        error = "" if one.error is None else f" ±{one.error:.2f}"
+        table.add_row(one.policy, one.shape, f"{one.ratio:.2f}{error}", f"{ratio:.2f}", f"{off[-1]:+.0%}")
     console.print(table)
     close = sum(abs(one) <= TOLERANCE for one in off)
-    console.print(f"{close} of {len(off)} are within {TOLERANCE:.0%} of what was measured.")
+    console.print(f"{close} of {len(off)} are within {TOLERANCE:.0%} of the benchmark's.")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from . import options
 from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
 
 if TYPE_CHECKING:
-    from ..evaluation.doctor.settings import DoctorSettings
+    from ..evaluation.doctor.measure import DoctorSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
 _OF_ESTIMATES = ("config", "device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
@@ -32,7 +32,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             metavar=options.POLICY,
-            help="Repeatable, as for bench. Default: full, frequency, in_context, hybrid and screen.",
+            help="Repeatable, as for bench. Default: full, hybrid, frequency, in_context and screen.",
         ),
     ] = None,
     tree: Annotated[
@@ -40,8 +40,8 @@ def doctor(
     ] = "default",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,
-    num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain to expect the speed of.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens for each prompt that speeds are expected for.")] = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain of three to measure.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the texts to compare speeds for.")] = 128,
     seconds: Annotated[float, typer.Option(help="About how long to measure, after the models are loaded.")] = 90.0,
     limit: options.Limit = None,
     chat_template: options.ChatTemplate = False,
@@ -74,9 +74,9 @@ def doctor(
 ) -> None:
     """Say whether drafting pays for a target and a drafter on this computer, with which settings, and why.
 
-    Costs and acceptance are measured on a few prompts; speeds are predicted from them, prompts included, as
-    `bench` measures them. With --config, operations and bytes of both models are counted instead, for a machine that
-    need not be there.
+    It measures all policies with chains of one length, then two other lengths and trees with the best policy, on as
+    many prompts as the seconds allow. With --config, it counts operations and bytes of both models instead, for a
+    machine that need not be there.
     """
     from ..errors import ConfigurationError
 
@@ -106,7 +106,7 @@ def doctor(
     for name in _OF_ESTIMATES:
         if name in given:
             raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
-    from ..evaluation.doctor.settings import POLICIES, DoctorSettings
+    from ..evaluation.doctor.measure import POLICIES, DoctorSettings
 
     files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree
@@ -162,13 +162,12 @@ def _print_estimate(
     config: tuple[str, str], machine: tuple[float | None, ...], results: ResultsFile, words: list[str], **settings: Any
 ) -> None:
     from ..evaluation.doctor.estimate import EstimateSettings, Machine, estimate_speed
-    from ..evaluation.doctor.estimate_report import estimate_report
 
     estimated = EstimateSettings(*config, Machine(*machine), **settings)
     with progress_bar() as report:
         estimate = estimate_speed(estimated, report=report)
     results.save(lambda: estimate.to_dict(words))
     console = wide_console()
-    for part in estimate_report(estimate):
+    for part in estimate.report():
         console.print(part)
     results.require_saved()

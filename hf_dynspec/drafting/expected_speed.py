@@ -1,51 +1,29 @@
 """The expected speed of drafting: DynaSpec's equations 1 and 2, with an acceptance for each draft step and measured
 costs."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The seconds that the parts of a round take on one machine.
+    """Seconds of the parts of a round on one machine.
 
     Attributes:
         draft_step: one draft step, `T_D` of the paper.
-        verified_rows: ascending numbers of tokens that a measured forward of the target scored: the candidates and the
-            last verified token. The first is 1.
-        verification: seconds of such a forward, one for each of `verified_rows`: `T_V`.
+        verification: a forward of the target over 1, 2, … tokens: the last verified one and the candidates, `T_V`.
         other: the rest of a round that drafts.
         other_alone: the rest of a round that does not.
     """
 
     draft_step: float
-    verified_rows: tuple[int, ...]
     verification: tuple[float, ...]
     other: float = 0.0
     other_alone: float = 0.0
 
-    def of_verification(self, rows: int) -> float:
-        """Seconds of a forward of the target over `rows` tokens, by linear interpolation. Beyond the measured ones the
-        last line goes on, unless it falls."""
-        if len(self.verified_rows) == 1:
-            return self.verification[0]
-        right = min(max(bisect_left(self.verified_rows, rows), 1), len(self.verified_rows) - 1)
-        fewer, more = self.verified_rows[right - 1 : right + 1]
-        seconds, seconds_of_more = self.verification[right - 1 : right + 1]
-        if rows > more and seconds_of_more < seconds:
-            return seconds_of_more
-        return seconds + (seconds_of_more - seconds) * (rows - fewer) / (more - fewer)
-
-    def of_round(self, steps: int, candidates: int | None = None) -> float:
-        """Seconds of a round.
-
-        Args:
-            steps: draft steps; 0 if nothing is drafted.
-            candidates: drafted tokens (None: one for each step).
-        """
-        rows = 1 + (steps if candidates is None else candidates)
-        return steps * self.draft_step + self.of_verification(rows) + (self.other if steps else self.other_alone)
+    def of_round(self, steps: int) -> float:
+        """Seconds of a round of `steps` draft steps; 0 if nothing is drafted."""
+        return steps * self.draft_step + self.verification[steps] + (self.other if steps else self.other_alone)
 
 
 def expected_tokens(acceptance: Sequence[float], steps: int) -> float:
@@ -72,8 +50,20 @@ def best_chain_length(acceptance: Sequence[float], costs: RoundCosts, longest: i
     return max(range(longest + 1), key=lambda steps: expected_speed(acceptance, costs, steps))
 
 
+def acceptance_for(tokens: float, steps: int) -> float | None:
+    """The acceptance, equal at all draft steps, at which a round of `steps` draft steps has an expected number of
+    tokens; None if not even an acceptance of 1 is enough."""
+    if tokens > steps + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens([middle], steps) >= tokens else (middle, high)
+    return high
+
+
 def break_even_acceptance(costs: RoundCosts, longest: int, plain_seconds: float) -> float | None:
-    """The acceptance, equal at all draft steps, at which the best chain is as fast as plain generation; None if not
+    """The least acceptance, equal at all draft steps, at which some chain is as fast as plain generation; None if not
     even an acceptance of 1 is enough.
 
     Args:
@@ -81,15 +71,5 @@ def break_even_acceptance(costs: RoundCosts, longest: int, plain_seconds: float)
         longest: the most tokens of a chain.
         plain_seconds: seconds of one token of plain generation.
     """
-
-    def is_as_fast(acceptance: float) -> bool:
-        speeds = (expected_speed([acceptance], costs, steps) for steps in range(1, longest + 1))
-        return max(speeds) * plain_seconds >= 1
-
-    if not is_as_fast(1.0):
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_as_fast(middle) else (middle, high)
-    return high
+    found = (acceptance_for(costs.of_round(steps) / plain_seconds, steps) for steps in range(1, longest + 1))
+    return min((one for one in found if one is not None), default=None)

@@ -21,8 +21,7 @@ from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.benchmark import run_benchmark
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
 from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
-from hf_dynspec.evaluation.doctor.measure import diagnose_pair
-from hf_dynspec.evaluation.doctor.settings import DoctorSettings
+from hf_dynspec.evaluation.doctor.measure import DoctorSettings, diagnose_pair
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.evaluation.trace import report
 from hf_dynspec.evaluation.trace.measure import trace_prompt
@@ -124,7 +123,7 @@ def test_the_doctor_says_what_to_do(hostile_clock, models, temperature):
     given = {"target": target, "drafter": drafter, "tokenizer": TOKENIZER, "prompts": PROMPTS}
     diagnosis = diagnose_pair(settings, DynSpecAssistant, **given)
     require_numbers(str(diagnosis), diagnosis.to_dict())
-    assert all(one.ratio > 0 and one.tokens_per_second > 0 for one in diagnosis.expectations)
+    assert all(one.ratio > 0 and one.tokens_per_second > 0 for one in diagnosis.speeds)
 
 
 def test_the_benchmark_compares(hostile_clock, models):

@@ -1,29 +1,39 @@
-"""What a diagnosis says: tables, a sentence, a line to paste, and JSON values."""
+"""A diagnosis: the measured speeds of a pair, tables, a sentence, a line to paste, and JSON values."""
 
 import io
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from ...errors import counted
+from ...drafting.expected_speed import acceptance_for
+from ...errors import ConfigurationError, counted
+from ...shortlists import ShortlistPolicy
+from ...stats import DRAFT_SECTIONS, DraftingStatistics
 from ...tree_config import TreeConfig
 from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
 from ..tables import FittedTable, parameter_count, shown_speed
 from ..tree_text import format_tree
-from .expectations import Expectation, MeasuredPair
-from .settings import FULL
 
-SCHEMA_VERSION = 1
-# What the policy of an assistant is shown as, if it is another one than those that are diagnosed anyway. It is what to
-# write in Python, too.
+if TYPE_CHECKING:
+    from .measure import DoctorSettings
+
+SCHEMA_VERSION = 2
+# The baseline of all policies. It is always measured.
+FULL = "full"
+# The label of an assistant's own policy, if it is none of the default ones. It is also how to write it in Python.
 OWN_POLICY = "assistant.policy"
-# Less than this would be shown as 1.00.
+# A smaller gain is not worth an assistant.
+_LEAST_GAIN = 1.03
+# A smaller gain would be shown as 1.00.
 _LEAST_SHOWN_GAIN = 1.005
-# What the parts of a round are called here.
+# With fewer drafts than this, shares of accepted drafts have an error of about 0.1.
+_FEW_DRAFTS = 25
+# The parts of a round by section of a profile.
 _PARTS = {
     "backbone": "draft layers",
     "head": "LM head",
@@ -34,214 +44,261 @@ _PARTS = {
 }
 
 
-# Tables ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TimedCall:
+    """One call of `generate`.
+
+    Args:
+        prompt: the number of the prompt.
+        ends: seconds from the start to the arrival of each round's tokens.
+        tokens: the number of tokens of each round, the target's own included.
+    """
+
+    prompt: int
+    ends: tuple[float, ...]
+    tokens: tuple[int, ...]
 
 
-def findings(measured: MeasuredPair) -> list[str]:
-    """What is known of the pair, and what was left out, a sentence each."""
-    vocabulary = measured.vocabulary
-    tokens, rows = vocabulary["tokens"], (vocabulary["target_rows"], vocabulary["drafter_rows"])
-    padded = " and ".join(f"{count:,}" for count in dict.fromkeys(rows))
-    sentences = [
-        f"{_described(measured)}, {cpu_threads(measured.threads)}.",
-        f"One tokenizer of {tokens:,} tokens; the heads score {padded} rows.",
-    ]
-    profile, best = measured.profiles[FULL], measured.oracle
-    sentences.append(
-        f"The LM head takes {profile.head_share:.0%} of a draft step with the full vocabulary. Without it, chains of "
-        f"{best.steps} would have {best.ratio:.2f} times the speed of plain generate: that is the oracle."
-    )
-    if measured.head_product:
-        prompts = range(measured.measured_prompts)
-        plain = measured.plain_course(prompts)
-        gain = plain.seconds / measured.plain_course(prompts, measured.head_product).seconds
-        merit = (
-            f"would make plain generate {gain:.2f} times as fast: so much of what is gained is no merit of drafting."
-            if gain >= _LEAST_SHOWN_GAIN
-            else "would not make plain generate faster."
+@dataclass
+class TimedSetting:
+    """The calls of one policy with one shape of drafts, or of plain generation.
+
+    Args:
+        policy: the label of the policy.
+        shape: the length of chains, or the shape of trees; None for plain generation.
+        calls: one for each prompt, in their order.
+        stats: the counts of all calls.
+    """
+
+    policy: str
+    shape: int | TreeConfig | None
+    calls: list[TimedCall] = field(default_factory=list)
+    stats: DraftingStatistics = field(default_factory=DraftingStatistics)
+
+    def seconds(self, tokens: int, prompts: Collection[int]) -> float:
+        """Seconds of a text of so many tokens, the prompt included: the mean first round, then the median round."""
+        calls = [call for call in self.calls if call.prompt in prompts]
+        first = fmean(call.ends[0] for call in calls)
+        more = tokens - fmean(call.tokens[0] for call in calls)
+        return first + more / self.tokens_per_round(prompts) * self.round_seconds(prompts)
+
+    def round_seconds(self, prompts: Collection[int]) -> float:
+        """Seconds of a round that reads no prompt: the median, which does not follow a computer's other work."""
+        return median(
+            after - before
+            for call in self.calls
+            if call.prompt in prompts
+            for before, after in zip(call.ends, call.ends[1:], strict=False)
         )
-        sentences.append(f"This package's head product, with which drafts are verified, {merit}")
-    if measured.measured_prompts < len(measured.prompts):
-        sentences.append(
-            f"{measured.measured_prompts} of {len(measured.prompts)} prompts were measured in "
-            f"{measured.settings.seconds:g} s: --seconds takes more."
+
+    def tokens_per_round(self, prompts: Collection[int]) -> float:
+        """Mean number of tokens of a round that reads no prompt."""
+        return fmean(count for call in self.calls if call.prompt in prompts for count in call.tokens[1:])
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The speed of one policy with one shape of drafts.
+
+    Args:
+        policy: its label.
+        steps: the length of the chains, or the draft steps of the trees.
+        tree: the shape of the trees; None for chains.
+        tokens_per_second: new tokens / seconds of a text, the prompt included.
+        ratio: this speed / that of plain generation on the same prompts.
+        error: the standard error of the ratio over prompts; None with one prompt.
+        tokens_per_round: the acceptance length.
+        round_seconds: the median seconds of a round.
+        rounds: the number of measured rounds with drafts.
+        prompts: the number of measured prompts.
+        pays_from: for chains, the acceptance, equal at all steps, with which a round is as fast as plain generation;
+            None for trees, and if no acceptance is enough.
+    """
+
+    policy: str
+    steps: int
+    tree: TreeConfig | None
+    tokens_per_second: float
+    ratio: float
+    error: float | None
+    tokens_per_round: float
+    round_seconds: float
+    rounds: int
+    prompts: int
+    pays_from: float | None
+
+    @property
+    def shape(self) -> str:
+        """The shape in words."""
+        return f"chains of {self.steps}" if self.tree is None else f"trees of {format_tree(self.tree)}"
+
+
+@dataclass
+class Diagnosis:
+    """The measurements of a pair, and what to do. `str` shows all of it.
+
+    Args:
+        settings: the settings of the measurement.
+        policies: the policies by label, `full` among them.
+        models: descriptions of the target and the drafter.
+        vocabulary: `tokens`, `target_rows` and `drafter_rows`.
+        prompts: identifier, domain and number of tokens of each prompt. The first ones were measured.
+        threads: CPU threads in use.
+        started: UTC time in ISO format.
+        finished: UTC time.
+        notes: what was left out and why.
+        plain: calls of plain generation.
+        head_product: the same with the head product of verifications; None if there is none.
+        timed: calls of policies: all with chains of the middle length, the best one with other lengths and trees.
+        profiles: by policy the seconds of a round of chains of the middle length, by section of `stats.SECTIONS`.
+    """
+
+    settings: "DoctorSettings"
+    policies: dict[str, ShortlistPolicy]
+    models: dict[str, Any]
+    vocabulary: dict[str, int]
+    prompts: list[dict[str, Any]]
+    threads: int
+    started: str
+    finished: str | None = None
+    notes: list[str] = field(default_factory=list)
+    plain: TimedSetting = field(default_factory=lambda: TimedSetting("plain generate", None))
+    head_product: TimedSetting | None = None
+    timed: list[TimedSetting] = field(default_factory=list)
+    profiles: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    # Figures -----------------------------------------------------------------------------------------------------
+
+    @property
+    def measured_prompts(self) -> int:
+        """The number of prompts that there was time for."""
+        return len(self.plain.calls)
+
+    def usable_prompts(self, *ways: TimedSetting) -> list[int]:
+        """The numbers of the prompts on which plain generation and all of these were measured, without texts that end
+        in their first round."""
+        each = [{call.prompt for call in way.calls if len(call.ends) > 1} for way in (self.plain, *ways)]
+        return sorted(set.intersection(*each))
+
+    @property
+    def speeds(self) -> list[MeasuredSpeed]:
+        """The speed of each measured setting. Settings without a text of two rounds are left out."""
+        return [self._speed(way, prompts) for way in self.timed if (prompts := self.usable_prompts(way))]
+
+    def _speed(self, way: TimedSetting, prompts: list[int]) -> MeasuredSpeed:
+        tokens, plain = self.settings.max_new_tokens, self.plain
+        ratios = [plain.seconds(tokens, [one]) / way.seconds(tokens, [one]) for one in prompts]
+        seconds, cost = way.seconds(tokens, prompts), way.round_seconds(prompts)
+        is_chain = isinstance(way.shape, int)
+        return MeasuredSpeed(
+            policy=way.policy,
+            steps=way.shape if is_chain else way.shape.depth + 1,
+            tree=None if is_chain else way.shape,
+            tokens_per_second=tokens / seconds,
+            ratio=plain.seconds(tokens, prompts) / seconds,
+            error=stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None,
+            tokens_per_round=way.tokens_per_round(prompts),
+            round_seconds=cost,
+            rounds=sum(way.stats.rounds_of.values()),
+            prompts=len(prompts),
+            pays_from=acceptance_for(cost / plain.round_seconds(prompts), way.shape) if is_chain else None,
         )
-    active = {policy: one.active_vocabulary for policy, one in measured.drafting.items()}
-    sentences += [
-        f"The shortlist of {policy} is the whole vocabulary here: what it differs from {FULL} in is chance. Give it a "
-        "smaller size."
-        for policy in active
-        if policy != FULL and active[policy] >= active[FULL] > 0
-    ]
-    return [*sentences, *(f"Note: {note}" for note in measured.notes)]
 
+    @property
+    def best(self) -> MeasuredSpeed:
+        """The fastest setting.
 
-def _described(measured: MeasuredPair) -> str:
-    """Target and drafter, each with its name, size, dtype and device."""
-    target, models = measured.models["target"], measured.models
-    drafter = models["drafter"] if "drafter" in models else next(iter(models["eagle"].values()))
-    return "; ".join(
-        f"{role}: {one['name'] or one['class']}, {parameter_count(one['parameters'])} parameters, {one['dtype']} on "
-        f"{one['device']}"
-        for role, one in (("Target", target), ("drafter", drafter))
-    )
+        Raises:
+            ConfigurationError: all texts ended at once.
+        """
+        if not (speeds := self.speeds):
+            raise ConfigurationError(
+                "all texts ended with their first token, so there is nothing to time: give other prompts, more "
+                "--seconds, or --chat-template for a chat model"
+            )
+        return max(speeds, key=lambda one: one.ratio)
 
+    @property
+    def pays(self) -> bool:
+        """Whether the fastest setting is clearly faster than plain generation, and by its drafts: each round has one
+        forward of the target, so without more tokens it is not drafting that wins."""
+        return self.best.ratio >= _LEAST_GAIN and self.best.tokens_per_round >= _LEAST_GAIN
 
-def verification_table(measured: MeasuredPair) -> FittedTable:
-    """What forwards of the target cost, by their rows."""
-    table = FittedTable(
-        "One forward of the target, by the tokens that it reads at a time",
-        ["tokens", *map(str, measured.verified_rows)],
-        caption="a round of chains of 5 verifies 6",
-    )
-    one = measured.verification[0]
-    table.add_row("ms", *(f"{1e3 * seconds:.1f}" for seconds in measured.verification))
-    table.add_row("cost", *(f"{seconds / one:.2f}" for seconds in measured.verification))
-    return table
+    @property
+    def is_sure(self) -> bool:
+        """Whether the gain is larger than its standard error, and enough drafts stand behind it."""
+        best = self.best
+        return best.error is not None and best.ratio - best.error > 1 and best.rounds >= _FEW_DRAFTS
 
+    @property
+    def head_share(self) -> float:
+        """The share of a draft step that scoring and choosing tokens takes with the full vocabulary."""
+        profile = self.profiles[FULL]
+        drafting = sum(profile[name] for name in DRAFT_SECTIONS)
+        return (profile["head"] + profile["choice"]) / drafting if drafting else 0.0
 
-def acceptance_table(measured: MeasuredPair) -> FittedTable:
-    """Acceptance by draft step, and the least that pays."""
-    table = FittedTable(
-        "Acceptance by draft step, where the draft before was accepted",
-        ["policy", *map(str, measured.lengths), "pays\nfrom"],
-        caption="pays from: the acceptance, the same at all steps, with which the best chain is as fast as plain",
-    )
-    for policy in measured.policies:
-        least = measured.break_even(policy)
-        cells = [f"{share:.2f}" for share in measured.acceptance(policy)]
-        table.add_row(policy, *cells, "never" if least is None else f"{least:.2f}")
-    return table
+    @property
+    def oracle(self) -> float:
+        """The ratio to plain generation that chains with the full vocabulary would have, if scoring and choosing
+        tokens took no time: what any shortlist can win at most."""
+        profile = self.profiles[FULL]
+        (full,) = (one for one in self.speeds if one.policy == FULL and one.steps == self.settings.lengths[1])
+        return full.ratio / max(1e-9, 1 - (profile["head"] + profile["choice"]) / sum(profile.values()))
 
+    def acceptance(self, way: TimedSetting) -> list[tuple[float, int]]:
+        """For each draft step of chains: the share of drafts that were accepted, among those whose predecessor was,
+        and the number of these drafts."""
+        stats = way.stats
+        accepted = [*stats.accepted_at, *[0] * way.shape][: way.shape]
+        drafted = [*stats.drafted_at, *[0] * way.shape][: way.shape]
+        reached = [min(count, before) for count, before in zip(drafted, [drafted[0], *accepted], strict=False)]
+        return [(count / most if most else 0.0, most) for count, most in zip(accepted, reached, strict=True)]
 
-def speed_table(measured: MeasuredPair) -> FittedTable:
-    """The expected speed of all settings, as multiples of plain generation's."""
-    tree = measured.tree
-    shapes: list[tuple[int | None, TreeConfig | None]] = [(steps, None) for steps in measured.lengths]
-    headings = [str(steps) for steps in measured.lengths]
-    if tree is not None:
-        shapes.append((None, tree))
-        headings.append("tree")
-    table = FittedTable(
-        "Expected speed: multiples of plain generate's, by the tokens of a chain",
-        ["policy", *headings],
-        caption="prompts included" + ("" if tree is None else f"; trees of {format_tree(tree)}"),
-    )
-    found = {(one.policy, None if one.tree else one.steps, one.tree): one for one in measured.expectations}
-    for policy in measured.policies:
-        table.add_row(policy, *(f"{found[policy, steps, shape].ratio:.2f}" for steps, shape in shapes))
-    return table
-
-
-def best_table(measured: MeasuredPair) -> FittedTable:
-    """The best setting of each policy, with its reason."""
-    best = {policy: measured.best_of(policy) for policy in measured.policies}
-    changes = {
-        policy: "" if policy == FULL else _change(-measured.out_of_vocabulary_loss(one))
-        for policy, one in best.items()
-    }
-    beside = "tokens/round: beside it how many more or fewer they are than with the full vocabulary; "
-    table = FittedTable(
-        f"The best of each policy, for {counted(measured.settings.max_new_tokens, 'new token')}",
-        ["policy", "chain", "tokens/s", "vs plain", "tokens\n/round", "most of a round"],
-        caption=(
-            f"{beside if any(changes.values()) else ''}±: the standard error from prompt to prompt, of "
-            f"{measured.measured_prompts}; oracle: the full vocabulary, if scoring it took no time"
-        ),
-    )
-    plain = measured.plain_course(range(measured.measured_prompts))
-    table.add_row("plain", "", f"{plain.tokens / plain.seconds:.1f}", "1.00", "1.00", "", ends_section=True)
-    for policy, one in best.items():
-        cells = [f"{one.tokens_per_second:.1f}", _ratio(one), f"{one.tokens_per_round:.2f}{changes[policy]}"]
-        is_last = policy == list(measured.policies)[-1]
-        table.add_row(policy, _chain(one), *cells, _dominant(measured, one), ends_section=is_last)
-    one = measured.oracle
-    cells = [f"{one.tokens_per_second:.1f}", f"{one.ratio:.2f}", f"{one.tokens_per_round:.2f}"]
-    table.add_row("oracle", _chain(one), *cells, "")
-    return table
-
-
-def _change(share: float) -> str:
-    """In whole percent, nothing where that is none."""
-    return f" {share:+.0%}" if round(100 * share) else ""
-
-
-def _chain(one: Expectation) -> str:
-    return str(one.steps) if one.tree is None else "tree"
-
-
-def _ratio(one: Expectation) -> str:
-    return f"{one.ratio:.2f}" if one.error is None else f"{one.ratio:.2f} ±{one.error:.2f}"
-
-
-def _dominant(measured: MeasuredPair, one: Expectation) -> str:
-    """The part of a round that takes the most time."""
-    parts = measured.parts_of_round(one)
-    name = max(parts, key=lambda part: parts[part])
-    return f"{_PARTS[name]} {parts[name] / sum(parts.values()):.0%}"
-
-
-# The answer --------------------------------------------------------------------------------------------------------
-
-
-def sentence(measured: MeasuredPair) -> str:
-    """What to do."""
-    best = measured.best
-    if not measured.accepts:
-        faster = (
-            f"; what makes it {best.ratio:.2f} times as fast as plain generate is no draft" if best.ratio > 1 else ""
-        )
-        return (
-            f"Use none: with {best.policy} and {best.shape}, the fastest, a round brings {best.tokens_per_round:.2f} "
-            f"tokens, and plain generate one: hardly any draft is accepted{faster}."
-        )
-    if not measured.pays:
-        why = "too few drafts are accepted" if measured.oracle.ratio < 1 else "drafting costs what it wins"
-        return (
-            f"Use none: the most that drafting is expected to bring here is {best.ratio:.2f} times the speed of plain "
-            f"generate, by {best.policy} with {best.shape}; {why}."
-        )
-    error = "" if best.error is None else f" (±{best.error:.2f})"
-    tokens = shown_speed(best.tokens_per_second)
-    speed = f"{best.ratio:.2f} times{error} the speed of plain generate, {tokens} tokens per second"
-    if measured.is_sure:
-        return f"Use {best.policy} with {best.shape}: {speed}."
-    return f"Try {best.policy} with {best.shape}: {speed}; more prompts or seconds would make that surer."
-
-
-def line_to_paste(measured: MeasuredPair) -> str:
-    """The same in Python, with `target` and `drafter` loaded."""
-    best = measured.best
-    if not measured.pays:
-        return "target.generate(**inputs)  # without an assistant"
-    if best.tree is None:
-        shape = f"num_assistant_tokens={best.steps}"
-    else:
-        shape = "tree=True" if best.tree == TreeConfig() else f"tree={best.tree!r}"
-    before, policy = policy_in_python(best.policy, measured.settings.policies)
-    return f"{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
-
-
-# The whole ---------------------------------------------------------------------------------------------------------
-
-
-class Diagnosis(MeasuredPair):
-    """What was measured, what is expected, and what to do. `str` shows all of it."""
+    # The answer --------------------------------------------------------------------------------------------------
 
     @property
     def sentence(self) -> str:
         """What to do, in words."""
-        return sentence(self)
+        best = self.best
+        if best.tokens_per_round < _LEAST_GAIN:
+            faster = f"; the {best.ratio:.2f} times of plain generate's speed come from no draft"
+            return (
+                f"Use none: hardly any draft is accepted. With {best.policy} and {best.shape}, the fastest, a round "
+                f"has {best.tokens_per_round:.2f} tokens, and plain generate one{faster if best.ratio > 1 else ''}."
+            )
+        if not self.pays:
+            why = "too few drafts are accepted" if self.oracle < 1 else "drafting costs what it wins"
+            return (
+                f"Use none: the fastest drafts, by {best.policy} with {best.shape}, have {best.ratio:.2f} times the "
+                f"speed of plain generate; {why}."
+            )
+        error = "" if best.error is None else f" (±{best.error:.2f})"
+        speed = f"{best.ratio:.2f} times{error} the speed of plain generate"
+        basis = f"measured on {counted(best.prompts, 'prompt')} with {counted(best.rounds, 'draft')}"
+        said = f"{best.policy} with {best.shape}: {speed}, {shown_speed(best.tokens_per_second)} tokens per second"
+        if self.is_sure:
+            return f"Use {said}, {basis}."
+        return f"Try {said}, {basis}; more prompts or seconds would make that surer."
 
     @property
     def line(self) -> str:
-        """What to do, in Python."""
-        return line_to_paste(self)
+        """What to do, in Python, with `target` and `drafter` loaded."""
+        best = self.best
+        if not self.pays:
+            return "target.generate(**inputs)  # without an assistant"
+        if best.tree is None:
+            shape = f"num_assistant_tokens={best.steps}"
+        else:
+            shape = "tree=True" if best.tree == TreeConfig() else f"tree={best.tree!r}"
+        before, policy = policy_in_python(best.policy, self.settings.policies)
+        return f"{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
+
+    # Showing it --------------------------------------------------------------------------------------------------
 
     def __rich__(self) -> Group:
-        tables = [verification_table(self), acceptance_table(self), speed_table(self), best_table(self)]
-        # Where the line is too long it is broken between arguments, and is as good Python as before.
-        return Group(*map(Text, findings(self)), *tables, Text(self.sentence, style="bold"), Text(self.line))
+        tables = [self._speed_table(), self._acceptance_table(), self._round_table()]
+        # A line that is too long is broken between arguments, and stays valid Python.
+        return Group(*map(Text, self._findings()), *tables, Text(self.sentence, style="bold"), Text(self.line))
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), highlight=False)
@@ -249,13 +306,107 @@ class Diagnosis(MeasuredPair):
             console.print(self)
         return capture.get()
 
+    def _findings(self) -> list[str]:
+        """Sentences on the pair, on how much was measured, and on what was left out."""
+        rows = dict.fromkeys((self.vocabulary["target_rows"], self.vocabulary["drafter_rows"]))
+        middle = self.settings.lengths[1]
+        sentences = [
+            f"{self._described()}, {cpu_threads(self.threads)}.",
+            f"One tokenizer of {self.vocabulary['tokens']:,} tokens; the heads score "
+            f"{' and '.join(f'{one:,}' for one in rows)} rows.",
+            f"The LM head takes {self.head_share:.0%} of a draft step with the full vocabulary. If it took no time, "
+            f"chains of {middle} would have {self.oracle:.2f} times the speed of plain generate: that is the oracle.",
+        ]
+        product = self.head_product
+        if product is not None and (prompts := self.usable_prompts(product)):
+            tokens = self.settings.max_new_tokens
+            gain = self.plain.seconds(tokens, prompts) / product.seconds(tokens, prompts)
+            merit = (
+                f"would make plain generate {gain:.2f} times as fast: this part of the gain is no merit of drafting."
+                if gain >= _LEAST_SHOWN_GAIN
+                else "would not make plain generate faster."
+            )
+            sentences.append(f"This package's head product, with which drafts are verified, {merit}")
+        if self.measured_prompts < len(self.prompts):
+            sentences.append(
+                f"{self.measured_prompts} of {len(self.prompts)} prompts were measured in {self.settings.seconds:g} "
+                "s: --seconds takes more."
+            )
+        ended = self.measured_prompts - len(self.usable_prompts())
+        if ended:
+            sentences.append(f"Left out: {counted(ended, 'text')} without a second round.")
+        active = {way.policy: way.stats.active_vocabulary for way in self.timed if way.shape == middle}
+        sentences += [
+            f"The shortlist of {policy} is the whole vocabulary here, so it differs from {FULL} by chance. Give it a "
+            "smaller size."
+            for policy in active
+            if policy != FULL and active[policy] >= active[FULL] > 0
+        ]
+        return [*sentences, *(f"Note: {note}" for note in self.notes)]
+
+    def _described(self) -> str:
+        models = self.models
+        drafter = models["drafter"] if "drafter" in models else next(iter(models["eagle"].values()))
+        return "; ".join(
+            f"{role}: {one['name'] or one['class']}, {parameter_count(one['parameters'])} parameters, {one['dtype']} "
+            f"on {one['device']}"
+            for role, one in (("Target", models["target"]), ("drafter", drafter))
+        )
+
+    def _speed_table(self) -> FittedTable:
+        table = FittedTable(
+            f"Measured speed, for {counted(self.settings.max_new_tokens, 'new token')}",
+            ["policy", "drafts", "tokens/s", "vs plain", "tokens\n/round", "rounds", "pays\nfrom"],
+            caption=(
+                "±: the standard error over prompts; rounds: how many were measured; pays from: the acceptance, equal "
+                "at all steps, with which chains are as fast as plain generate"
+            ),
+        )
+        prompts = self.usable_prompts()
+        tokens = self.settings.max_new_tokens
+        plain = tokens / self.plain.seconds(tokens, prompts)
+        table.add_row("plain", "", f"{plain:.1f}", "1.00", "1.00", "", "", ends_section=True)
+        for one in self.speeds:
+            ratio = f"{one.ratio:.2f}" if one.error is None else f"{one.ratio:.2f} ±{one.error:.2f}"
+            pays_from = "" if one.tree else "never" if one.pays_from is None else f"{one.pays_from:.2f}"
+            drafts = str(one.steps) if one.tree is None else "tree"
+            cells = [f"{one.tokens_per_second:.1f}", ratio, f"{one.tokens_per_round:.2f}", str(one.rounds), pays_from]
+            table.add_row(one.policy, drafts, *cells)
+        return table
+
+    def _acceptance_table(self) -> FittedTable:
+        longest = self.settings.num_assistant_tokens
+        table = FittedTable(
+            "Share of accepted drafts by draft step, and the number of drafts",
+            ["policy", *map(str, range(1, longest + 1))],
+            caption="drafts count if the draft before was accepted",
+        )
+        chains = {way.policy: way for way in self.timed if isinstance(way.shape, int) and self.usable_prompts(way)}
+        for policy in dict.fromkeys(way.policy for way in self.timed if way.policy in chains):
+            ways = [way for way in self.timed if way.policy == policy and isinstance(way.shape, int)]
+            way = max(ways, key=lambda one: (bool(one.calls), one.shape))
+            steps = self.acceptance(way)
+            cells = [f"{share:.2f}\n({most})" if most else "–" for share, most in steps]
+            table.add_row(policy, *cells, *[""] * (longest - len(cells)))
+        return table
+
+    def _round_table(self) -> FittedTable:
+        table = FittedTable(
+            f"Milliseconds of a round with chains of {self.settings.lengths[1]}",
+            ["policy", *_PARTS.values()],
+            caption=f"plain generate takes {1e3 * self.plain.round_seconds(self.usable_prompts()):.1f} ms for a token",
+        )
+        for policy, seconds in self.profiles.items():
+            table.add_row(policy, *(f"{1e3 * seconds[name]:.1f}" for name in _PARTS))
+        return table
+
     def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
-        """All that was measured and is expected, and where it comes from, as JSON values. Holds no path beyond its
-        last two parts.
+        """All measurements, the answer and their origin, as JSON values. Holds no path beyond its last two parts.
 
         Args:
             command: the words of the command line (None: it was called from Python).
         """
+        tokens, prompts = self.settings.max_new_tokens, self.usable_prompts()
         return {
             "schema_version": SCHEMA_VERSION,
             "provenance": provenance(command, self.started, self.finished, self.threads),
@@ -265,12 +416,19 @@ class Diagnosis(MeasuredPair):
             "vocabulary": self.vocabulary,
             "policies": describe_policies(self.policies),
             "prompts": self.prompts[: self.measured_prompts],
-            "verification": {"rows": list(self.verified_rows), "seconds": list(self.verification)},
-            "head_share": self.profiles[FULL].head_share,
-            "measured": {label: self._measured(label) for label in self.policies},
-            "plain": self._plain(),
-            "expected": [_as_json(one) for one in self.expectations],
-            "oracle": _as_json(self.oracle),
+            "plain": {
+                "tokens_per_second": tokens / self.plain.seconds(tokens, prompts),
+                "token_seconds": self.plain.round_seconds(prompts),
+            },
+            "measured": [_as_json(one) for one in self.speeds],
+            "acceptance": [
+                {"policy": way.policy, "steps": way.shape, "by_step": self.acceptance(way)}
+                for way in self.timed
+                if isinstance(way.shape, int) and way.calls
+            ],
+            "profiled_rounds": self.profiles,
+            "head_share": self.head_share,
+            "oracle": self.oracle,
             "pays": self.pays,
             "is_sure": self.is_sure,
             "best": _as_json(self.best),
@@ -278,25 +436,6 @@ class Diagnosis(MeasuredPair):
             "line": shorten_paths(self.line),
         }
 
-    def _plain(self) -> dict[str, Any]:
-        prompts = range(self.measured_prompts)
-        calls = {"plain": self.plain, "head_product": self.head_product}
-        courses = {name: self.plain_course(prompts, some) for name, some in calls.items() if some}
-        return {name: {**asdict(one), "tokens_per_second": one.tokens / one.seconds} for name, one in courses.items()}
 
-    def _measured(self, policy: str) -> dict[str, Any]:
-        """What was measured of a policy."""
-        costs = self.chain_costs(policy, range(self.measured_prompts))
-        return {
-            "acceptance": list(self.acceptance(policy)),
-            "break_even": self.break_even(policy),
-            "draft_step_seconds": costs.costs.draft_step,
-            "other_seconds": costs.costs.other,
-            "start_seconds": dict(zip(map(str, costs.lengths), costs.starts, strict=True)),
-            "profiled_round": asdict(self.profiles[policy]),
-            "drafting": self.drafting[policy].to_dict(),
-        }
-
-
-def _as_json(one: Expectation) -> dict[str, Any]:
+def _as_json(one: MeasuredSpeed) -> dict[str, Any]:
     return {**asdict(one), "shape": one.shape}

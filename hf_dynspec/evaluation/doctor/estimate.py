@@ -1,53 +1,68 @@
-"""What speed to expect of two models that nobody has loaded yet, on a machine that nobody has yet."""
+"""An estimate of speeds from two configurations, for a machine that need not be there: a roofline.
 
+Operations are counted: those of the models on torch's `meta` device, at their real sizes and without memory; those of
+the rest of a round in real rounds of tiny models with the real vocabulary, on the pretended device. Bytes are those of
+the parameters and of the cached keys and values; arithmetic is that of the products with the parameters.
+"""
+
+import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from rich.console import RenderableType
+from rich.text import Text
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ...assistant import DynSpecAssistant
+from ...cache_names import cache_inputs
 from ...drafters.traceable_decoder import can_be_recorded
-from ...drafting.expected_speed import RoundCosts, best_chain_length, break_even_acceptance, expected_speed
-from ...errors import ConfigurationError, shown_value
+from ...drafting.expected_speed import RoundCosts, acceptance_for, best_chain_length, expected_speed
+from ...errors import ConfigurationError, UnsupportedError, shown_value
 from ...fields import Number, SettingError, WholeNumber
-from ...loading import load_config, shared_rows
-from ...modeling.parts import decoder_of, output_rows
+from ...kernels import TILE_COLUMNS
+from ...loading import empty_model, first_line, load_config, shared_rows
+from ...modeling.parts import FORWARD_ERRORS, decoder_of, output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
-from ..operations.counting import Work
-from ..operations.pretended_device import register_device
+from ...shortlists.screen.factor import usual_rank
+from ...shortlists.screen.policy import ScreenShortlist
+from ..operations.counting import OperationCounter
+from ..operations.pretended_device import move, pretended_device, register_device, to_device
+from ..operations.rounds import PROMPT_TOKENS, operations, random_model, recording
 from ..pair import utc_now
-from ..policy_text import named_policies, shorten_paths
+from ..policy_text import named_policies, policy_in_python, shorten_paths
 from ..provenance import describe_policies, provenance
-from .configurations import countable_model
-from .counted_round import (
-    head_work,
-    layers_work,
-    plain_overhead,
-    record_overhead,
-    screen_work,
-    verification_work,
-)
-from .settings import FULL, POLICIES
+from ..tables import FittedTable, parameter_count
+from .diagnosis import FULL
+from .measure import POLICIES, Report
 
-SCHEMA_VERSION = 1
-_BYTES_PER_SECOND, _SECONDS, _FLOPS = 1e9, 1e-6, 1e12
-# µs of an operation within a CUDA graph, at most: between what small models of 16 and of 28 layers take on an H100.
+SCHEMA_VERSION = 2
+# µs of an operation in a CUDA graph at most, from small models of 16 and 28 layers on an H100.
 _GRAPH_LATENCY = 2.5
-
-Report = Callable[[str, int, int], None]
+# transformers' dynamic cache copies keys and values at each step (a read and a write), and attention reads them.
+_CACHE_ACCESSES = 3
+# Settings for the number of experts of a layer, by family.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Shape of the recorded rounds.
+_CHAIN, _NEW_TOKENS = 5, 11
+# More layers are no model, and would take long to build.
+_LAYERS = WholeNumber(1, 1024)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, as its data sheet has it.
+    """A device by its data sheet.
 
     Args:
-        memory_bandwidth: GB/s (10⁹ bytes) that it reads from and writes to its memory.
-        launch_latency: µs that each operation takes beside, which is mostly the host's time to launch it; 0 if CUDA
-            graphs of everything were replayed.
-        flops: TFLOP/s (10¹²) of products in the models' dtype (None: enough never to be waited for).
+        memory_bandwidth: GB/s (10⁹ bytes).
+        launch_latency: µs of each operation besides, mostly the host's time to launch it; 0 if CUDA graphs of
+            everything are replayed.
+        flops: TFLOP/s (10¹²) of products in the models' dtype (None: never the limit).
 
     Raises:
         FieldError: a number is out of range.
@@ -63,16 +78,29 @@ class Machine:
         if self.flops is not None:
             Number(0, 1e7).require("flops", self.flops)
 
-    def launch_seconds(self, work: Work, is_captured: bool = False) -> float:
-        """The seconds of its operations' launches, by the host or within a CUDA graph."""
-        latency = min(self.launch_latency, _GRAPH_LATENCY) if is_captured else self.launch_latency
-        return work.operations * latency * _SECONDS
 
-    def seconds(self, work: Work, is_captured: bool = False) -> float:
-        """The seconds of some work: of its bytes or its arithmetic, whichever takes longer, and of its launches."""
-        memory = work.bytes / (self.memory_bandwidth * _BYTES_PER_SECOND)
-        arithmetic = 0.0 if self.flops is None else work.flops / (self.flops * _FLOPS)
-        return max(memory, arithmetic) + self.launch_seconds(work, is_captured)
+@dataclass(frozen=True)
+class Work:
+    """The work of a part of a round.
+
+    Attributes:
+        operations: kernels to launch.
+        bytes: bytes of parameters, keys and values that are read or written.
+        flops: floating-point operations; a multiplication and an addition are two.
+        is_captured: one CUDA graph launches the operations.
+    """
+
+    operations: float = 0
+    bytes: float = 0
+    flops: float = 0
+    is_captured: bool = False
+
+    def seconds(self, machine: Machine) -> float:
+        """Seconds on a machine: those of the bytes or of the arithmetic, whichever is longer, and of the launches."""
+        memory = self.bytes / (1e9 * machine.memory_bandwidth)
+        arithmetic = 0.0 if machine.flops is None else self.flops / (1e12 * machine.flops)
+        latency = min(machine.launch_latency, _GRAPH_LATENCY) if self.is_captured else machine.launch_latency
+        return max(memory, arithmetic) + 1e-6 * self.operations * latency
 
 
 @dataclass(frozen=True)
@@ -82,16 +110,16 @@ class EstimateSettings:
     Args:
         target: a `config.json`, or the folder or Hub id of a model that has one: the model to speed up.
         drafter: likewise: the small model.
-        machine: what they are to run on.
-        policies: what `parse_policy` understands, or policies by the name to show; none that needs training.
-        acceptance: the acceptance rates to expect speeds for, each the same at all draft steps.
+        machine: the device.
+        policies: texts for `parse_policy`, or policies by the name to show; none that needs training.
+        acceptance: acceptance rates to estimate speeds for, each equal at all draft steps.
         num_assistant_tokens: the longest chain.
-        cached_tokens: of the text before a round.
+        cached_tokens: tokens of the text before a round.
         temperature: 0 decodes greedily.
-        dtype: of both models, such as `"bfloat16"` (None: what each configuration says).
+        dtype: of both models, such as `"bfloat16"` (None: as each configuration says).
 
     Raises:
-        ConfigurationError: a setting is out of range, or a policy cannot be counted from configurations alone.
+        ConfigurationError: a setting is out of range, or a policy needs weights of its own.
     """
 
     target: str | os.PathLike
@@ -118,17 +146,17 @@ class EstimateSettings:
         self.resolved_policies()
 
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
-        """The policies by what they are shown as, `full` first.
+        """The policies by label, `full` first.
 
         Raises:
-            ConfigurationError: one is none, or needs weights of its own.
+            ConfigurationError: a text is no policy, or a policy needs weights of its own.
         """
         policies = named_policies(self.policies)
         for label, policy in policies.items():
             parts = policy.policies if isinstance(policy, UnionShortlist) else (policy,)
             if not {one.name for one in parts} <= set(POLICIES):
                 raise ConfigurationError(
-                    f"the policy {label!r} has weights or an index of its own, of which configurations tell nothing. "
+                    f"the policy {label!r} has weights or an index of its own, which configurations do not describe. "
                     f"Take one of {', '.join(POLICIES)}, or have it measured."
                 )
         return {**named_policies([FULL]), **policies}
@@ -136,54 +164,53 @@ class EstimateSettings:
 
 @dataclass(frozen=True)
 class PolicyEstimate:
-    """What to expect of one policy.
+    """The estimate of one policy.
 
     Attributes:
-        rows: that the head scores at a draft step.
-        head: what the head of a draft step is.
-        step: what else a draft step has beside the drafter's layers: the choice of a token, and the policy.
-        round: what a round has beside draft steps and the target's forward.
-        costs: the same in seconds, with the models.
-        head_share: of a draft step's seconds.
-        break_even: `break_even_acceptance`.
-        chains: for each acceptance rate the best chain length, 0 for none, and its tokens per second.
+        rows: rows that the head scores at a draft step.
+        head: the work of a draft step besides the drafter's layers: head, choice of a token, policy.
+        other: the work of a round besides draft steps and verification.
+        costs: seconds of the parts of a round.
+        head_share: the share of `head` in a draft step.
+        pays_from: see `break_even_acceptance`.
+        chains: for each acceptance rate the best chain length (0: no drafts) and its tokens per second.
     """
 
     rows: int
     head: Work
-    step: Work
-    round: Work
+    other: Work
     costs: RoundCosts
     head_share: float
-    break_even: float | None
+    pays_from: float | None
     chains: tuple[tuple[int, float], ...]
+
+    def as_fast_as(self, speed: float, longest: int) -> float | None:
+        """The least acceptance with which some chain has so many tokens per second; None if none has."""
+        found = [acceptance_for(speed * self.costs.of_round(steps), steps) for steps in range(1, longest + 1)]
+        return min((one for one in found if one is not None), default=None)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What to expect, by counting.
+    """Estimated speeds of a pair.
 
     Attributes:
-        settings: what it was made for.
-        models: what is known of `"target"` and `"drafter"`.
+        settings: the settings.
+        models: descriptions of `"target"` and `"drafter"`.
         vocabulary: token ids that both score.
-        verified_rows: ascending numbers of tokens that one forward of the target scores, the first being 1.
-        verification: for each of them, what such a forward is.
-        layers: what the drafter's layers are in a draft step.
-        is_captured: whether they are a CUDA graph there.
-        plain: what plain generation has for each token beside the target's forward.
+        verification: the work of a forward of the target over 1, 2, … tokens.
+        layers: the work of the drafter's layers in a draft step.
+        plain: the work of plain generation for a token besides the forward.
         plain_speed: tokens per second of plain generation.
-        policies: what to expect of each.
-        started: when it was begun, UTC in ISO format; likewise `finished`.
+        policies: the estimate of each policy.
+        started: UTC time in ISO format, as `finished`.
     """
 
     settings: EstimateSettings
     models: dict[str, dict[str, Any]]
     vocabulary: int
-    verified_rows: tuple[int, ...]
     verification: tuple[Work, ...]
     layers: Work
-    is_captured: bool
     plain: Work
     plain_speed: float
     policies: dict[str, PolicyEstimate]
@@ -191,7 +218,7 @@ class Estimate:
     finished: str
 
     def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
-        """All of it and where it comes from, as JSON values. Holds no path beyond its last two parts.
+        """All of it and its origin, as JSON values. Holds no path beyond its last two parts.
 
         Args:
             command: the words of the command line (None: it was called from Python).
@@ -205,14 +232,116 @@ class Estimate:
             | {"policies": describe_policies(self.settings.resolved_policies())},
             "models": self.models,
             "vocabulary": self.vocabulary,
-            "verified_rows": list(self.verified_rows),
             "verification": [asdict(one) for one in self.verification],
             "layers": asdict(self.layers),
-            "layers_are_captured": self.is_captured,
             "plain": asdict(self.plain),
             "plain_speed": self.plain_speed,
-            "expected": {label: asdict(one) for label, one in self.policies.items()},
+            "policies": {label: asdict(one) for label, one in self.policies.items()},
+            "sentence": self.sentence,
+            "line": self.line,
         }
+
+    # The answer --------------------------------------------------------------------------------------------------
+
+    def _best(self) -> tuple[float, str, int, float]:
+        """The middle acceptance rate, and the policy, chain length and tokens per second to choose there. `hybrid` is
+        chosen unless another policy is clearly faster, as configurations do not tell which is accepted most often."""
+        rates = self.settings.acceptance
+        middle = len(rates) // 2
+        speeds = {label: one.chains[middle][1] for label, one in self.policies.items()}
+        label = max(speeds, key=lambda one: speeds[one])
+        if speeds.get("hybrid", 0.0) >= 0.97 * speeds[label]:
+            label = "hybrid"
+        return rates[middle], label, *self.policies[label].chains[middle]
+
+    @property
+    def sentence(self) -> str:
+        """What to do at the middle acceptance rate, in words."""
+        rate, label, steps, speed = self._best()
+        if not steps:
+            least = min((one.pays_from for one in self.policies.values() if one.pays_from is not None), default=None)
+            pays = "drafting would not pay at any" if least is None else f"drafting would pay from {least:.2f} on"
+            return f"Estimate: use none at an acceptance rate of {rate:.2f}; {pays}."
+        return (
+            f"Estimate: at an acceptance rate of {rate:.2f}, {label} with chains of {steps} would have "
+            f"{speed / self.plain_speed:.2f} times the speed of plain generate, {_speed(speed)} tokens per second; it "
+            f"would pay from {self.policies[label].pays_from:.2f} on."
+        )
+
+    @property
+    def line(self) -> str:
+        """The same in Python, with `target` and `drafter` loaded."""
+        _, label, steps, _ = self._best()
+        if not steps:
+            return "target.generate(**inputs)  # without an assistant"
+        before, policy = policy_in_python(label, self.settings.policies)
+        return f"{before}DynSpecAssistant(drafter, {policy}, target=target, num_assistant_tokens={steps})"
+
+    # Showing it --------------------------------------------------------------------------------------------------
+
+    def report(self) -> Iterator[RenderableType]:
+        """The parts of the output of a terminal."""
+        machine = self.settings.machine
+        models = ", ".join(
+            f"{role} {one['model_type']} of {parameter_count(one['parameters'])} parameters ({one['dtype']})"
+            for role, one in self.models.items()
+        )
+        flops = "" if machine.flops is None else f", {machine.flops:g} TFLOP/s"
+        yield Text(
+            f"ESTIMATE from configurations, nothing was measured: {models}; a device of {machine.memory_bandwidth:g} "
+            f"GB/s{flops} and {machine.launch_latency:g} µs for each operation; {self.settings.cached_tokens:,} "
+            "tokens of text before."
+        )
+        yield self._work_table()
+        yield self._policy_table()
+        yield Text(
+            "A part takes the time of its bytes, or of its arithmetic if that is longer and --device-flops is given, "
+            "and of its launches. In a CUDA graph an operation takes 2.5 µs at most; --launch-latency 0 shows graphs "
+            "of everything. Tokenizers were not compared, as configurations do not describe them. Of a mixture's "
+            "experts, the expected number for randomly choosing tokens is read.",
+            style="dim",
+        )
+        yield Text(self.sentence, style="bold")
+        yield Text(self.line)
+
+    def _work_table(self) -> FittedTable:
+        with_flops = ["GFLOP"] if self.settings.machine.flops is not None else []
+        graph = " (a CUDA graph)" if self.layers.is_captured else ""
+        table = FittedTable(
+            "Estimate: the work of a round",
+            ["part", "operations", "bytes", *with_flops, "ms"],
+            caption=f"layers{graph} and head make a draft step; loop: the rest of a round, or of a plain token",
+        )
+        shown = min(6, len(self.verification))
+        parts = [("target, 1 token", self.verification[0]), (f"target, {shown} tokens", self.verification[shown - 1])]
+        parts += [("loop: plain", self.plain), ("layers", self.layers)]
+        for label, one in self.policies.items():
+            parts += [(f"head: {label}", one.head), (f"loop: {label}", one.other)]
+        for label, work in parts:
+            cells = [f"{work.operations:,.0f}", _size(work.bytes)]
+            cells += [f"{work.flops / 1e9:.2f}"] * len(with_flops)
+            table.add_row(label, *cells, f"{1e3 * work.seconds(self.settings.machine):.3g}")
+        return table
+
+    def _policy_table(self) -> FittedTable:
+        rates, longest = self.settings.acceptance, self.settings.num_assistant_tokens
+        middle = len(rates) // 2
+        table = FittedTable(
+            "Estimate: tokens per second by acceptance rate, and the best chain length",
+            ["policy", "rows", "head of\na step", "pays\nfrom", f"as full\nat {rates[middle]:.2f}"]
+            + [f"{rate:.2f}" for rate in rates],
+            caption=(
+                "pays from: the acceptance with which the best chain is as fast as plain generate; as full: the one "
+                "with which it is as fast as full; a shortlist is accepted less often than full; (0): no drafts"
+            ),
+        )
+        table.add_row("plain", "", "", "", "", *[_speed(self.plain_speed)] * len(rates), ends_section=True)
+        for label, one in self.policies.items():
+            equal = one.as_fast_as(self.policies[FULL].chains[middle][1], longest) if label != FULL else None
+            least = "never" if one.pays_from is None else f"{one.pays_from:.2f}"
+            cells = [f"{one.rows:,}", f"{one.head_share:.0%}", least, "" if equal is None else f"{equal:.3f}"]
+            table.add_row(label, *cells, *(f"{_speed(speed)} ({steps})" for steps, speed in one.chains))
+        return table
 
 
 def estimate_speed(
@@ -221,92 +350,164 @@ def estimate_speed(
     drafter: PreTrainedConfig | None = None,
     report: Report = lambda *_: None,
 ) -> Estimate:
-    """Count what the models give a device to do, and expect speeds of a machine from it. Nothing is downloaded but
-    configurations, and no weights take memory.
-
-    Tokenizers are not compared: configurations say nothing of them.
+    """Estimate speeds. Only configurations are downloaded, and no weights take memory.
 
     Args:
         settings: what to estimate.
         target: the configuration, in place of the one that the settings name.
         drafter: likewise.
-        report: is told what is being counted, how much of it is done and how much there is.
+        report: called with the activity, the steps done and the steps in all.
 
     Raises:
-        ConfigurationError: there is no configuration, or it is of no use.
-        UnsupportedError: a model is none that can be drafted for or with, they have different vocabularies, or torch
-            is older than 2.9.
+        ConfigurationError: there is no configuration, or it cannot be used.
+        UnsupportedError: a model cannot draft or be drafted for, the vocabularies differ, or torch is older than 2.9.
     """
     register_device()
-    started, policies = utc_now(), settings.resolved_policies()
-    total = len(policies) + 2
+    started, policies, machine = utc_now(), settings.resolved_policies(), settings.machine
+    total = len(policies) + 1
     report("counting operations", 0, total)
     dtype = getattr(torch, settings.dtype) if settings.dtype else None
     target_model = countable_model(target or load_config(settings.target, "target"), dtype, "target")
     drafter_model = countable_model(drafter or load_config(settings.drafter, "drafter"), dtype, "drafter")
     vocabulary = shared_rows(output_rows(target_model), output_rows(drafter_model))
-    rows = _rows_to_count(settings.num_assistant_tokens + 1)
-    verification = verification_work(target_model, rows, settings.cached_tokens)
-    layers = layers_work(drafter_model, settings.cached_tokens)
+    rows = range(1, settings.num_assistant_tokens + 2)
+    verification = forward_work(target_model, rows, settings.cached_tokens)
     is_captured = can_be_recorded(drafter_model, list(decoder_of(drafter_model).modules()))
-    layers_seconds = settings.machine.seconds(layers, is_captured)
-    report("counting operations", 1, total)
-    plain = plain_overhead(vocabulary, target_model.dtype, settings.temperature)
-    report("counting operations", 2, total)
-    seconds = settings.machine.seconds
-    alone = RoundCosts(0.0, tuple(rows), tuple(map(seconds, verification)), other_alone=seconds(plain))
+    (layers,) = forward_work(drafter_model, [1], settings.cached_tokens, has_head=False, is_captured=is_captured)
+    plain = Work(plain_operations(vocabulary, target_model.dtype, settings.temperature))
+    seconds = tuple(one.seconds(machine) for one in verification)
     found = {}
-    for done, (label, policy) in enumerate(policies.items(), start=3):
-        found[label] = _of_policy(
-            policy, settings, drafter_model, target_model.dtype, vocabulary, layers_seconds, alone
-        )
+    for done, (label, policy) in enumerate(policies.items(), start=1):
         report("counting operations", done, total)
-    models = {"target": _described(target_model), "drafter": _described(drafter_model)}
+        counted = count_round(policy, vocabulary, target_model.dtype, settings.temperature)
+        head, other = _head_work(policy, counted, drafter_model, vocabulary), Work(counted.other)
+        parts = head.seconds(machine), layers.seconds(machine)
+        costs = RoundCosts(sum(parts), seconds, other.seconds(machine), plain.seconds(machine))
+        lengths = [best_chain_length([rate], costs, rows[-2]) for rate in settings.acceptance]
+        chains = [
+            (length, expected_speed([rate], costs, length))
+            for rate, length in zip(settings.acceptance, lengths, strict=True)
+        ]
+        one = PolicyEstimate(counted.rows, head, other, costs, parts[0] / sum(parts), None, tuple(chains))
+        least = one.as_fast_as(1 / costs.of_round(0), rows[-2])
+        found[label] = PolicyEstimate(**{**vars(one), "pays_from": least})
+    report("counting operations", total, total)
     return Estimate(
         settings=settings,
-        models=models,
+        models={"target": _described(target_model), "drafter": _described(drafter_model)},
         vocabulary=vocabulary,
-        verified_rows=tuple(rows),
         verification=tuple(verification),
         layers=layers,
-        is_captured=is_captured,
         plain=plain,
-        plain_speed=expected_speed([0.0], alone, 0),
+        plain_speed=1 / (seconds[0] + plain.seconds(machine)),
         policies=found,
         started=started,
         finished=utc_now(),
     )
 
 
-def _rows_to_count(most: int) -> list[int]:
-    """Numbers of verified tokens to count forwards for. Those between lie on straight lines, but for a mixture's
-    experts, nearly."""
-    return sorted({min(count, most) for count in (1, 2, 3, 4, 6, 9, 17, 33, 65, most)})
+# Models on meta ------------------------------------------------------------------------------------------------------
 
 
-def _of_policy(
-    policy: ShortlistPolicy,
-    settings: EstimateSettings,
-    drafter: PreTrainedModel,
-    dtype: torch.dtype,
-    vocabulary: int,
-    layers_seconds: float,
-    alone: RoundCosts,
-) -> PolicyEstimate:
-    overhead = record_overhead(policy, vocabulary, dtype, settings.temperature)
-    head, update = head_work(drafter, overhead)
-    step = overhead.step + screen_work(policy, drafter.get_output_embeddings().in_features, vocabulary)
-    rest = overhead.round + update
-    seconds, longest = settings.machine.seconds, settings.num_assistant_tokens
-    parts = [seconds(head), layers_seconds, seconds(step)]
-    costs = RoundCosts(sum(parts), alone.verified_rows, alone.verification, seconds(rest), alone.other_alone)
-    chains = []
-    for rate in settings.acceptance:
-        length = best_chain_length([rate], costs, longest)
-        chains.append((length, expected_speed([rate], costs, length)))
-    least = break_even_acceptance(costs, longest, costs.of_round(0))
-    rows = overhead.shortlists[0].width
-    return PolicyEstimate(rows, head, step, rest, costs, parts[0] / sum(parts), least, tuple(chains))
+def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: str) -> PreTrainedModel:
+    """The model of a configuration on `meta`, if it can draft or be drafted for.
+
+    Args:
+        config: the configuration.
+        dtype: of its weights (None: as the configuration says, by default float32).
+        role: the model's name in errors.
+
+    Raises:
+        ConfigurationError: a size is out of range, or the weights are quantised and no dtype is given.
+        UnsupportedError: it can neither draft nor be drafted for, or transformers cannot build it.
+    """
+    if config.is_encoder_decoder:
+        raise UnsupportedError(f"the {role} is an encoder-decoder ({config.model_type}). Name a decoder-only model.")
+    is_head = any("eagle" in str(one).lower() for one in config.architectures or ())
+    # EAGLE-2 heads come with the architecture of their layer, and with a setting that no model of it has.
+    has_own_bias = hasattr(config, "bias") and not hasattr(type(config)(), "bias")
+    if is_head or has_own_bias or getattr(config, "draft_vocab_size", None) is not None:
+        raise UnsupportedError(
+            f"the {role}'s configuration is that of an EAGLE head, whose layers it does not describe. Have the head "
+            "measured, with --eagle."
+        )
+    text = config.get_text_config()
+    _LAYERS.require(f"the {role}'s num_hidden_layers", getattr(text, "num_hidden_layers", None))
+    WholeNumber(2).require(f"the {role}'s vocab_size", getattr(text, "vocab_size", None))
+    if dtype is None and getattr(config, "quantization_config", None) is not None:
+        raise ConfigurationError(
+            f"the {role}'s weights are quantised, and the bytes that its kernels read are not known. Name a dtype, "
+            "such as bfloat16, to count the model before quantisation."
+        )
+    model = empty_model(config, dtype or config.dtype or text.dtype or torch.float32, role)
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedError(
+            f"the {role} ({config.model_type}) keeps a recurrent state, which cannot be rolled back to the accepted "
+            "tokens. Name a model that has attention alone."
+        )
+    return model
+
+
+def forward_work(
+    model: PreTrainedModel, rows: Sequence[int], cached: int, has_head: bool = True, is_captured: bool = False
+) -> list[Work]:
+    """The work of forwards of a model on `meta`.
+
+    Args:
+        model: the model.
+        rows: the number of tokens of each forward.
+        cached: tokens in the cache before.
+        has_head: compute logits for all tokens.
+        is_captured: as in `Work`.
+
+    Raises:
+        UnsupportedError: the model cannot be counted without its weights.
+    """
+    part = model if has_head else decoder_of(model)
+    # A drafter keeps all positions in every layer.
+    cache = DynamicCache(config=model.config.get_text_config()) if has_head else DynamicCache()
+
+    def run(count: int, into: DynamicCache) -> int:
+        ids = torch.zeros(1, count, dtype=torch.int64, device="meta")
+        with torch.no_grad(), OperationCounter() as counter:
+            part(input_ids=ids, **cache_inputs(into))
+        return counter.operations
+
+    try:
+        run(max(1, cached), cache)
+        counts = {count: run(count, copy.deepcopy(cache)) for count in {rows[0], rows[-1]}}
+    except (*FORWARD_ERRORS, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be counted from its configuration: {first_line(error)}. Load it, and have "
+            "it measured."
+        ) from error
+    held = [one for layer in cache.layers for one in (layer.keys, layer.values) if one is not None]
+    kept = _CACHE_ACCESSES * sum(one.numel() * one.element_size() for one in held) if cached else 0
+    found = []
+    for count in rows:
+        size, flops = _parameters_read(model, count, has_head)
+        found.append(Work(counts.get(count, counts[rows[-1]]), size + kept, flops, is_captured))
+    return found
+
+
+def _parameters_read(model: PreTrainedModel, rows: int, has_head: bool) -> tuple[float, float]:
+    """Bytes of the parameters that a forward over `rows` tokens reads, and floating-point operations with them. Of a
+    mixture's experts, the expected number for tokens that choose at random is read."""
+    config = model.config.get_text_config()
+    experts = max(getattr(config, name, None) or 0 for name in _EXPERTS)
+    chosen = config.num_experts_per_tok / experts if experts else 0.0
+    size, flops = 0.0, 0.0
+    for name, one in decoder_of(model).named_parameters():
+        if one is model.get_input_embeddings().weight:
+            size += rows * one.shape[1] * one.element_size()
+            continue
+        is_expert = experts and ".experts." in name
+        size += one.numel() * one.element_size() * (1 - (1 - chosen) ** rows if is_expert else 1)
+        flops += 2 * rows * one.numel() * (chosen if is_expert else 1) * (one.dim() > 1)
+    if has_head:
+        head = model.get_output_embeddings().weight
+        size, flops = size + head.numel() * head.element_size(), flops + 2 * rows * head.numel()
+    return size, flops
 
 
 def _described(model: PreTrainedModel) -> dict[str, Any]:
@@ -318,3 +519,93 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "head_rows": output_rows(model),
     }
+
+
+# Rounds of tiny models -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CountedRound:
+    """Operations of a round of chains besides the models' layers and the target's head.
+
+    Attributes:
+        step: of each draft step: head, choice, policy, the drafter's cache.
+        other: of the rest of the round: acceptance, policy, the loop.
+        rows: rows that the head scored at a draft step.
+    """
+
+    step: int
+    other: int
+    rows: int
+
+
+def count_round(policy: ShortlistPolicy, vocabulary: int, dtype: torch.dtype, temperature: float) -> CountedRound:
+    """Count the operations of a round with a policy in a call with tiny models.
+
+    Args:
+        policy: the policy; needs nothing that was trained for the drafter.
+        vocabulary: tokens of both models.
+        dtype: of both models.
+        temperature: 0 decodes greedily.
+    """
+    target, drafter = (random_model(1, vocabulary, seed).to(dtype) for seed in (0, 1))
+    of_target, of_layers = (
+        forward_work(empty_model(one.config, dtype, "model"), [count], PROMPT_TOKENS, has_head)[0].operations
+        for one, count, has_head in ((target, _CHAIN + 1, True), (drafter, 1, False))
+    )
+    with pretended_device() as device, torch.random.fork_rng([]):
+        target, drafter = move(target), move(drafter)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the tokenizers of target and drafter")
+            assistant = DynSpecAssistant(drafter, policy, target=target, num_assistant_tokens=_CHAIN)
+        with recording(device) as recorded:
+            _generate(target, temperature, assistant_model=assistant)
+    # The first round reads the prompt, and the last ones draft less.
+    steady = recorded.rounds(device.events)[2]
+    steps = [operations(steady.events[begin:end]) for begin, end in pairwise(steady.heads)]
+    step = statistics.median_high(steps) - of_layers
+    other = operations(steady.events) - of_target - _CHAIN * (step + of_layers)
+    return CountedRound(step, other, steady.shortlists[0].width)
+
+
+def plain_operations(vocabulary: int, dtype: torch.dtype, temperature: float) -> int:
+    """Count the operations of transformers' loop for a token, besides the target's forward. See `count_round`."""
+    model = random_model(1, vocabulary, 0).to(dtype)
+    of_forward = forward_work(empty_model(model.config, dtype, "model"), [1], PROMPT_TOKENS)[0].operations
+    begins: list[int] = []
+    with pretended_device() as device, torch.random.fork_rng([]):
+        model = move(model)
+        model.register_forward_pre_hook(lambda *_: begins.append(len(device.events)))
+        _generate(model, temperature)
+    return operations(device.events[begins[3] : begins[4]]) - of_forward
+
+
+def _generate(model: PreTrainedModel, temperature: float, **arguments: object) -> None:
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    prompt = to_device(torch.arange(3, 3 + PROMPT_TOKENS).unsqueeze(0))
+    mask = to_device(torch.ones(1, PROMPT_TOKENS, dtype=torch.int64))
+    ends = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(prompt, attention_mask=mask, **ends, **sampling, **arguments)
+
+
+def _head_work(policy: ShortlistPolicy, counted: CountedRound, drafter: PreTrainedModel, vocabulary: int) -> Work:
+    projection = drafter.get_output_embeddings().weight
+    numbers = counted.rows * projection.shape[1]
+    size, flops = numbers * projection.element_size(), 2 * numbers
+    for one in policy.policies if isinstance(policy, UnionShortlist) else (policy,):
+        if isinstance(one, ScreenShortlist):
+            # Its factor in 8 bits and its projection in 32, read once.
+            rank = one.rank or usual_rank(projection.shape[1])
+            size += vocabulary * -(-(rank + 1) // TILE_COLUMNS) * TILE_COLUMNS + 4 * rank * projection.shape[1]
+            flops += 2 * rank * (vocabulary + projection.shape[1])
+    return Work(counted.step, size, flops)
+
+
+def _size(count: float) -> str:
+    unit, size = next((one for one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= one[1]), ("B", 1))
+    return f"{count / size:.3g} {unit}"
+
+
+def _speed(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"

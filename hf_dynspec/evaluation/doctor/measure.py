@@ -1,4 +1,4 @@
-"""Time a few calls of each policy, with chains of two lengths and with trees, taking turns on every prompt."""
+"""Time a few calls of each policy on a pair, within a number of seconds, taking turns on every prompt."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,62 +6,105 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
 
-from ...drafters import CausalLMDrafter, Drafter
+from ...drafters import Drafter
 from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
+from ...fields import SettingError
 from ...kernels import prepare_kernels
 from ...loading import shared_vocabulary_size
 from ...shortlists import ShortlistPolicy, as_policy
-from ...stats import DraftingStatistics, Stopwatch
+from ...stats import Stopwatch
+from ...tree_config import TreeConfig
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair, generation_config, open_pair, utc_now
+from ..policy_text import named_policies, require_no_choice
 from ..prompts import WorkloadPrompt, read_workload
-from .diagnosis import OWN_POLICY, Diagnosis
-from .expectations import Profile
+from ..settings import OneDrafterSettings, PairSettings, is_temperature
+from ..tree_text import format_tree, parse_trees
+from .diagnosis import FULL, OWN_POLICY, Diagnosis, TimedCall, TimedSetting
 from .prompts import PROMPTS
-from .settings import FULL, POLICIES, DoctorSettings
-from .timing import RoundClock, TimedCall, time_forwards
 
-# Rows of the verifications that are timed.
-VERIFIED_ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 61)
-SHORT_CHAIN = 2
-# Of the tokens that speeds are expected for, the share that is generated: all with long chains, as acceptance changes
-# within a text; fewer where little but the time of a round is wanted.
-_SHARES = {"plain": 0.5, "short": 0.5, "long": 1.0, "tree": 0.75}
+# The policies that need nothing built, nothing trained and no prompt before the call. The last ones are left out first
+# if there is no time for all.
+POLICIES = (FULL, "hybrid", "frequency", "in_context", "screen")
+Report = Callable[[str, int, int], None]
+
+_WARM_UP_TOKENS = 8
 _FEWEST_TOKENS = 16
-_FEWEST_PROMPTS = 2
-_WARM_UP_TOKENS = 12
-# Of two profiled calls, whose difference is what rounds take that read no prompt.
-_PROFILED_TOKENS = (12, 48)
-# On a CPU, the share of the time in which this thread did not run that tells of other work on the computer.
+# Texts are cut to this number of prompts in the time of the first phase.
+_WANTED_PROMPTS = 3
+# Shares of the seconds at which the warm-up, the comparison of policies and that of lengths have to be over. The rest
+# is for profiles.
+_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.65, 0.9
+# Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
+_PROFILED_TOKENS = (8, 32)
+_NO_TIME = "--seconds has no time for it"
+# The least seconds of one call, however little time is left.
+_LEAST_SECONDS = 0.5
+# On a CPU, this share of the time without this thread shows that the computer does other work.
 _MUCH_WAITING = 0.15
-# Of the whole time.
-_SHARE_OF_FORWARDS, _SHARE_OF_PROFILES = 0.05, 0.1
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way to generate that is timed.
+class DoctorSettings(OneDrafterSettings):
+    """What to measure. `OneDrafterSettings` has the models and prompts.
 
     Args:
-        kind: one of `_SHARES`.
-        label: the policy's, or what plain generation is shown as.
-        calls: where its calls are kept.
-        assistant: None for plain generation.
-        steps: of a chain; None where there are none.
-        surroundings: makes what its calls are made in.
+        prompts: as for `PairSettings`; by default a few texts of several kinds.
+        policies: the policies to measure, besides `full`.
+        num_assistant_tokens: the longest chain to measure, at least 3; two shorter ones are measured too.
+        max_new_tokens: tokens of the texts to compare speeds for.
+        tree: the shape of the trees to measure: a `TreeConfig`, or a text for `parse_tree` (None: no trees).
+        top_k: for sampling: draw from the most probable `top_k` tokens (0: from all).
+        seconds: about how long to measure.
+
+    Raises:
+        ConfigurationError: a setting is out of range, or a text is no policy or no tree.
     """
 
-    kind: str
-    label: str
-    calls: list[TimedCall]
-    assistant: Any = None
-    steps: int | None = None
-    surroundings: Callable[[], AbstractContextManager] = nullcontext
+    prompts: Sequence[str | Path] = ()
+    policies: Sequence[str] | Mapping[str, ShortlistPolicy] = POLICIES
+    num_assistant_tokens: int = 8
+    tree: str | TreeConfig | None = "default"
+    top_k: int = 50
+    seconds: float = 90.0
+
+    _LEAST: ClassVar[Mapping[str, int]] = {**PairSettings._LEAST, "num_assistant_tokens": 3, "top_k": 0}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not is_temperature(self.seconds) or self.seconds == 0:
+            raise SettingError("seconds", f"must be a number above 0, got {shown_value(self.seconds)}")
+        self.resolved_tree()
+        self.resolved_policies()
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The lengths of chains to measure. All policies are measured with the one in the middle."""
+        longest = self.num_assistant_tokens
+        shortest = max(1, longest // 4)
+        return shortest, (shortest + longest) // 2, longest
+
+    def resolved_tree(self) -> TreeConfig | None:
+        """The shape of the trees, or None."""
+        return None if self.tree is None else parse_trees([self.tree])[0]
+
+    def resolved_policies(self) -> dict[str, ShortlistPolicy]:
+        """See `named_policies`. `full` is always there."""
+        named = named_policies(self.policies)
+        require_no_choice(named.values())
+        return named if FULL in named else {**named_policies([FULL]), **named}
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PairSettings.to_dict`."""
+        shape = self.resolved_tree()
+        return {**super().to_dict(), "tree": None if shape is None else format_tree(shape)}
 
 
 def diagnose_pair(
@@ -74,9 +117,9 @@ def diagnose_pair(
     prompts: Sequence[WorkloadPrompt] | None = None,
     fast_target_head: bool = True,
     optional: Collection[str] = (),
-    report: Callable[[str, int, int], None] = lambda activity, done, total: None,
+    report: Report = lambda activity, done, total: None,
 ) -> Diagnosis:
-    """Measure a pair, and say what to expect of it. Settings, prompts and EAGLE heads are checked before any model is
+    """Measure whether drafting pays for a pair. Settings, prompts and EAGLE heads are checked before any model is
     loaded, and models are left as they were.
 
     Args:
@@ -87,10 +130,9 @@ def diagnose_pair(
         tokenizer: the tokenizer of both.
         prompts: prompts that are not read from files.
         fast_target_head: as for `DynSpecAssistant`.
-        optional: labels of policies that are left out, with a note, where the pair cannot have them; as are those
-            that nobody asked for.
-        report: called between generations with what is being done, how many seconds it took so far and how many it is
-            expected to take in all.
+        optional: labels of policies that are left out, with a note, if they do not work for the pair. The default
+            policies always are.
+        report: called between generations with the activity, the seconds spent and the seconds in all.
 
     Raises:
         ConfigurationError: a model or head cannot be loaded, or there is no drafter.
@@ -99,35 +141,24 @@ def diagnose_pair(
     """
     if prompts is None:
         prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
-    policies = settings.resolved_policies()
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
     with open_pair(settings, target, drafter, tokenizer, by_turns(prompts), **heads) as pair, ExitStack() as stack:
         (own,) = pair.drafters.values()
         diagnosis = Diagnosis(
             settings=settings,
-            policies=policies,
+            policies=settings.resolved_policies(),
             models=pair.described_models(),
             vocabulary=_describe_vocabulary(pair, own),
             prompts=pair.described_prompts(),
             threads=torch.get_num_threads(),
             started=utc_now(),
-            short_chain=SHORT_CHAIN,
-            drafts_at_once=isinstance(own, CausalLMDrafter),
-            verified_rows=VERIFIED_ROWS,
         )
-        report("setting up", 0, max(1, round(settings.seconds)))
-        began = time.monotonic()
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
-        # What the target's forwards run in as verifications do.
-        surroundings = nullcontext
-        if fast_target_head and why_not_head_product(pair.target) is None:
-            surroundings = partial(head_product, pair.target)
         models = {"target": pair.target, "tokenizer": pair.tokenizer, "fast_target_head": fast_target_head}
-        make_assistant = partial(make_assistant, own, **models)
         optional = POLICIES if settings.policies == POLICIES else optional
-        ways = _ways(diagnosis, make_assistant, surroundings, optional, stack)
-        _Measurement(diagnosis, pair, ways, surroundings, began, report).everything()
+        measurement = _Measurement(diagnosis, pair, partial(make_assistant, own, **models), report, stack)
+        measurement.measure_all(optional, fast_target_head and why_not_head_product(pair.target) is None)
         diagnosis.finished = utc_now()
     return diagnosis
 
@@ -136,7 +167,7 @@ def diagnose_assistant(
     assistant: Any,
     make_assistant: Callable[..., Any],
     prompts: Sequence[str] | None,
-    report: Callable[[str, int, int], None],
+    report: Report,
     settings: Mapping[str, Any],
 ) -> Diagnosis:
     """Measure the pair of an assistant. See `DynSpecAssistant.diagnose`."""
@@ -163,8 +194,8 @@ def diagnose_assistant(
 
 
 def _with_own(own: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
-    """The policies that are diagnosed unless others are asked for, and an assistant's own where it is none of them;
-    where it chooses from several, each of these."""
+    """The default policies, and the assistant's own if it is none of them. Of a policy that chooses from several, each
+    one is added."""
     policies = {name: as_policy(name) for name in POLICIES}
     alternatives = own.alternatives(None)
     for place, (policy, _) in enumerate(alternatives):
@@ -178,191 +209,212 @@ def _with_own(own: ShortlistPolicy) -> dict[str, ShortlistPolicy]:
 
 
 def by_turns(prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:
-    """The prompts with domains taking turns, as there may be time for the first of them only."""
+    """Sort prompts so that domains take turns, as there may be time for the first few only."""
     of_domain: dict[str, list[WorkloadPrompt]] = {}
     for prompt in prompts:
         of_domain.setdefault(prompt.domain, []).append(prompt)
     return [prompt for turn in zip_longest(*of_domain.values()) for prompt in turn if prompt is not None]
 
 
-def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, Any]:
-    """How many tokens there are, and how many rows of both heads."""
+def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, int]:
     size = shared_vocabulary_size(pair.target, drafter, pair.tokenizer)
     rows = pair.target.get_output_embeddings().weight.shape[0], drafter.head.weight.shape[0]
     return {"tokens": size, "target_rows": rows[0], "drafter_rows": rows[1]}
 
 
-def _ways(
-    diagnosis: Diagnosis,
-    make_assistant: Callable[..., Any],
-    surroundings: Callable[[], AbstractContextManager],
-    optional: Collection[str],
-    stack: ExitStack,
-) -> list[_Way]:
-    """All that is timed. The assistants leave the target when the stack is closed."""
-    tree, longest = diagnosis.settings.resolved_tree(), diagnosis.settings.num_assistant_tokens
-    ways = [_Way("plain", "plain generate", diagnosis.plain)]
-    if surroundings is not nullcontext:
-        ways.append(_Way("plain", "head product", diagnosis.head_product, surroundings=surroundings))
+class _RoundClock(BaseStreamer):
+    """Notes when the tokens of each round of a `generate` call arrive. The first item is the prompt."""
 
-    def make(policy: ShortlistPolicy, **settings: Any) -> Any:
-        assistant = make_assistant(policy, num_assistant_tokens=longest, **settings)
-        stack.callback(assistant.unbind)
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-        return assistant
+    def __init__(self, now: Callable[[], float]):
+        self._now, self._start = now, now()
+        self.ends: list[float] = []
+        self.tokens: list[int] = []
 
-    for label, policy in list(diagnosis.policies.items()):
-        try:
-            chains = make(policy)
-        except DynSpecError as error:
-            if label == FULL or label not in optional:
-                raise
-            diagnosis.notes.append(f"{label} was left out: {error}")
-            del diagnosis.policies[label]
-            continue
-        ways.append(_Way("long", label, diagnosis.long_chains.setdefault(label, []), chains, longest))
-        ways.append(_Way("short", label, diagnosis.short_chains.setdefault(label, []), chains, SHORT_CHAIN))
-        if tree is not None:
-            try:
-                assistant = make(policy, tree=tree)
-            except UnsupportedError as error:
-                # Whatever the policy is.
-                diagnosis.notes.append(f"trees were left out: {error}")
-                tree = None
-            else:
-                ways.append(_Way("tree", label, diagnosis.trees.setdefault(label, []), assistant))
-    return ways
+    def put(self, value: torch.Tensor) -> None:
+        self.ends.append(self._now() - self._start)
+        self.tokens.append(value.numel())
+
+    def end(self) -> None:
+        pass
 
 
 class _Measurement:
-    """What is timed, within the seconds that there are.
+    """Measures within the seconds of the settings, and leaves out what there is no time for.
 
     Args:
-        diagnosis: takes what is measured.
+        diagnosis: takes the results.
         pair: the models and prompts.
-        ways: what to time.
-        surroundings: makes what the target's forwards run in as verifications do.
-        began: when the seconds began, by `time.monotonic`.
+        make_assistant: makes an assistant of the pair.
         report: as for `diagnose_pair`.
+        stack: unbinds the assistants when it is closed.
     """
 
     def __init__(
         self,
         diagnosis: Diagnosis,
         pair: Pair,
-        ways: list[_Way],
-        surroundings: Callable[[], AbstractContextManager],
-        began: float,
-        report: Callable[[str, int, int], None],
+        make_assistant: Callable[..., Any],
+        report: Report,
+        stack: ExitStack,
     ):
         self._diagnosis, self._settings, self._target = diagnosis, diagnosis.settings, pair.target
-        self._ways, self._surroundings = ways, surroundings
+        self._make_assistant, self._report, self._stack = make_assistant, report, stack
         self._prompts = [torch.tensor([token_ids], device=pair.target.device) for token_ids in pair.encoded]
-        self._clock = Stopwatch(
-            enabled=False, devices=(pair.target.device, *(one.head.device for one in pair.drafters.values()))
-        )
-        self._report = report
-        self._began = began
-        self._share = 1.0
+        devices = (pair.target.device, *(one.head.device for one in pair.drafters.values()))
+        self._clock = Stopwatch(enabled=False, devices=devices)
+        self._assistants: dict[tuple[str, TreeConfig | None], Any] = {}
+        self._began = time.monotonic()
+        self._tokens = _WARM_UP_TOKENS
+        # Seconds of plain generation for a token.
+        self._token_seconds = 0.0
 
-    def everything(self) -> None:
-        """Forwards, then calls after a warm-up, then where the time goes."""
-        began, worked = time.monotonic(), time.thread_time()
-        self._measure()
-        seconds, work = time.monotonic() - began, time.thread_time() - worked
-        if self._target.device.type == "cpu" and work < (1 - _MUCH_WAITING) * seconds:
-            self._diagnosis.notes.append(
-                f"{1 - work / seconds:.0%} of the time went to something else that runs on this computer, so all of "
-                "this is rough. Ask again when nothing else runs."
+    def measure_all(self, optional: Collection[str], has_head_product: bool) -> None:
+        """Warm up, compare the policies at one length, compare lengths and trees of the best one, and profile."""
+        worked = time.thread_time()
+        diagnosis, (short, middle, long) = self._diagnosis, self._settings.lengths
+        plain = [diagnosis.plain]
+        if has_head_product:
+            diagnosis.head_product = TimedSetting("plain generate, this package's head product", None)
+            plain.append(diagnosis.head_product)
+        started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
+        self._tell("warming up, plain generate")
+        call = [self._generate(diagnosis.plain, 0) for _ in range(2)][-1]
+        self._token_seconds = call.ends[-1] / sum(call.tokens)
+        while len(started) > 2 and not self._fits(len(plain) + len(started), _POLICIES_END):
+            self._leave_out(started.pop(), _NO_TIME)
+        diagnosis.timed = [TimedSetting(label, middle) for label in started]
+        wanted = self._left(_POLICIES_END) / (_WANTED_PROMPTS * (len(plain) + len(started)))
+        fitting = max(_FEWEST_TOKENS, int(wanted / self._token_seconds))
+        self._tokens = min(self._settings.max_new_tokens, fitting)
+        prompts = self._take_turns([*plain, *diagnosis.timed], len(self._prompts), _POLICIES_END)
+        best = diagnosis.best.policy
+        others = [TimedSetting(best, short), TimedSetting(best, long)]
+        if self._has_trees(best):
+            others.append(TimedSetting(best, self._settings.resolved_tree()))
+        while others and not self._fits(len(others), _LENGTHS_END):
+            left_out = others.pop().shape
+            shape = f"chains of {left_out}" if isinstance(left_out, int) else "trees"
+            diagnosis.notes.append(f"{shape} were left out: {_NO_TIME}")
+        diagnosis.timed += others
+        if others:
+            self._take_turns(others, prompts, _LENGTHS_END)
+        for label in dict.fromkeys((FULL, best)):
+            self._tell(f"profiling, {label}")
+            diagnosis.profiles[label] = self._profile(label)
+        seconds = max(1e-9, time.monotonic() - self._began)
+        idle = 1 - (time.thread_time() - worked) / seconds
+        if self._target.device.type == "cpu" and idle > _MUCH_WAITING:
+            diagnosis.notes.append(
+                f"{idle:.0%} of the time went to something else that runs on this computer, so all of this is rough. "
+                "Ask again when nothing else runs."
             )
         self._tell("done")
 
-    def _measure(self) -> None:
-        self._tell("forwards of the target")
-        self._diagnosis.verification = time_forwards(
-            self._target,
-            self._prompts[0][0].tolist(),
-            VERIFIED_ROWS,
-            _SHARE_OF_FORWARDS * self._settings.seconds,
-            self._surroundings,
-        )
-        for way in self._ways:
-            self._tell(f"warming up, {way.label}")
-            self._generate(way, 0, _WARM_UP_TOKENS)
-        one_turn = self._fit_to_time()
-        for number in range(len(self._prompts)):
-            if number >= _FEWEST_PROMPTS and self._left() * (1 - _SHARE_OF_PROFILES) < one_turn:
-                break
-            began = time.monotonic()
-            self._take_turns(number)
-            one_turn = max(one_turn, time.monotonic() - began) if number else time.monotonic() - began
-        for way in self._ways:
-            if way.kind == "long":
-                self._tell(f"profiling, {way.label}")
-                self._diagnosis.profiles[way.label] = self._profile(way)
-
-    def _fit_to_time(self) -> float:
-        """Shorten the texts where not even two prompts fit into the time. Returns the seconds that one takes."""
-        token_seconds = 0.0
-        for way in self._ways:
-            self._tell(f"warming up, {way.label}")
-            call = self._generate(way, 0, _WARM_UP_TOKENS)
-            token_seconds += _SHARES[way.kind] * call.ends[-1] / call.new_tokens
-        one_turn = token_seconds * self._settings.max_new_tokens
-        self._share = min(1.0, max(0.0, self._left() * (1 - _SHARE_OF_PROFILES) / 2 / one_turn))
-        return one_turn * self._share
-
-    def _take_turns(self, number: int) -> None:
-        """Time all ways on one prompt. They take turns in going first, so that none always finds the caches that
-        another one left."""
-        turn = number % len(self._ways)
-        for way in self._ways[turn:] + self._ways[:turn]:
-            self._tell(f"prompt {number + 1}, {way.label}")
-            tokens = round(self._settings.max_new_tokens * _SHARES[way.kind] * self._share)
-            tokens = min(self._settings.max_new_tokens, max(_FEWEST_TOKENS, tokens))
-            way.calls.append(self._generate(way, number, tokens))
-            if way.kind == "long":
-                self._diagnosis.drafting.setdefault(way.label, DraftingStatistics()).add(way.assistant.stats)
-
-    def _profile(self, way: _Way) -> Profile:
-        """Where the time of a round goes: the difference of two calls that begin alike."""
-        way.assistant.profile = True
-        counted = []
+    def _can_start(self, label: str, optional: Collection[str]) -> bool:
+        """Make the assistant of a policy and warm it up. False if the policy is left out."""
+        if len(self._assistants) >= 2 and self._spent() > _WARM_UP_ENDS:
+            self._leave_out(label, _NO_TIME)
+            return False
         try:
-            for tokens in _PROFILED_TOKENS:
-                self._generate(way, 0, min(tokens, self._settings.max_new_tokens))
-                counted.append(way.assistant.stats)
-        finally:
-            way.assistant.profile = False
-        few, many = counted
-        # The text ended, or something of the first call was held up for longer than the second has to take.
-        was_held_up = any(many.seconds.get(name, 0.0) < seconds for name, seconds in few.seconds.items())
-        if many.rounds <= few.rounds or was_held_up:
-            few = DraftingStatistics()
+            self._assistants[label, None] = self._make(self._diagnosis.policies[label])
+        except DynSpecError as error:
+            if label == FULL or label not in optional:
+                raise
+            self._leave_out(label, str(error))
+            return False
+        self._tell(f"warming up, {label}")
+        self._generate(TimedSetting(label, self._settings.lengths[1]), 0)
+        return True
+
+    def _leave_out(self, label: str, reason: str) -> None:
+        self._diagnosis.notes.append(f"{label} was left out: {reason}")
+        del self._diagnosis.policies[label]
+
+    def _left(self, end: float) -> float:
+        """The seconds left until a share of all is spent."""
+        return max(0.0, end - self._spent()) * self._settings.seconds
+
+    def _fits(self, ways: int, end: float) -> bool:
+        """Whether a short text by each of so many ways fits into the time until `end`."""
+        return self._left(end) >= ways * _FEWEST_TOKENS * self._token_seconds
+
+    def _make(self, policy: ShortlistPolicy, **settings: Any) -> Any:
+        assistant = self._make_assistant(policy, num_assistant_tokens=self._settings.num_assistant_tokens, **settings)
+        self._stack.callback(assistant.unbind)
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        return assistant
+
+    def _has_trees(self, label: str) -> bool:
+        """Make the assistant that drafts trees with a policy, and warm it up."""
+        tree = self._settings.resolved_tree()
+        if tree is None:
+            return False
+        try:
+            self._assistants[label, tree] = self._make(self._diagnosis.policies[label], tree=tree)
+        except UnsupportedError as error:
+            self._diagnosis.notes.append(f"trees were left out: {error}")
+            return False
+        self._generate(TimedSetting(label, tree), 0, _WARM_UP_TOKENS)
+        return True
+
+    def _take_turns(self, ways: Sequence[TimedSetting], prompts: int, end: float) -> int:
+        """Time all ways on one prompt after another, until a share of the seconds is spent. The ways take turns in
+        going first, so that none always finds warm caches. Returns the number of prompts: at least one whose texts
+        have more than one round, if there is one."""
+        for number in range(prompts):
+            began = self._spent()
+            turn = number % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
+                self._tell(f"prompt {number + 1}, {way.policy}")
+                way.calls.append(self._generate(way, number, self._tokens))
+                if way.shape is not None:
+                    way.stats.add(self._assistant(way).stats)
+            if 2 * self._spent() - began > end and self._diagnosis.usable_prompts(*ways):
+                return number + 1
+        return prompts
+
+    def _assistant(self, way: TimedSetting) -> Any:
+        return self._assistants[way.policy, None if isinstance(way.shape, int) else way.shape]
+
+    def _profile(self, label: str) -> dict[str, float]:
+        """Seconds of a round of chains by section: the difference of two calls, which begin alike."""
+        way = TimedSetting(label, self._settings.lengths[1])
+        assistant = self._assistant(way)
+        assistant.profile = True
+        few, many = [(self._generate(way, 0, tokens), assistant.stats)[1] for tokens in _PROFILED_TOKENS]
+        assistant.profile = False
         rounds = many.rounds - few.rounds
         seconds = {name: value - few.seconds.get(name, 0.0) for name, value in many.seconds.items()}
-        return Profile({name: max(0.0, value) / rounds for name, value in seconds.items()}, way.steps)
+        if rounds <= 0 or min(seconds.values()) < 0:
+            # The text ended early, or the shorter call was disturbed: rounds that read a prompt have to do.
+            rounds, seconds = many.rounds, many.seconds
+        return {name: value / rounds for name, value in seconds.items()}
 
-    def _generate(self, way: _Way, number: int, new_tokens: int) -> TimedCall:
-        """Generate once."""
+    def _generate(self, way: TimedSetting, number: int, new_tokens: int | None = None) -> TimedCall:
+        """Generate once, for no longer than the seconds that are left."""
         settings, input_ids = self._settings, self._prompts[number]
+        new_tokens = min(new_tokens or _WARM_UP_TOKENS, settings.max_new_tokens)
         config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
+        config.max_time = max(_LEAST_SECONDS, (1 - self._spent()) * settings.seconds)
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
-        if way.assistant is not None:
-            arguments["assistant_model"] = way.assistant
-            if way.steps is not None:
-                way.assistant.generation_config.num_assistant_tokens = way.steps
+        surroundings: AbstractContextManager = nullcontext()
+        if way.shape is not None:
+            arguments["assistant_model"] = assistant = self._assistant(way)
+            if isinstance(way.shape, int):
+                assistant.generation_config.num_assistant_tokens = way.shape
+        elif way is self._diagnosis.head_product:
+            surroundings = head_product(self._target)
         torch.manual_seed(settings.seed + number)
-        with way.surroundings():
-            clock = RoundClock(self._clock.now)
+        with surroundings:
+            clock = _RoundClock(self._clock.now)
             self._target.generate(input_ids, streamer=clock, **arguments)
-            return clock.call(number, new_tokens)
+        return TimedCall(number, tuple(clock.ends[1:]), tuple(clock.tokens[1:]))
 
-    def _left(self) -> float:
-        return self._settings.seconds - (time.monotonic() - self._began)
+    def _spent(self) -> float:
+        """The share of the seconds that is spent."""
+        return (time.monotonic() - self._began) / self._settings.seconds
 
     def _tell(self, activity: str) -> None:
         total = max(1, round(self._settings.seconds))
-        done = total if activity == "done" else min(total, round(time.monotonic() - self._began))
-        self._report(activity, done, total)
+        self._report(activity, total if activity == "done" else min(total, round(self._spent() * total)), total)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import UnsupportedError
-from .counting import FusedAttention, bytes_read, bytes_written, is_operation
+from .counting import FusedAttention, is_operation
 
 NAME = "pretended"
 _aten = torch.ops.aten
@@ -35,20 +35,18 @@ _WAITING |= {"aten::multinomial", "aten::histc", "aten::allclose"}
 
 
 class Event(NamedTuple):
-    """What the device was given to do, or what the host waited for.
+    """A call of torch on the device.
 
     Args:
         name: torch's name of the operation.
         waits: the host waits for it.
-        is_operation: the device does something.
-        bytes: that it reads and writes.
-        where: of a wait: the lines that led to it, the innermost last.
+        is_operation: it launches a kernel.
+        where: the stack of a wait, the innermost line last.
     """
 
     name: str
     waits: bool
     is_operation: bool
-    bytes: int = 0
     where: str = ""
 
 
@@ -188,10 +186,7 @@ def _event(func: Any, args: tuple, kwargs: dict[str, Any], results: Any, crosses
     # Whoever copies with `non_blocking` out of pinned memory does not wait, and nothing here is pinned.
     waits = crosses or name in _WAITING or _depends_on_numbers(name, args, kwargs) or _takes_a_number(name, args)
     where = "".join(traceback.format_stack(limit=24)[:-4]) if waits else ""
-    if not is_operation(func, results):
-        return Event(name, waits, False, 0, where)
-    read = sum(size for _, size in bytes_read(func, args, kwargs, results))
-    return Event(name, waits, True, read + bytes_written(func, args, kwargs, results), where)
+    return Event(name, waits, is_operation(func, results), where)
 
 
 def _depends_on_numbers(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
