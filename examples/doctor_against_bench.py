@@ -1,5 +1,5 @@
-"""Does `hf-dynspec bench` measure what `hf-dynspec doctor` says? Runs both on one pair and the same prompts, and prints
-the two speeds of each setting side by side.
+"""Does `hf-dynspec bench` measure what `hf-dynspec doctor` says? Runs both on one pair and the same prompts, and
+prints the two speeds of each setting side by side.
 
 The pocket pair, with nothing else running, takes a few minutes:
 
@@ -20,7 +20,8 @@ from hf_dynspec.evaluation import BenchmarkSettings, read_workload, run_benchmar
 from hf_dynspec.evaluation.bench.figures import summarize
 from hf_dynspec.evaluation.bench.systems import PLAIN
 from hf_dynspec.evaluation.doctor.diagnosis import Diagnosis, MeasuredSpeed
-from hf_dynspec.evaluation.doctor.measure import POLICIES, DoctorSettings, diagnose_pair
+from hf_dynspec.evaluation.doctor.measure import diagnose_pair
+from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
 from hf_dynspec.evaluation.tables import FittedTable
 
 # The doctor and the benchmark agree if their speeds differ by less.

@@ -194,7 +194,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
             prompts: texts to measure on (None: a few of several kinds). The more they are like yours, the better.
             report: called between generations with what is being done, the seconds that went by, and about how many
                 there are in all.
-            settings: of `evaluation.doctor.measure.DoctorSettings`, such as `policies`, `temperature`, `tree`,
+            settings: of `evaluation.doctor.settings.DoctorSettings`, such as `policies`, `temperature`, `tree`,
                 `max_new_tokens` or `seconds`.
 
         Returns:

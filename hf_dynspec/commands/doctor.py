@@ -9,7 +9,7 @@ from . import options
 from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
 
 if TYPE_CHECKING:
-    from ..evaluation.doctor.measure import DoctorSettings
+    from ..evaluation.doctor.settings import DoctorSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
 _OF_ESTIMATES = ("config", "device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
@@ -106,7 +106,7 @@ def doctor(
     for name in _OF_ESTIMATES:
         if name in given:
             raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
-    from ..evaluation.doctor.measure import POLICIES, DoctorSettings
+    from ..evaluation.doctor.settings import POLICIES, DoctorSettings
 
     files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree

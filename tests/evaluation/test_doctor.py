@@ -22,7 +22,8 @@ from hf_dynspec.errors import ConfigurationError, NotBoundError
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor import measure
 from hf_dynspec.evaluation.doctor.diagnosis import OWN_POLICY, Diagnosis, TimedCall, TimedSetting
-from hf_dynspec.evaluation.doctor.measure import POLICIES, DoctorSettings, by_turns, diagnose_pair
+from hf_dynspec.evaluation.doctor.measure import by_turns, diagnose_pair
+from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
 from hf_dynspec.evaluation.policy_text import policy_in_python
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
 from hf_dynspec.evaluation.trace.settings import TraceSettings

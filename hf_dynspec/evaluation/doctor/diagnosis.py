@@ -4,7 +4,7 @@ import io
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -18,13 +18,9 @@ from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
 from ..tables import FittedTable, parameter_count, shown_speed
 from ..tree_text import format_tree
-
-if TYPE_CHECKING:
-    from .measure import DoctorSettings
+from .settings import FULL, DoctorSettings
 
 SCHEMA_VERSION = 2
-# The baseline of all policies. It is always measured.
-FULL = "full"
 # The label of an assistant's own policy, if it is none of the default ones. It is also how to write it in Python.
 OWN_POLICY = "assistant.policy"
 # A smaller gain is not worth an assistant.
@@ -153,7 +149,7 @@ class Diagnosis:
         profiles: by policy the seconds of a round of chains of the middle length, by section of `stats.SECTIONS`.
     """
 
-    settings: "DoctorSettings"
+    settings: DoctorSettings
     policies: dict[str, ShortlistPolicy]
     models: dict[str, Any]
     vocabulary: dict[str, int]

@@ -38,8 +38,8 @@ from ..pair import utc_now
 from ..policy_text import named_policies, policy_in_python, shorten_paths
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable, parameter_count
-from .diagnosis import FULL
-from .measure import POLICIES, Report
+from .measure import Report
+from .settings import FULL, POLICIES
 
 SCHEMA_VERSION = 2
 # µs of an operation in a CUDA graph at most, from small models of 16 and 28 layers on an H100.
