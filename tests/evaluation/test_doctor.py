@@ -412,7 +412,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     file = tmp_path / "doctor.json"
     words = ["--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl"]
     words += ["--limit", 2, "--policy", "hybrid", "--tree", "8/2/3", "--num-assistant-tokens", 4]
-    words += ["--max-new-tokens", 48, "--seconds", 3, "--threads", 1, "--temperature", 0.8, "--json", file]
+    words += ["--max-new-tokens", 16, "--seconds", 4, "--threads", 1, "--temperature", 0.8, "--json", file]
     result = invoke(*words)
     assert result.exit_code == 0, result.exception
     written = json.loads(file.read_text(encoding="utf-8"))

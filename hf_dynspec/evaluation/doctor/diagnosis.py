@@ -27,8 +27,8 @@ OWN_POLICY = "assistant.policy"
 _LEAST_GAIN = 1.03
 # A smaller gain would be shown as 1.00.
 _LEAST_SHOWN_GAIN = 1.005
-# With fewer drafts than this, shares of accepted drafts have an error of about 0.1.
-_FEW_DRAFTS = 25
+# With fewer drafts than this, the share of accepted ones has a standard error of 0.07 or more.
+_FEW_DRAFTS = 50
 # The parts of a round by section of a profile.
 _PARTS = {
     "backbone": "draft layers",

@@ -28,7 +28,7 @@ from .settings import FULL, POLICIES, DoctorSettings
 Report = Callable[[str, int, int], None]
 
 _WARM_UP_TOKENS = 8
-_FEWEST_TOKENS = 16
+_FEWEST_TOKENS = 32
 # Texts are cut to this number of prompts in the time of the first phase.
 _WANTED_PROMPTS = 3
 # Shares of the seconds at which the warm-up, the comparison of policies and that of lengths have to be over. The rest
@@ -272,7 +272,8 @@ class _Measurement:
 
     def _fits(self, ways: int, end: float) -> bool:
         """Whether a short text by each of so many ways fits into the time until `end`."""
-        return self._left(end) >= ways * _FEWEST_TOKENS * self._token_seconds
+        tokens = min(_FEWEST_TOKENS, self._settings.max_new_tokens)
+        return self._left(end) >= ways * tokens * self._token_seconds
 
     def _make(self, policy: ShortlistPolicy, **settings: Any) -> Any:
         assistant = self._make_assistant(policy, num_assistant_tokens=self._settings.num_assistant_tokens, **settings)
