@@ -302,7 +302,7 @@ def test_the_seconds_are_kept_however_slow_the_models_are(given, monkeypatch):
     diagnosis = diagnose_pair(
         DoctorSettings(seconds=3.0, max_new_tokens=128), DynSpecAssistant, fast_target_head=False, **given
     )
-    assert time.monotonic() - began < 3.0 + 3.5
+    assert time.monotonic() - began < 3.0 + 5.0
     assert "full" in diagnosis.policies and len(diagnosis.policies) >= 2
     assert diagnosis.speeds and diagnosis.sentence
     for note in diagnosis.notes:

@@ -201,8 +201,9 @@ class _Measurement:
         self._assistants: dict[tuple[str, TreeConfig | None], Any] = {}
         self._began = time.monotonic()
         self._tokens = _WARM_UP_TOKENS
-        # Seconds of plain generation for a token.
+        # Seconds of plain generation for a token, and the most seconds of a call if not even short texts fit.
         self._token_seconds = 0.0
+        self._most_seconds: float | None = None
 
     def measure_all(self, optional: Collection[str], has_head_product: bool) -> None:
         """Warm up, compare the policies at one length, compare lengths and trees of the best one, and profile."""
@@ -299,6 +300,7 @@ class _Measurement:
         """Time all ways on one prompt after another, until a share of the seconds is spent. The ways take turns in
         going first, so that none always finds warm caches. Returns the number of prompts: at least one whose texts
         have more than one round, if there is one."""
+        self._most_seconds = None if self._fits(len(ways), end) else self._left(end) / len(ways)
         for number in range(prompts):
             began = self._spent()
             turn = number % len(ways)
@@ -333,7 +335,8 @@ class _Measurement:
         settings, input_ids = self._settings, self._prompts[number]
         new_tokens = min(new_tokens or _WARM_UP_TOKENS, settings.max_new_tokens)
         config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
-        config.max_time = max(_LEAST_SECONDS, (1 - self._spent()) * settings.seconds)
+        most = self._left(1.0) if self._most_seconds is None else self._most_seconds
+        config.max_time = max(_LEAST_SECONDS, most)
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         surroundings: AbstractContextManager = nullcontext()
         if way.shape is not None:
