@@ -146,7 +146,7 @@ def test_what_was_not_said_to_be_likely_is_worth_what_the_least_likely_is():
 
 def test_to_read_a_prompt_is_no_decoding_step():
     """What came in a step ago stays, however many tokens are read in between."""
-    state = policy(cache="lru", likely=1, dynamic=2).start(vocabulary())
+    state = policy(cache="arc", likely=1, dynamic=2).start(vocabulary())
     state.observe(verdict([90], top_ids=[[100]]))
     state.observe_prompt(Prompt(torch.tensor(20 * [min(core_of())]), start=6))
     state.observe(verdict([110], top_ids=[[111]]))

@@ -68,8 +68,8 @@ class RetrievalShortlist(ShortlistPolicy):
             and the nearest rows of the target's head to its hidden state, by an HNSW index (the paper); `"token"`: and
             the nearest rows to that of the verified token, exactly.
         trigger: `"every"` verified position, or only those whose token was out of the shortlist, `"oov"` (the paper).
-        cache: which of the retrieved tokens stay: `"lrfu"`, those that were most probable lately; `"lru"`, those that
-            were retrieved last; or `"arc"` (the paper).
+        cache: which of the retrieved tokens stay: `"lrfu"`, those that were most probable lately; or `"arc"` (the
+            paper).
         likely: the target's most probable tokens that are taken at a position, at most 1,024.
         neighbours: what the index or the table of neighbours gives for a position.
         successors: tokens that are taken from the graph for each of the others.
