@@ -9,7 +9,7 @@ from . import options
 from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
-    from ..evaluation.bench.result import BenchmarkResult
+    from ..evaluation.bench.benchmark import BenchmarkResult
 
 
 def _chain_length(value: Any) -> int | str:
@@ -70,10 +70,9 @@ def bench(
     in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
-    from ..evaluation.bench.benchmark import run_benchmark
+    from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
-    from ..evaluation.bench.settings import BenchmarkSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.prompts import read_workload
 

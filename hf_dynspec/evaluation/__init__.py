@@ -1,8 +1,6 @@
 """What tells whether drafting with a shortlist pays, and why: prompts, what runs them, and its reports."""
 
-from .bench.benchmark import run_benchmark
-from .bench.result import BenchmarkResult
-from .bench.settings import BenchmarkSettings
+from .bench.benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
 from .coverage.measure import measure_coverage
 from .coverage.result import CoverageResult
 from .coverage.settings import CoverageSettings

@@ -29,17 +29,17 @@ from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
-from hf_dynspec.evaluation.bench import benchmark, systems
-from hf_dynspec.evaluation.bench.benchmark import run_benchmark
+from hf_dynspec.evaluation.bench import systems
+from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
 from hf_dynspec.evaluation.bench.figures import summarize
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
-from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
 from hf_dynspec.evaluation.head_product import head_product
 from hf_dynspec.evaluation.pair import head_labels, load_models, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
 from hf_dynspec.evaluation.prompts import WorkloadError, WorkloadPrompt, encode_workload, read_workload
 from hf_dynspec.evaluation.provenance import git_revision
+from hf_dynspec.evaluation.suites.runner import Run
 from hf_dynspec.evaluation.tree_text import parse_tree
 from hf_dynspec.files import write_json
 from hf_dynspec.kernels import cpu
@@ -339,21 +339,25 @@ def watched_products():
 
 def test_only_the_calls_of_its_own_row_run_with_the_head_product(folder, small_heads_are_compiled, monkeypatch):
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    projection, own, current = target.get_output_embeddings(), benchmark._Run._generate, [""]
+    projection, own, current = target.get_output_embeddings(), Run._generate, [""]
     seen: dict[str, set[bool]] = {}
+    hooked: dict[str, set[bool]] = {}
 
-    def note(self, activity, system, *others):
+    def note(self, system, *others):
         current[0] = system.label
-        return own(self, activity, system, *others)
+        return own(self, system, *others)
 
     def look(*_):
         seen.setdefault(current[0], set()).add("forward" in vars(projection))
+        hooked.setdefault(current[0], set()).add(bool(target._forward_hooks))
 
-    monkeypatch.setattr(benchmark._Run, "_generate", note)
+    monkeypatch.setattr(Run, "_generate", note)
     target.get_decoder().layers[0].register_forward_pre_hook(look)
     run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1), target=target)
     assert seen.pop(HEAD_PRODUCT) == {True}
     assert set(seen) >= {"plain", "transformers"} and all(one == {False} for one in seen.values())
+    # A hook that counts a baseline's rounds would keep an assistant from the head product.
+    assert hooked["full"] == {False} and hooked["plain"] == {True}
 
 
 def test_a_drafter_that_is_larger_than_its_target_is_warned_of(folder):
@@ -369,11 +373,9 @@ def test_a_drafter_that_is_larger_than_its_target_is_warned_of(folder):
 
 def test_kernels_are_compiled_before_the_first_call(folder, monkeypatch):
     events = []
-    own = benchmark._Run._generate
+    own = Run._generate
     monkeypatch.setattr(systems, "prepare_kernels", lambda: events.append("compiled"))
-    monkeypatch.setattr(
-        benchmark._Run, "_generate", lambda self, *given: (events.append("generated"), own(self, *given))[1]
-    )
+    monkeypatch.setattr(Run, "_generate", lambda self, *given: (events.append("generated"), own(self, *given))[1])
     run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, profile_prompts=0))
     assert events[:2] == ["compiled", "generated"] and events.count("compiled") == 1
 
@@ -581,9 +583,9 @@ def test_loaded_models_are_left_as_they_were(folder):
         report=watch,
     )
     assert result.complete
-    # Three systems: warm-up, two repeats of two prompts; counting on two prompts; profile and coverage on one.
-    assert [done for _, done, *_ in seen] == list(range(3 + 12 + 2 + 2 + 1))
-    assert {total for _, _, total, *_ in seen} == {19}
+    # Three systems: warm-up, two repeats of two prompts; profile and coverage of one of them on one prompt.
+    assert [done for _, done, *_ in seen] == [0, 0, 0, *range(3 * 2 * 2 + 2 + 1)]
+    assert {total for _, _, total, *_ in seen} == {14}
     # What transformers drafts by is set for its calls alone.
     assert {(drafted, threshold) for *_, drafted, threshold in seen} == {(9, None)}
     assert drafter.generation_config.to_dict() == before
@@ -596,15 +598,22 @@ def test_loaded_models_are_left_as_they_were(folder):
 
 
 def test_different_tokens_are_reported(folder, monkeypatch):
-    generate = benchmark._Run._generate
+    generate = Run._generate
 
-    def change_one_token(self, activity, system, index, temperature, repeat):
-        tokens, seconds = generate(self, activity, system, index, temperature, repeat)
-        if system.label == "full" and index == 2 and repeat == 1:
+    converse, current = Run._converse, []
+
+    def note(self, kind, number, system, temperature, repeat):
+        current[:] = [kind, number, system.label, repeat]
+        return converse(self, kind, number, system, temperature, repeat)
+
+    def change_one_token(self, *arguments):
+        tokens, *others = generate(self, *arguments)
+        if current == ["timed", 2, "full", 1]:
             tokens[3] += 1
-        return tokens, seconds
+        return tokens, *others
 
-    monkeypatch.setattr(benchmark._Run, "_generate", change_one_token)
+    monkeypatch.setattr(Run, "_converse", note)
+    monkeypatch.setattr(Run, "_generate", change_one_token)
     result = run_benchmark(settings(folder, policies=("full",), profile_prompts=0))
     rows = {(row["system"], row["domain"]): row for row in summarize(result)}
     assert rows["full", None]["mismatches"] == {"law/line 1": 3}
@@ -625,7 +634,7 @@ def test_sampling_repeats_itself_with_a_seed(folder):
 
 @pytest.mark.parametrize("after", [2, 4, 11])
 def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
-    generate, calls = benchmark._Run._generate, []
+    generate, calls = Run._generate, []
 
     def interrupt(self, *arguments):
         calls.append(arguments)
@@ -633,7 +642,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
             raise KeyboardInterrupt
         return generate(self, *arguments)
 
-    monkeypatch.setattr(benchmark._Run, "_generate", interrupt)
+    monkeypatch.setattr(Run, "_generate", interrupt)
     out = folder / "interrupted.json"
     out.write_text("{}")  # of an earlier run
     words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
@@ -672,15 +681,15 @@ def test_rivals_draft_by_their_own_settings_and_leave_none_behind(folder, monkey
     drafter.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.01)
     before, seen = drafter.generation_config.to_dict(), {}
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    generate = benchmark._Run._generate
+    generate = Run._generate
 
-    def look(self, activity, system, *others):
+    def look(self, system, *others):
         with system.surroundings():
             seen[system.label] = tuple(getattr(drafter.generation_config, name) for name in names)
         seen[f"{system.label} looks up"] = self._configs[0.0, system.label].prompt_lookup_num_tokens
-        return generate(self, activity, system, *others)
+        return generate(self, system, *others)
 
-    monkeypatch.setattr(benchmark._Run, "_generate", look)
+    monkeypatch.setattr(Run, "_generate", look)
     result = run_benchmark(settings(folder, policies=("full",), repeats=1, limit=1, rivals=True), drafter=drafter)
     assert seen["transformers"] == (DRAFTED, "constant", 0.0)
     assert seen["transformers' defaults"] == seen["prompt lookup"] == (3, None, 0.01)

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench import chart
-from hf_dynspec.evaluation.bench.benchmark import _Run
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
+from hf_dynspec.evaluation.suites.runner import Run
 from hf_dynspec.evaluation.tables import shown_speed
 
 POLICIES = ("full", "frequency:size=64")
@@ -129,7 +129,7 @@ def test_the_same_chart_is_drawn_again_from_the_file(ran, tmp_path):
 @pytest.mark.parametrize(("after", "draws"), [(3, False), (16, True)])
 def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after, draws):
     (tmp_path / "three.jsonl").write_bytes((POCKET / "prompts.jsonl").read_bytes())
-    generate, calls = _Run._generate, []
+    generate, calls = Run._generate, []
 
     def interrupt(self, *arguments):
         calls.append(arguments)
@@ -137,7 +137,7 @@ def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after,
             raise KeyboardInterrupt
         return generate(self, *arguments)
 
-    monkeypatch.setattr(_Run, "_generate", interrupt)
+    monkeypatch.setattr(Run, "_generate", interrupt)
     result = invoke(tmp_path, "--repeats", 1)
     assert result.exit_code == 130 and (tmp_path / "chart.svg").exists() == draws
 

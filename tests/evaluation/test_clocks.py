@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FullShortlist, HybridShortlist, OnlineAlignment
 from hf_dynspec.commands import app
-from hf_dynspec.evaluation.bench.benchmark import run_benchmark
+from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
-from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
 from hf_dynspec.evaluation.doctor.measure import diagnose_pair
 from hf_dynspec.evaluation.doctor.settings import DoctorSettings
 from hf_dynspec.evaluation.prompts import WorkloadPrompt

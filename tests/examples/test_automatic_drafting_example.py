@@ -17,7 +17,7 @@ from automatic_drafting import app, speed, standard_error
 
 from hf_dynspec.commands import app as commands
 from hf_dynspec.errors import ConfigurationError
-from hf_dynspec.evaluation.bench.settings import BenchmarkSettings
+from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 
 POCKET = Path(__file__).parents[2] / "examples/pocket"

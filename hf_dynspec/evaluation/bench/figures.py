@@ -1,12 +1,14 @@
-"""What a benchmark found: figures of all systems, with their spread over repeats."""
+"""The figures of a benchmark: all systems, with their spread over repeats."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from ...stats import DRAFT_SECTIONS, LAYER_SECTIONS, DraftingStatistics
-from .result import BenchmarkResult, Generation
-from .systems import BASELINES, DRAFTING_BASELINES, HEAD_PRODUCT, PLAIN
+from ..suites.figures import all_tokens, first_difference
+from ..suites.runs import COVERAGE, PROFILE, TIMED
+from .benchmark import BenchmarkResult, Generation
+from .systems import BASELINES, HEAD_PRODUCT, PLAIN
 
 # Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
@@ -93,21 +95,15 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, label: str) -> dict[str, Any]:
-    """Acceptance and active vocabulary and, over all domains, what was measured in passes of their own."""
+    """Acceptance and active vocabulary and, over all domains, the figures of profiled calls."""
     if label in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
-    if label in DRAFTING_BASELINES:
-        counts = [
-            count
-            for (at, system, of_domain), count in result.forwards.items()
-            if (at, system) == (temperature, label) and domain in (None, of_domain)
-        ]
-        tokens, forwards = (sum(part) for part in zip(*counts, strict=True)) if counts else (0, 0)
-        return {"acceptance_length": tokens / forwards} if forwards else {}
-    stats = DraftingStatistics()
-    for (at, system, of_domain), part in result.drafting.items():
-        if (at, system) == (temperature, label) and domain in (None, of_domain):
-            stats.add(part)
+    lines = [one for one in result.lines(TIMED, temperature, label) if domain in (None, one["domain"])]
+    if label in BASELINES:
+        turns = [turn for line in lines for turn in line["turns"]]
+        rounds = sum(turn["rounds"] for turn in turns)
+        return {"acceptance_length": sum(len(turn["tokens"]) for turn in turns) / rounds} if rounds else {}
+    stats = _summed(lines)
     figures: dict[str, Any] = {}
     if stats.rounds:
         figures["drafting"] = stats.to_dict()
@@ -115,14 +111,21 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, l
             figures[name] = figures["drafting"][name]
         figures["drafted_per_round"] = stats.drafted / stats.rounds
     if domain is None:
-        figures.update(_studied(result, temperature, label))
+        figures.update(_profiled(result, temperature, label))
     return figures
 
 
-def _studied(result: BenchmarkResult, temperature: float, label: str) -> dict[str, Any]:
+def _summed(lines: Iterable[dict[str, Any]]) -> DraftingStatistics:
+    stats = DraftingStatistics()
+    for line in lines:
+        stats.add(line["drafting"])
+    return stats
+
+
+def _profiled(result: BenchmarkResult, temperature: float, label: str) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    profile, coverage = (passes.get((temperature, label)) for passes in (result.profiles, result.coverages))
-    if profile is not None and profile.rounds:
+    profile, coverage = (_summed(result.lines(kind, temperature, label)) for kind in (PROFILE, COVERAGE))
+    if profile.rounds:
         total = sum(profile.seconds.values())
         per_round = {name: 1e3 * seconds / profile.rounds for name, seconds in profile.seconds.items()}
         figures["profile"] = profile.to_dict()
@@ -130,13 +133,19 @@ def _studied(result: BenchmarkResult, temperature: float, label: str) -> dict[st
         figures["draft_ms_per_round"] = sum(per_round[name] for name in DRAFT_SECTIONS)
         figures["share_of_round"] = {name: seconds / total for name, seconds in profile.seconds.items()}
         figures["share_of_oracle"] = sum(figures["share_of_round"][name] for name in LAYER_SECTIONS)
-    if coverage is not None:
+    if coverage.calls:
         figures["coverage"] = coverage.coverage
     return figures
 
 
 def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[str, Any]:
-    of_domain = {prompt["identifier"] for prompt in result.prompts if domain in (None, prompt["domain"])}
-    compared = result.compared.get(label, set()) & of_domain
-    mismatches = {name: position for name, position in result.mismatches.get(label, {}).items() if name in of_domain}
+    """Compare greedy tokens with those of the first plain generation, which itself must repeat them."""
+    plain = {one["prompt"]: all_tokens(one) for one in result.lines(TIMED, 0.0, PLAIN) if one["repeat"] == 0}
+    lines = [one for one in result.lines(TIMED, 0.0, label) if domain in (None, one["domain"])]
+    compared = {one["prompt"] for one in lines if one["prompt"] in plain}
+    mismatches: dict[str, int] = {}
+    for line in lines:
+        position = first_difference(all_tokens(line), plain.get(line["prompt"]))
+        if position is not None:
+            mismatches.setdefault(line["prompt"], position)
     return {"compared": len(compared), "identical": len(compared) - len(mismatches), "mismatches": mismatches}

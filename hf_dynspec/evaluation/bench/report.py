@@ -7,8 +7,8 @@ from typing import Any
 from ...errors import counted
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable
+from .benchmark import BenchmarkResult
 from .figures import BASELINE_POLICIES, summarize
-from .result import BenchmarkResult
 from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP_SETTINGS, TRANSFORMERS
 
 # 2: plain generation with this package's head product is one of the systems and one of the ratios, where it applies.

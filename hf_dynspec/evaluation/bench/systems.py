@@ -1,5 +1,6 @@
-"""The ways to generate that a benchmark compares: baselines, and assistants of drafters, policies and shapes."""
+"""The systems that a run compares: baselines, and an assistant for each drafter, policy and shape of drafts."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -8,7 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...alignment.settings import OnlineAlignment
 from ...assistant import DynSpecAssistant
+from ...drafters import EagleDrafter
 from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ...errors import ConfigurationError
 from ...kernels import prepare_kernels
@@ -17,39 +20,39 @@ from ...shortlists import ShortlistPolicy
 from ...tree_config import AUTO, TreeConfig
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair
+from ..settings import SystemsSettings
 from ..tree_text import format_tree
 
 PLAIN = "plain"
-# Plain generation with the product that verifications compute the target's logits by, where that is this package's:
-# what drafting itself gains is what is faster than this.
+# Plain generation with this package's product for the target's logits, if verifications use it: the gain over this is
+# that of drafting itself.
 HEAD_PRODUCT = "plain generate, this package's head product"
 TRANSFORMERS = "transformers"
-# What users have without this package: the same drafter, as transformers drafts with it unless told otherwise, and
-# no drafter at all (Saxena, 2023, "Prompt Lookup Decoding").
+# What users have without this package: the same drafter with transformers' default settings, and no drafter (Saxena,
+# 2023, "Prompt Lookup Decoding").
 TRANSFORMERS_DEFAULTS = "transformers' defaults"
 PROMPT_LOOKUP = "prompt lookup"
 RIVALS = (TRANSFORMERS_DEFAULTS, PROMPT_LOOKUP)
-# What drafts and says nothing of its rounds, which are counted by the target's forwards.
+# Their rounds are counted by the target's forwards.
 DRAFTING_BASELINES = (TRANSFORMERS, *RIVALS)
-# What the assistants are compared with, in the order of the tables.
+# In the order of the tables.
 BASELINES = (PLAIN, HEAD_PRODUCT, *DRAFTING_BASELINES)
 
-# All systems that draft, but the rivals, do so by the same number of tokens in every round, or their rounds would not
-# be comparable: by default transformers drafts 20, and ends a draft at the first token of which the drafter is less
-# sure than 0.4.
+# All systems except the rivals draft the same number of tokens in every round, so that rounds compare. transformers'
+# default is 20, and a draft ends after the first token with a drafter probability below 0.4.
 CONSTANT_DRAFT_LENGTH = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-# As many tokens as its author takes: they cost a verification's rows, and no drafter.
+# As its author has it.
 PROMPT_LOOKUP_SETTINGS = {"prompt_lookup_num_tokens": 10}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What one assistant is made of.
+    """The parts of one assistant.
 
     Args:
         drafter: the drafter's label.
-        policy: the policy's label.
-        tree: the shape of its trees; None drafts chains.
+        policy: the label of the policy, or of the method in an evaluation.
+        tree: the shape of its trees; None for chains.
     """
 
     drafter: str
@@ -58,7 +61,7 @@ class Combination:
 
     @property
     def group(self) -> tuple[str, TreeConfig | None]:
-        """What policies have to have in common to be compared with one another: the drafter and the shape."""
+        """The drafter and the shape, which policies have in common if they are compared with one another."""
         return self.drafter, self.tree
 
 
@@ -88,105 +91,139 @@ def combine(
     return combined
 
 
-@dataclass(frozen=True)
+@dataclass
 class System:
     """One way to generate.
 
     Args:
-        label: what it is shown as.
-        assistant: what is passed as `assistant_model`; None for plain generation.
-        is_ours: whether it is an assistant of this package, and not one of the baselines.
-        surroundings: makes what its calls are made in.
-        generation: what is set in the generation configuration of its calls.
+        label: its name in tables.
+        baseline: the `assistant_model` of a baseline; None for plain generation.
+        assistant: the assistant; None for a baseline.
+        policies: the assistant's policy by domain.
+        parts: the parts of the assistant; None for a baseline.
+        learns: earlier prompts have an influence on it.
+        surroundings: makes the context of its calls.
+        generation: settings in the generation configuration of its calls.
     """
 
     label: str
-    assistant: Any
-    is_ours: bool = False
+    baseline: Any = None
+    assistant: DynSpecAssistant | None = None
+    policies: Mapping[str, ShortlistPolicy] = field(default_factory=dict)
+    parts: Combination | None = None
+    learns: bool = False
     surroundings: Callable[[], AbstractContextManager] = nullcontext
     generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Its label and parts, as JSON values."""
+        drafter, method, tree = (None,) * 3 if self.parts is None else vars(self.parts).values()
+        shape = None if tree is None else format_tree(tree)
+        return {"label": self.label, "drafter": drafter, "method": method, "tree": shape}
+
+    def take_domain(self, domain: str) -> None:
+        """Draft with the policy of this domain from here on."""
+        if self.assistant is not None and self.assistant.policy is not self.policies[domain]:
+            self.assistant.policy = self.policies[domain]
+
+    def start_anew(self) -> None:
+        """Forget what was learned."""
+        if self.assistant is not None:
+            self.assistant.forget()
+            if self.assistant.alignment is not None:
+                self.assistant.alignment.reset()
+
+    def speaker(self, turns: int) -> Any:
+        """The `assistant_model` of a conversation of so many turns."""
+        if self.assistant is None:
+            return self.baseline
+        return self.assistant.conversation() if turns > 1 else self.assistant
 
 
 @contextmanager
 def open_systems(
     pair: Pair,
-    policies: Mapping[str, ShortlistPolicy],
-    combinations: dict[str, Combination],
-    num_assistant_tokens: int | str,
-    transformers_assisted: bool,
-    rivals: bool,
+    settings: SystemsSettings,
+    policies: Mapping[str, Mapping[str, ShortlistPolicy]],
     notes: list[str],
+    alignments: Mapping[str, OnlineAlignment | None] | None = None,
 ) -> Iterator[list[System]]:
-    """Set up the baselines and an assistant for each combination; put the models back as they were.
+    """Set up the baselines and an assistant for each drafter, policy and shape; put the models back as they were.
 
     Args:
         pair: the models.
-        policies: the policies by label.
-        combinations: what the assistants are made of, by label.
-        num_assistant_tokens: tokens of each chain, of all systems that draft chains; `"auto"` is for assistants.
-        transformers_assisted: set up transformers' assisted generation with drafts of that length too.
-        rivals: set up what transformers does unless told otherwise, and prompt lookup.
-        notes: is told which baselines could not be set up, and why.
+        settings: the shapes and lengths of drafts, and the baselines.
+        policies: by label and domain.
+        notes: takes a note for each baseline that could not be set up.
+        alignments: by label how the drafter is aligned (None: it is not).
 
     Raises:
+        ConfigurationError: a drafter cannot be aligned, or two systems would have one label.
         UnsupportedError: the models cannot be used together.
     """
+    combinations = combine(list(pair.drafters), policies, settings.resolved_shapes())
     for drafter in pair.drafters.values():
-        # Refuses a drafter with another tokenizer. The assistants are told the tokenizer, to look it up only once.
+        # Refuses a drafter with another tokenizer. The assistants get the tokenizer, to look it up only once.
         shared_vocabulary_size(pair.target, drafter, None)
-    systems = [System(PLAIN, None)]
+    systems = [System(PLAIN)]
     if "cpu" in {pair.target.device.type, *(drafter.head.device.type for drafter in pair.drafters.values())}:
         # Not in a call that is timed.
         prepare_kernels()
     problem = why_not_head_product(pair.target)
     if problem is None:
-        systems.append(System(HEAD_PRODUCT, None, surroundings=lambda: head_product(pair.target)))
+        systems.append(System(HEAD_PRODUCT, surroundings=lambda: head_product(pair.target)))
     else:
         notes.append(f"plain generate with this package's head product was left out: {problem}")
     with ExitStack() as stack:
-        systems += _drafting_baselines(pair, num_assistant_tokens, transformers_assisted, rivals, stack, notes)
-        for label, combination in combinations.items():
-            policy = policies[combination.policy]
-            assistant = _assistant(pair, combination, policy, num_assistant_tokens)
+        systems += _drafting_baselines(pair, settings, stack, notes)
+        for label, parts in combinations.items():
+            by_domain = policies[parts.policy]
+            alignment = (alignments or {}).get(parts.policy)
+            assistant = _assistant(pair, parts, next(iter(by_domain.values())), settings, alignment)
             stack.callback(assistant.unbind)
-            systems.append(System(label, assistant, is_ours=True))
+            learns = alignment is not None or any(one.new_memory() is not None for one in by_domain.values())
+            systems.append(System(label, assistant=assistant, policies=by_domain, parts=parts, learns=learns))
         yield systems
 
 
-def _drafting_baselines(
-    pair: Pair,
-    num_assistant_tokens: int | str,
-    transformers_assisted: bool,
-    rivals: bool,
-    stack: ExitStack,
-    notes: list[str],
-) -> Iterator[System]:
-    """What drafts without this package. The drafter's settings are put back when the stack is closed."""
+def _drafting_baselines(pair: Pair, settings: SystemsSettings, stack: ExitStack, notes: list[str]) -> Iterator[System]:
+    """The baselines that draft. The drafter's settings are put back when the stack is closed."""
     drafter, problem = pair.drafter_model, _why_not_transformers(pair)
     if problem is None:
         stack.enter_context(_draft_settings(drafter, {}))
-        length = DEFAULT_NUM_ASSISTANT_TOKENS if num_assistant_tokens == AUTO else num_assistant_tokens
+        length = settings.num_assistant_tokens
+        length = DEFAULT_NUM_ASSISTANT_TOKENS if length == AUTO else length
         wanted = {"num_assistant_tokens": length, **CONSTANT_DRAFT_LENGTH}
-        if transformers_assisted:
+        if settings.transformers_assisted:
             yield System(TRANSFORMERS, drafter, surroundings=lambda: _draft_settings(drafter, wanted))
-        if rivals:
+        if settings.rivals:
             yield System(TRANSFORMERS_DEFAULTS, drafter)
-    elif transformers_assisted or rivals:
+    elif settings.transformers_assisted or settings.rivals:
         notes.append(f"transformers' assisted generation was left out: {problem}")
-    if rivals:
-        yield System(PROMPT_LOOKUP, None, generation=PROMPT_LOOKUP_SETTINGS)
+    if settings.rivals:
+        yield System(PROMPT_LOOKUP, generation=PROMPT_LOOKUP_SETTINGS)
 
 
 def _assistant(
-    pair: Pair, combination: Combination, policy: ShortlistPolicy, num_assistant_tokens: int | str
+    pair: Pair,
+    parts: Combination,
+    policy: ShortlistPolicy,
+    settings: SystemsSettings,
+    alignment: OnlineAlignment | None,
 ) -> DynSpecAssistant:
+    drafter = pair.drafters[parts.drafter]
+    if alignment is not None:
+        # A twin with weights of its own is trained, so that other systems' drafter stays as it is.
+        is_head = isinstance(drafter, EagleDrafter)
+        drafter = EagleDrafter(drafter.checkpoint, pair.target) if is_head else copy.deepcopy(pair.drafter_model)
     assistant = DynSpecAssistant(
-        pair.drafters[combination.drafter],
+        drafter,
         policy,
         target=pair.target,
         tokenizer=pair.tokenizer,
-        num_assistant_tokens=num_assistant_tokens,
-        tree=combination.tree or False,
+        num_assistant_tokens=settings.num_assistant_tokens,
+        tree=parts.tree or False,
+        alignment=alignment,
     )
     for name, value in CONSTANT_DRAFT_LENGTH.items():
         setattr(assistant.generation_config, name, value)
@@ -194,7 +231,7 @@ def _assistant(
 
 
 def _why_not_transformers(pair: Pair) -> str | None:
-    """Why transformers' assisted generation cannot draft with this pair's small model; None where it can."""
+    """Why transformers' assisted generation cannot draft with this pair's small model; None if it can."""
     if pair.drafter_model is None:
         return "it drafts with an independent model, and there are EAGLE heads only"
     rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (pair.target, pair.drafter_model))
@@ -208,7 +245,7 @@ def _why_not_transformers(pair: Pair) -> str | None:
 
 @contextmanager
 def _draft_settings(drafter: PreTrainedModel, wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Let transformers draft by these settings, which it reads from the drafter's own and may change, and put those
+    """Let transformers draft with these settings, which it reads from the drafter's own and may change; put those
     back."""
     config = drafter.generation_config
     before = {name: getattr(config, name) for name in ("num_assistant_tokens", *CONSTANT_DRAFT_LENGTH)}

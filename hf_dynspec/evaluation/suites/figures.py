@@ -206,21 +206,28 @@ def mean_over_domains(
 
 
 def identity(evaluation: Evaluation, system: str) -> tuple[int, dict[str, int]]:
-    """How many greedy results were compared with those of the first plain generation, and of each prompt whose tokens
-    differ, the position of the first that does."""
-    plain = {line["prompt"]: _all_tokens(line) for line in evaluation.lines(TIMED, 0.0, PLAIN) if line["repeat"] == 0}
+    """Compare greedy results with those of the first plain generation. Returns how many were compared, and for each
+    prompt whose tokens differ the position of the first that does."""
+    plain = {line["prompt"]: all_tokens(line) for line in evaluation.lines(TIMED, 0.0, PLAIN) if line["repeat"] == 0}
     lines = [line for line in evaluation.lines(TIMED, 0.0, system) if line["prompt"] in plain]
-    mismatches = {}
+    mismatches: dict[str, int] = {}
     for line in lines:
-        tokens, expected = _all_tokens(line), plain[line["prompt"]]
-        if tokens != expected:
-            pairs = enumerate(zip(tokens, expected, strict=False))
-            ends_first = min(len(tokens), len(expected))
-            mismatches.setdefault(line["prompt"], next((i for i, (a, b) in pairs if a != b), ends_first))
+        position = first_difference(all_tokens(line), plain[line["prompt"]])
+        if position is not None:
+            mismatches.setdefault(line["prompt"], position)
     return len(lines), mismatches
 
 
-def _all_tokens(line: Line) -> list[int]:
+def first_difference(tokens: Sequence[int], expected: Sequence[int] | None) -> int | None:
+    """The position of the first token that differs from the expected ones; None if none does, or none is expected."""
+    if expected is None or list(tokens) == list(expected):
+        return None
+    ends_first = min(len(tokens), len(expected))
+    return next((n for n, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), ends_first)
+
+
+def all_tokens(line: Line) -> list[int]:
+    """The tokens of all turns."""
     return [token for turn in line["turns"] for token in turn["tokens"]]
 
 

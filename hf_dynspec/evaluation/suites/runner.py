@@ -1,14 +1,15 @@
-"""An evaluation: every system generates on every prompt, and each result is written down as soon as it is there.
+"""The runner of evaluations and benchmarks: every system generates on every prompt, and each result is a line.
 
-Systems take turns on every prompt, so that whatever else the computer does meanwhile slows all of them alike. What is
-timed is `target.generate`, prompt included; where time goes and what shortlists cover is measured in passes of their
-own. What a policy or an aligned drafter learns is forgotten where the suite says so, and such a stretch of prompts is
-run by one process and from its beginning, so that results depend neither on where a run was stopped nor on how many
-processes there are.
+Systems take turns on every prompt, so that other work on the computer slows all of them alike. The timed part is
+`target.generate`, prompt included. Profiles and coverage are measured in calls of their own, as measuring takes time.
+
+In an evaluation, what a policy or an aligned drafter learns is forgotten where the suite says so. Such a stretch of
+prompts is run by one process and from its beginning, so that results depend neither on where a run was stopped nor on
+the number of processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,19 +18,21 @@ import torch
 
 from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
+from ..bench.systems import System, open_systems
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
 from ..prompts import WorkloadPrompt
 from ..provenance import provenance
+from ..settings import SystemsSettings
 from .data import streams
 from .dialogue import Dialogue, require_room
 from .methods import make_policies
 from .recall import measure_recall
-from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder
+from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder, RunMemory
 from .settings import SuiteSettings
-from .systems import SuiteSystem, open_suite_systems
 
-# What is generated before anything is timed.
 _WARM_UP_TOKENS = 16
+# The attribute of an assistant that is set for lines of a kind.
+_SWITCHES = {PROFILE: "profile", COVERAGE: "measure_coverage"}
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,10 @@ def run_suite(
     notes: list[str] = []
     with (
         open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as pair,
-        open_suite_systems(pair, settings, policies, notes) as systems,
+        open_systems(pair, settings, policies, notes, settings.alignments()) as systems,
     ):
-        run = _Run(settings, folder, pair, systems, share, report)
+        units = streams(settings.suite, pair.prompts)
+        run = Run(settings, folder, pair, systems, units, report, share, recall_k=settings.recall_k)
         run.require_room()
         if share.is_first:
             run.begin_session(command, notes)
@@ -122,21 +126,38 @@ def run_suite(
     return True
 
 
-class _Run:
-    """One process's part of an evaluation."""
+class Run:
+    """One process's part of a run.
+
+    Args:
+        settings: the drafts and generation.
+        store: takes the lines, and knows those that are there already.
+        pair: the models and prompts.
+        systems: the systems.
+        streams: the numbers of the prompts in stretches, at whose beginning systems that learn forget (None: nothing
+            is forgotten, and systems that learn are profiled like the others).
+        report: see `run_suite`.
+        share: the part of this process.
+        recall_k: see `SuiteSettings`.
+        kinds: the kinds of lines besides timed ones.
+    """
 
     def __init__(
         self,
-        settings: SuiteSettings,
-        folder: RunFolder,
+        settings: SystemsSettings,
+        store: RunFolder | RunMemory,
         pair: Pair,
-        systems: list[SuiteSystem],
-        share: Share,
+        systems: list[System],
+        streams: Sequence[Sequence[int]] | None,
         report: Callable[[str, int, int], None],
+        share: Share = Share(),
+        recall_k: Sequence[int] = (),
+        kinds: Sequence[str] = (PROFILE, COVERAGE),
     ):
-        self._settings, self._folder, self._pair, self._systems = settings, folder, pair, systems
-        self._share, self._report = share, report
-        self._write = folder.writer(share.index)
+        self._settings, self._store, self._pair, self._systems = settings, store, pair, systems
+        self._share, self._report, self._recall_k = share, report, recall_k
+        self._studies = [(kind, switch) for kind, switch in _SWITCHES.items() if kind in kinds]
+        self._write = store.writer(share.index)
         self._device = pair.target.device
         devices = [self._device, *(drafter.head.device for drafter in pair.drafters.values())]
         self._clock = Stopwatch(enabled=False, devices=tuple(devices))
@@ -144,11 +165,11 @@ class _Run:
             (temperature, system.label): self._config(temperature, system, settings.max_new_tokens)
             for temperature, system in product(settings.temperatures, systems)
         }
-        self._streams = streams(settings.suite, pair.prompts)
-        learners = [system for system in systems if system.learns]
-        self._forget_broken_streams(learners)
-        # Where nobody learns, prompts have nothing to do with one another.
-        units = self._streams if learners else [[number] for number in range(len(pair.prompts))]
+        learners = [] if streams is None else [system for system in systems if system.learns]
+        self._forgets = {system.label for system in learners}
+        self._forget_broken_streams(learners, streams or ())
+        # If nothing is forgotten, prompts are independent of one another.
+        units = streams if learners else [[number] for number in range(len(pair.prompts))]
         self._units = share.of(units)
         self._studied = share.of(_first_of_each_domain(pair.prompts, settings.profile_prompts))
         self._done, self._total = 0, sum(1 for _ in self._missing())
@@ -160,7 +181,7 @@ class _Run:
             require_room(self._dialogue(prompt), prompt.identifier, room, self._settings.max_new_tokens)
 
     def begin_session(self, command: Sequence[str] | None, notes: Sequence[str]) -> None:
-        """Write down by what is measured from here on."""
+        """Write the line of a session, which describes everything that is used from here on."""
         threads = torch.get_num_threads()
         self._write(
             {
@@ -174,12 +195,13 @@ class _Run:
             }
         )
 
-    def everything(self) -> None:
+    def everything(self, after_repeat: Callable[[], None] = lambda: None) -> None:
         """Run all that is missing."""
         self._warm_up()
-        for temperature, repeat in product(self._settings.temperatures, range(self._settings.repeats)):
-            for unit in self._units:
+        for repeat in range(self._settings.repeats):
+            for temperature, unit in product(self._settings.temperatures, self._units):
                 self._time(unit, temperature, repeat)
+            after_repeat()
         for temperature, (number, system) in product(
             self._settings.temperatures, product(self._studied, self._systems)
         ):
@@ -190,36 +212,40 @@ class _Run:
 
     # What is missing -------------------------------------------------------------------------------------------------
 
-    def _key(self, kind: str, number: int, system: SuiteSystem, temperature: float, repeat: int = 0) -> Key:
+    def _key(self, kind: str, number: int, system: System, temperature: float, repeat: int = 0) -> Key:
         return kind, self._pair.prompts[number].identifier, system.label, temperature, repeat
 
     def _has(self, *key: Any) -> bool:
-        return self._key(*key) in self._folder.lines
+        return self._key(*key) in self._store.lines
 
-    def _forget_broken_streams(self, learners: list[SuiteSystem]) -> None:
-        """What a system learnt went with the process that was stopped, so that it starts on the stream anew."""
-        places = product(learners, self._streams, self._settings.temperatures, range(self._settings.repeats))
+    def _forget_broken_streams(self, learners: list[System], streams: Sequence[Sequence[int]]) -> None:
+        """Drop the lines of unfinished streams: what a system learned ended with its process."""
+        places = product(learners, streams, self._settings.temperatures, range(self._settings.repeats))
         for system, stream, temperature, repeat in places:
             keys = [self._key(TIMED, number, system, temperature, repeat) for number in stream]
-            if not all(key in self._folder.lines for key in keys):
-                self._folder.drop(keys)
+            if not all(key in self._store.lines for key in keys):
+                self._store.drop(keys)
 
     def _missing(self) -> Iterator[Key]:
-        """What this process has to run."""
+        """The keys that this process has to run."""
         s = self._settings
         for temperature, system in product(s.temperatures, self._systems):
             for repeat, unit in product(range(s.repeats), self._units):
                 keys = (self._key(TIMED, number, system, temperature, repeat) for number in unit)
-                yield from (key for key in keys if key not in self._folder.lines)
-            for number in self._studied if _is_studied(system) else ():
-                keys = [self._key(kind, number, system, temperature) for kind in (PROFILE, COVERAGE)]
+                yield from (key for key in keys if key not in self._store.lines)
+            for number in self._studied if self._is_studied(system) else ():
+                keys = [self._key(kind, number, system, temperature) for kind, _ in self._studies]
                 keys += [self._key(RECALL, number, system, temperature, k) for k in self._recalled(system)]
-                yield from (key for key in keys if key not in self._folder.lines)
+                yield from (key for key in keys if key not in self._store.lines)
 
-    def _recalled(self, system: SuiteSystem) -> Sequence[int]:
-        """The `k` for which its recall is measured: along chains, whatever it drafts, so that of the shapes of its
-        drafts one is enough."""
-        return self._settings.recall_k if _is_studied(system) and system.shape == self._systems[-1].shape else ()
+    def _recalled(self, system: System) -> Sequence[int]:
+        """The `k` of its recalls. They are measured along chains, so one of the shapes of its drafts is enough."""
+        is_one = self._is_studied(system) and system.parts.tree == self._systems[-1].parts.tree
+        return self._recall_k if is_one else ()
+
+    def _is_studied(self, system: System) -> bool:
+        """Whether it is profiled: a system that forgets would learn from profiled calls."""
+        return system.assistant is not None and system.label not in self._forgets
 
     # Generating ------------------------------------------------------------------------------------------------------
 
@@ -242,27 +268,27 @@ class _Run:
             if any(not self._has(TIMED, number, system, temperature, repeat) for number in unit)
         }
         for system in self._systems:
-            if system.learns and system.label in missing:
+            if system.label in self._forgets and system.label in missing:
                 system.start_anew()
         for number in unit:
-            # Systems take turns in going first, so that none always finds the caches that another one left.
+            # Systems take turns in going first, so that none always finds warm caches.
             turn = (number + repeat) % len(self._systems)
             for system in self._systems[turn:] + self._systems[:turn]:
                 if system.label in missing and not self._has(TIMED, number, system, temperature, repeat):
                     self._converse(TIMED, number, system, temperature, repeat)
 
-    def _study(self, number: int, system: SuiteSystem, temperature: float) -> None:
-        """Measure where the time goes and, in a call of its own, what the shortlists cover."""
-        for kind, switch in ((PROFILE, "profile"), (COVERAGE, "measure_coverage")):
-            if _is_studied(system) and not self._has(kind, number, system, temperature):
+    def _study(self, number: int, system: System, temperature: float) -> None:
+        """Profile a system and, in calls of their own, measure the coverage of its shortlists."""
+        for kind, switch in self._studies:
+            if self._is_studied(system) and not self._has(kind, number, system, temperature):
                 setattr(system.assistant, switch, True)
                 try:
                     self._converse(kind, number, system, temperature, 0)
                 finally:
                     setattr(system.assistant, switch, False)
 
-    def _converse(self, kind: str, number: int, system: SuiteSystem, temperature: float, repeat: int) -> None:
-        """Let a system answer all turns of a prompt, and write down how it went."""
+    def _converse(self, kind: str, number: int, system: System, temperature: float, repeat: int) -> None:
+        """Let a system answer all turns of a prompt, and write the line."""
         prompt = self._pair.prompts[number]
         self._report(f"{prompt.identifier}, {system.label}", self._done, self._total)
         system.take_domain(prompt.domain)
@@ -284,11 +310,11 @@ class _Run:
         line |= {"temperature": temperature, "repeat": repeat, "turns": turns}
         self._write_line(line | self._described(system, stats))
 
-    def _described(self, system: SuiteSystem, stats: DraftingStatistics) -> dict[str, Any]:
-        """What is known of a conversation besides its turns."""
+    def _described(self, system: System, stats: DraftingStatistics) -> dict[str, Any]:
+        """The fields of a line besides its turns."""
         described: dict[str, Any] = {}
         if system.assistant is not None:
-            described["drafting"] = stats.to_dict()
+            described["drafting"] = stats
             if system.assistant.alignment is not None:
                 described["alignment"] = system.assistant.alignment.stats.to_dict()
         if self._device.type == "cuda":
@@ -296,14 +322,16 @@ class _Run:
         return described
 
     def _generate(
-        self, system: SuiteSystem, read: Sequence[int], config: Any, speaker: Any
+        self, system: System, read: Sequence[int], config: Any, speaker: Any
     ) -> tuple[list[int], float, int]:
-        """Generate once; return the new tokens, the seconds that it took and the target's forwards."""
+        """Generate once; return the new tokens, the seconds, and for baselines the number of the target's forwards."""
         input_ids = torch.tensor([read], device=self._device)
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         if speaker is not None:
             arguments["assistant_model"] = speaker
-        with _counting_forwards(self._pair.target) as forwards, system.surroundings():
+        # A hook on the target would keep an assistant from this package's head product.
+        counting = _counting_forwards(self._pair.target) if system.assistant is None else nullcontext(())
+        with counting as forwards, system.surroundings():
             start = self._clock.now()
             output = self._pair.target.generate(input_ids, **arguments)
             seconds = self._clock.now() - start
@@ -312,12 +340,12 @@ class _Run:
     def _measure_recall(self, number: int, temperature: float) -> None:
         """Measure teacher-forced what the shortlists hold of the target's likeliest tokens."""
         prompt = self._pair.prompts[number]
-        for label, k in product(self._pair.drafters, self._settings.recall_k):
+        for label, k in product(self._pair.drafters, self._recall_k):
             policies = {
                 system.label: {prompt.domain: system.policies[prompt.domain]}
                 for system in self._systems
                 if k in self._recalled(system)
-                and system.drafter == label
+                and system.parts.drafter == label
                 and not self._has(RECALL, number, system, temperature, k)
             }
             if policies:
@@ -329,7 +357,7 @@ class _Run:
         self._write(line)
         self._done += 1
 
-    def _config(self, temperature: float, system: SuiteSystem, max_new_tokens: int) -> Any:
+    def _config(self, temperature: float, system: System, max_new_tokens: int) -> Any:
         config = generation_config(self._pair.target, max_new_tokens, temperature, self._settings.top_k)
         config.update(**system.generation)
         return config
@@ -342,11 +370,6 @@ class _Run:
             use_chat_template=self._settings.chat_template,
             truncate_to=self._settings.max_prompt_tokens,
         )
-
-
-def _is_studied(system: SuiteSystem) -> bool:
-    """Whether it is measured where its time goes and what its shortlists cover: what learns would learn of that."""
-    return system.assistant is not None and not system.learns
 
 
 @contextmanager

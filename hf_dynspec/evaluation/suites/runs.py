@@ -128,13 +128,34 @@ class RunFolder:
             part.unlink()
 
     def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
-        """What adds a line to the file of one process."""
+        """Return the function that adds a line to the file of one process."""
         path = self.path / _PARTS.replace("*", str(process))
-        return lambda line: append_json_line(path, line)
+
+        def write(line: Mapping[str, Any]) -> None:
+            drafting = {"drafting": line["drafting"].to_dict()} if "drafting" in line else {}
+            append_json_line(path, {**line, **drafting})
+
+        return write
 
     def _files(self) -> list[Path]:
         merged = [self.path / RUNS] if (self.path / RUNS).exists() else []
         return [*merged, *sorted(self.path.glob(_PARTS))]
+
+
+class RunMemory:
+    """The lines of a run in memory, with counts as `DraftingStatistics`."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Key, dict[str, Any]] = {}
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """See `RunFolder.drop`."""
+        for key in keys:
+            self.lines.pop(key, None)
+
+    def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
+        """Return the function that adds a line."""
+        return lambda line: self.lines.update({key_of(line): dict(line)})
 
 
 def _one_by_one(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...alignment.settings import OnlineAlignment
 from ...errors import ConfigurationError
 from ...shortlists import ShortlistPolicy
 from ..bench.systems import BASELINES
@@ -56,6 +57,10 @@ class SuiteSettings(SystemsSettings):
     def resolved_methods(self) -> Sequence[Method]:
         """How systems draft."""
         return self.methods or make_methods(self.policies)
+
+    def alignments(self) -> dict[str, OnlineAlignment | None]:
+        """By method how its drafter is aligned."""
+        return {method.label: method.online_alignment() for method in self.resolved_methods()}
 
     def read_prompts(self) -> list[WorkloadPrompt]:
         """The suite's prompts, see `read_suite`."""

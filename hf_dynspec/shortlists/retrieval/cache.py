@@ -1,7 +1,7 @@
 """The caches of retrieved tokens: LRFU keeps the tokens with the most recent weight, ARC is the one of the paper.
 
-Both live on the CPU. Tokens lie in slots that keep their place, so that the packed copy of the head's rows changes only
-for evicted tokens. Slots are filled in their order.
+Both live on the CPU. Tokens lie in slots that keep their place, so that the packed copy of the head's rows changes
+only for evicted tokens. Slots are filled in their order.
 """
 
 import itertools
@@ -176,9 +176,9 @@ class AdaptiveReplacementCache(TokenCache):
     shifts the target size of `T1` in favour of its list.
 
     A token is evicted from `T1` if that is larger than its target size, otherwise from `T2`; if residency protects all
-    tokens of that list, from the other one. Three safeguards against thrashing: an event counts each token once, brings
-    in at most `most_insertions`, and evicts no token within `residency` decoding steps of its insertion. Tokens without
-    a place are left out.
+    tokens of that list, from the other one. There are three safeguards against thrashing: an event counts each token
+    once, brings in at most `most_insertions`, and evicts no token within `residency` decoding steps of its insertion.
+    Tokens without a place are left out.
 
     Args:
         capacity: the most tokens.
