@@ -54,7 +54,7 @@ def stream(target, assistant, requests: int, **arguments) -> list[float]:
 
 def recorded(assistant: DynSpecAssistant) -> list[Trajectory]:
     """The requests in the replay buffer."""
-    return list(assistant.alignment._training.active_adapter.buffer)
+    return list(assistant.alignment.adapter.buffer)
 
 
 def made_up_request(drafter: Drafter, kept: int = KEPT, length: int = LENGTH, first: int = FIRST) -> Trajectory:

@@ -85,7 +85,7 @@ def test_a_drafter_of_16_bits_learns_what_its_bits_cannot_hold(target):
         seen.append(digest(drafter))
     assert seen[-1] != own and len(set(seen)) > 3
     assert {one.dtype for one in drafter.parameters()} == {torch.bfloat16}
-    learnt = assistant.alignment._training.learner.adapter_state().values()
+    learnt = assistant.alignment.learner.adapter_state().values()
     assert {one.dtype for one in learnt} == {torch.float32}
     assistant.unbind()
     assert digest(drafter) == own
@@ -141,7 +141,7 @@ def test_a_round_drafts_with_one_set_of_weights(target, drafter, monkeypatch):
     """Weights are swapped by another thread all the time; each draft is that of the old ones or that of the new."""
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=OnlineAlignment(gate=False))
     assistant.alignment.pause()
-    live = assistant.alignment._training.live
+    live = assistant.alignment.live
     others = {name: one.detach() * 1.1 for name, one in drafter.named_parameters() if "proj" in name}
     sets = [copy.deepcopy(drafter), copy.deepcopy(drafter)]
     sets[1].load_state_dict(others, strict=False)

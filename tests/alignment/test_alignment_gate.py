@@ -4,7 +4,7 @@ import pytest
 from aligned import QUICK, generated, recorded, stream
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
-from hf_dynspec.alignment.gate import HOPELESS, WORTHWHILE, Gate
+from hf_dynspec.alignment.adapter import HOPELESS, WORTHWHILE, Gate
 
 
 def after(*scores: tuple[float, float], window: int = 8, least: int = 4) -> Gate:

@@ -221,7 +221,7 @@ def test_an_error_turns_learning_off_and_not_generation(target, drafter, monkeyp
     def fails(trajectories):
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(assistant.alignment._training.learner, "step", fails)
+    monkeypatch.setattr(assistant.alignment.learner, "step", fails)
     with pytest.warns(UserWarning, match=r"alignment failed.*no memory left"):
         generated(target, assistant)
     assert digest(drafter) == own

@@ -51,7 +51,7 @@ def test_numbers_that_are_none_are_never_served(target, drafter):
     state = assistant.alignment.state_dict()
     assert state["adapters"]["default"]["updates"] == 0
     stream(target, assistant, 1)
-    for parameter in assistant.alignment._training.learner._trained.values():
+    for parameter in assistant.alignment.learner._trained.values():
         parameter.data.fill_(torch.inf)
     generated(target, assistant)
     assert digest(drafter) == own
@@ -149,7 +149,7 @@ def test_the_drafter_gets_its_own_weights_back(end, target, drafter, monkeypatch
         stream(target, assistant, 2)
         assert digest(other) != others
     else:
-        monkeypatch.setattr(assistant.alignment._training.learner, "weights", lambda: 1 / 0)
+        monkeypatch.setattr(assistant.alignment.learner, "weights", lambda: 1 / 0)
         with pytest.warns(UserWarning, match="alignment failed"):
             generated(target, assistant)
     assert digest(drafter) == own

@@ -7,7 +7,7 @@ from families import model_of
 from models import VOCABULARY, prompt, tiny
 from transformers import PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.drafters import as_drafter
 
 POSITIONS = 32
@@ -33,3 +33,15 @@ def test_drafting_stops_at_the_end_of_the_position_table(family, length, shape):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "bloom", "mpt"])
 def test_positions_that_are_computed_have_no_end(family):
     assert as_drafter(model_of(family)).most_positions is None
+
+
+@pytest.mark.parametrize("length", [POSITIONS - 10, POSITIONS, POSITIONS + 8])
+def test_alignment_learns_from_texts_longer_than_the_position_table(length, recwarn):
+    target, drafter = tiny(), short_drafter("gpt2")
+    alignment = OnlineAlignment(synchronous=True, gate=False, context=128)
+    assistant = DynSpecAssistant(drafter, "full", target=target, alignment=alignment)
+    for seed in range(3):
+        generate(target, assistant, prompt(length, seed), max_new_tokens=30, eos_token_id=VOCABULARY - 1)
+    assert assistant.alignment.stats.error is None
+    assert not [one for one in recwarn if "alignment failed" in str(one.message)]
+    assert bool(assistant.alignment.stats.updates) == (length < POSITIONS)

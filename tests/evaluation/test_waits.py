@@ -15,7 +15,7 @@ from models import EOS, POLICY_CASES, character_tokenizer, perturbed, prompt, ti
 from transformers import PreTrainedModel, StoppingCriteria
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
-from hf_dynspec.alignment import training
+from hf_dynspec.alignment import aligner
 from hf_dynspec.alignment.aligner import Aligner
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 
@@ -217,7 +217,7 @@ class TestWaits:
     @pytest.mark.parametrize("policy", ["full", "router"])
     def test_of_a_call_that_is_recorded(self, policy, tree, target, drafter, monkeypatch):
         """The device cannot train; what is recorded is counted. Only the end, when the request is over, waits more."""
-        monkeypatch.setattr(training, "Learner", LearnsNothing)
+        monkeypatch.setattr(aligner, "Learner", LearnsNothing)
         monkeypatch.setattr(Aligner, "learn", lambda aligner: taken.append(aligner._take_out()))
         taken = []
         recorded = rounds(target, drafter, POLICY_CASES[policy](), tree, OnlineAlignment(top_k=8))
