@@ -1,4 +1,4 @@
-"""The arguments of a `generate` call: what they come to, what has to be made ready, and what is refused."""
+"""The arguments of a `generate` call: looking them up, resolving them, and preparing the inner call."""
 
 import copy
 import inspect
@@ -20,10 +20,10 @@ CACHES_THAT_CAN_BE_CROPPED = (None, "dynamic", "dynamic_full", "offloaded")
 
 
 class CallArguments:
-    """The arguments of a call of some `generate`, by name and yet passed on as they came.
+    """The arguments of a `generate` call by name, which can be passed on in their original form.
 
     Args:
-        generate: what is going to be called. Positions past those that it names are those of transformers' own.
+        generate: the function to call. Positions past those that it names are those of transformers' `generate`.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -46,12 +46,12 @@ class CallArguments:
         return place if place < len(self.args) else None
 
     def get(self, name: str) -> Any:
-        """An argument, or None where it was not passed."""
+        """An argument, or None if it was not passed."""
         place = self._place(name)
         return self.kwargs.get(name) if place is None else self.args[place]
 
     def asked(self, name: str) -> Any:
-        """A setting that the caller asked for, by keyword or in a configuration of this self."""
+        """A setting that the caller passed, by keyword or in a configuration."""
         return self.kwargs.get(name, getattr(self.get("generation_config"), name, None))
 
     def set(self, name: str, value: Any) -> None:
@@ -69,8 +69,8 @@ class CallArguments:
         self.kwargs.pop(name, None)
 
     def resolved(self, target: PreTrainedModel) -> GenerationConfig:
-        """The configuration that `generate` will come to: the caller's settings, else those of a configuration that
-        was passed, else the target's own."""
+        """The configuration that `generate` will use: the caller's settings, else those of a passed configuration,
+        else the target's own."""
         own = (*inspect.signature(GenerationMixin.generate).parameters, "input_ids", "tokenizer", "trust_remote_code")
         settings = {name: value for name, value in self.kwargs.items() if name not in own}
         return target._prepare_generation_config(self.get("generation_config"), **settings)[0]
@@ -86,7 +86,7 @@ class CallArguments:
 
 
 def prepare_cache(target: PreTrainedModel, call: CallArguments) -> None:
-    """Ask for a dynamic cache where only the target's own defaults name another, as Gemma 2's, or none, as MPT's."""
+    """Request a dynamic cache if only the target's defaults name another one (Gemma 2) or none (MPT)."""
     default = target.generation_config.cache_implementation
     asked = call.asked("cache_implementation")
     if default not in CACHES_THAT_CAN_BE_CROPPED and asked is None and call.cache() is None:
@@ -96,7 +96,7 @@ def prepare_cache(target: PreTrainedModel, call: CallArguments) -> None:
 
 
 def prepare_stop_strings(target: PreTrainedModel, call: CallArguments, settings: GenerationConfig) -> None:
-    """Turn stop strings into a criterion here: `generate` keeps the tokenizer that they need from other loops."""
+    """Turn stop strings into a criterion here, as `generate` does not pass their tokenizer on to custom loops."""
     strings = settings.stop_strings
     if strings is None:
         return
@@ -116,8 +116,8 @@ def prepare_stop_strings(target: PreTrainedModel, call: CallArguments, settings:
 
 
 def take_healer(call: CallArguments, settings: GenerationConfig) -> Any:
-    """The tokenizer to heal the prompt's last token with, None where that was not asked for. The loop does it, as
-    `generate` keeps the tokenizer from loops that are not its own."""
+    """The tokenizer for token healing, or None if it was not requested. The decoding loop heals, as `generate` does
+    not pass the tokenizer on to custom loops."""
     if not settings.token_healing:
         return None
     if call.get("tokenizer") is None:

@@ -1,4 +1,4 @@
-"""What may be passed as `assistant_model`, as the rest of this room sees it."""
+"""The interfaces of assistants: what may be passed as `assistant_model`."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ HOW_TO_BIND = "pass target=… to DynSpecAssistant, or call assistant.bind(targe
 
 
 class Bindable(ABC):
-    """What may be passed as `assistant_model` to a target that it is bound to."""
+    """An `assistant_model` for the target that it is bound to."""
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -32,20 +32,20 @@ class Bindable(ABC):
     @property
     @abstractmethod
     def target(self) -> PreTrainedModel | None:
-        """The model that this is bound to."""
+        """The bound target, or None."""
 
     @property
     def owner(self) -> "Bindable":
-        """What has to be bound for this to be accepted: itself, or the assistant that it belongs to."""
+        """The object that must be bound: this one, or the assistant that it belongs to."""
         return self
 
     @abstractmethod
     def open_call(self) -> AbstractContextManager[Any]:
-        """Set up one `generate_call.GenerateCall`, and tidy up after it."""
+        """A context with one `generate_call.GenerateCall`."""
 
     @property
     def config(self) -> Any:
-        """The bound target's configuration: transformers compares vocabulary sizes through it, and they agree here.
+        """The bound target's configuration, by which transformers compares vocabulary sizes.
 
         Raises:
             NotBoundError: the assistant is not bound to any model.
@@ -57,24 +57,24 @@ class Bindable(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Raises NotBoundError: only a model that this assistant is not bound to asks for it."""
+        """Raises NotBoundError, as only a model that this is not bound to asks for it."""
         raise NotBoundError(f"this assistant is bound to another model than the one that generates: {HOW_TO_BIND}.")
 
 
 class Assistant(Bindable):
-    """A bound assistant as its calls and conversations see it.
+    """An assistant as its calls and conversations use it.
 
     Attributes:
         generation_config: the settings of drafting, which may be assigned between calls.
-        policy: how shortlists are made.
-        drafter: what drafts.
+        policy: makes the shortlists.
+        drafter: the drafter.
         tree: the shape of the trees to draft, or None for chains.
-        tokenizer: the tokenizer of both models, None where it is not known.
+        tokenizer: the tokenizer of both models, or None if it is not known.
         stats: counts of the last call.
-        profile: measure where the time goes.
+        profile: measure the time of each section.
         measure_coverage: measure the target's probability mass on the shortlists.
         validate: check every shortlist of the policy.
-        alignment: aligns the drafter with what calls leave, None where nothing does.
+        alignment: aligns the drafter with the target, or None.
         choosers: what automatic drafting has learned.
     """
 
@@ -93,11 +93,11 @@ class Assistant(Bindable):
     @property
     @abstractmethod
     def forward(self) -> TargetForward:
-        """What runs the bound target."""
+        """Runs the bound target."""
 
     @abstractmethod
     def require_rows(self) -> None:
-        """Make sure that both models still score all tokens in use. Raises UnsupportedError if they were resized to
+        """Check that both models still score all tokens in use. Raises UnsupportedError if they were resized to
         fewer."""
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Assistant(Bindable):
 
     @abstractmethod
     def resume_session(self, session: DraftSession, eos_token_ids: tuple[int, ...]) -> bool:
-        """Whether a conversation's session can go on: it is one of this assistant as it is now, for these EOS ids.
-        Otherwise it is given up."""
+        """Whether a conversation's session can go on, with these EOS ids and the assistant's present drafter and
+        policy. Otherwise it is closed."""
 
     @abstractmethod
     def hold_session(self, session: DraftSession) -> None:
@@ -123,4 +123,4 @@ class Assistant(Bindable):
 
     @abstractmethod
     def publish(self, stats: DraftingStatistics) -> None:
-        """Make the counts of a finished call the last ones and add them to the total."""
+        """Publish the counts of a finished call, and add them to the total."""

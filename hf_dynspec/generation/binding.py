@@ -1,8 +1,8 @@
-"""How an assistant attaches to one target model, and to nothing else.
+"""Binding: an assistant attaches to one target model, and to nothing else.
 
-Binding sets two attributes on the target object. `generate` refuses what cannot work before any work is done, and
-otherwise runs whatever `generate` the object had before with the decoding loop of this package in it. Where that is
-not what was called, because it was looked up before the assistant was bound, transformers' own loop asks the object's
+Binding sets two attributes on the target object. `generate` refuses calls that cannot work before any work is done.
+Otherwise it runs the `generate` that the object had before, with this package's decoding loop in it. If a caller
+looked `generate` up before the assistant was bound, transformers' own loop asks the object's
 `_get_candidate_generator`, which drafts for it. Calls with another assistant, or with none, go straight on. When the
 last assistant is unbound or gone, so are the attributes.
 """
@@ -29,17 +29,17 @@ _HOOKED = ("generate", "_get_candidate_generator")
 
 
 class TargetHook:
-    """What stands on a target in the place of `generate` while assistants are bound to it.
+    """Replaces `generate` of a target while assistants are bound to it.
 
     Args:
-        target: the model. It is not kept alive from here.
-        previous: the attributes of the object that this takes the place of, by name.
+        target: the model, of which a weak reference is kept.
+        previous: the attributes of the object that this replaces, by name.
     """
 
     def __init__(self, target: PreTrainedModel, previous: dict[str, Any]):
         self._target = weakref.ref(target)
         self._previous = previous
-        # By assistant, none of which is kept alive from here.
+        # By weak reference to the assistant.
         self._forwards: dict[weakref.ref[Bindable], TargetForward] = {}
 
     def __reduce__(self):
@@ -47,7 +47,7 @@ class TargetHook:
         return TargetHook, (self._target(), self._previous)
 
     def add(self, assistant: Bindable, forward: TargetForward) -> None:
-        """Accept an assistant, for as long as it is there."""
+        """Accept an assistant as long as it exists."""
         this = weakref.ref(self)
 
         def forget(gone: "weakref.ref[Bindable]") -> None:
@@ -58,7 +58,7 @@ class TargetHook:
         self._forwards[weakref.ref(assistant, forget)] = forward
 
     def remove(self, assistant: Bindable) -> None:
-        """Accept an assistant no longer."""
+        """Stop accepting an assistant."""
         self._forget(weakref.ref(assistant))
 
     def _forget(self, assistant: "weakref.ref[Bindable]") -> None:
@@ -68,8 +68,8 @@ class TargetHook:
                 self._withdraw()
 
     def _withdraw(self) -> None:
-        """Put back what was there, but where somebody else has put something in its place by now: if that calls this
-        hook, it goes on to what was there."""
+        """Put the previous attributes back, unless somebody else has replaced this hook by now. If that calls this
+        hook, it goes on to the previous attributes."""
         target = self._target()
         for name in _HOOKED if target is not None else ():
             if getattr(vars(target).get(name), "__self__", None) is not self:
@@ -80,7 +80,7 @@ class TargetHook:
                 setattr(target, name, previous)
 
     def _previous_of(self, name: str) -> Any:
-        """The attribute that the object had, but for those of hooks that no assistant is bound to any more."""
+        """The attribute that the object had before, past hooks without assistants."""
         previous = self._previous.get(name)
         owner = getattr(previous, "__self__", None)
         if isinstance(owner, TargetHook) and not owner._forwards:
@@ -88,16 +88,16 @@ class TargetHook:
         return previous
 
     def forward_of(self, assistant: Bindable) -> TargetForward | None:
-        """What runs the target for an assistant that is bound to it through this."""
+        """Runs the target for an assistant that is bound through this hook; None for others."""
         return self._forwards.get(weakref.ref(assistant))
 
     def _inner(self, name: str) -> Callable[..., Any]:
-        """What is called in the end: the attribute that the object had, or the method of its class."""
+        """The attribute that the object had before, or the method of its class."""
         target = self._target()
         return self._previous_of(name) or types.MethodType(getattr(type(target), name), target)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`target.generate`, with a check of the arguments where the assistant is one of ours."""
+        """`target.generate`, with this package's loop if the assistant is one of ours."""
         inner = self._inner("generate")
         if not self._forwards:
             self._withdraw()
@@ -110,7 +110,7 @@ class TargetHook:
         if assistant.target is not target:
             raise NotBoundError(f"this assistant is not bound to the model that generates: {HOW_TO_BIND}.")
         if self.forward_of(assistant.owner) is None or not arguments.accepts("custom_generate"):
-            # A hook below this one knows it, or a subclass's own `generate` calls transformers' with what it takes.
+            # A hook below this one knows it, or a subclass's `generate` calls transformers' with other arguments.
             return inner(*args, **kwargs)
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
@@ -127,7 +127,7 @@ class TargetHook:
             return inner(*arguments.args, **arguments.kwargs)
 
     def candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """`target._get_candidate_generator`, which transformers' own loop asks with keyword arguments."""
+        """`target._get_candidate_generator`, which transformers' own loop calls with keyword arguments."""
         assistant = kwargs.get("assistant_model")
         if not isinstance(assistant, Bindable) or self.forward_of(assistant.owner) is None:
             return self._inner("_get_candidate_generator")(*args, **kwargs)
@@ -136,13 +136,12 @@ class TargetHook:
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 
 
-# Held while attributes of any target are set and taken back. It may be asked for again while it is held, as assistants
-# can go at any time.
+# Held while attributes of any target change. Reentrant, as the garbage collector may remove an assistant meanwhile.
 _lock = threading.RLock()
 
 
 def attach(target: PreTrainedModel, assistant: Bindable, forward: TargetForward) -> TargetHook:
-    """Let `target.generate` accept an assistant. Returns what `TargetHook.remove` takes it back with."""
+    """Let `target.generate` accept an assistant. Returns the hook, whose `remove` undoes it."""
     with _lock:
         hook = _hook_of(target)
         if hook is None:

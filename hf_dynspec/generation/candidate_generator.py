@@ -1,4 +1,4 @@
-"""Drafting for transformers' own assisted-decoding loop, and for loops of one's own that follow its contract."""
+"""Drafting for transformers' own assisted-decoding loop, and for custom loops that follow its contract."""
 
 import weakref
 from contextlib import ExitStack
@@ -22,28 +22,27 @@ from .verification import Outcome
 class DynSpecCandidateGenerator(CandidateGenerator):
     """Drafts chains with any policy and drafter of an assistant.
 
-    `target.generate` asks for it by itself where the assistant was made within the call. In a loop of one's own:
+    `target.generate` uses it if the assistant was made within the call. In a custom loop:
 
     ```python
     generator = DynSpecCandidateGenerator(assistant, input_ids=input_ids, generation_config=generation_config)
     ```
 
-    The loop passes `generator.model_kwargs_overrides` to every forward of the target, and what that returned to the
-    next `get_candidates`, as transformers' does. That loop shows logits processors all candidates, so where a
-    processor may keep state nothing is drafted, and it asks stopping criteria of a user's own once a round. The
-    assistant's own loop knows neither limit: bind before the call, as in `assistant.bind(target)`, to have it.
+    The loop passes `generator.model_kwargs_overrides` to every forward of the target, and the outputs to the next
+    `get_candidates`, as transformers' loop does. That loop passes all candidates to logits processors, so nothing is
+    drafted if a processor may keep state, and it asks custom stopping criteria once a round. The assistant's own loop
+    has neither limit: bind before the call, as in `assistant.bind(target)`.
 
     Args:
         assistant: a bound assistant, or a conversation with one.
         input_ids: int64 `[1, n]`: the prompt.
         generation_config: a resolved configuration; `max_length` and `do_sample` are read.
-        logits_processor: those that the loop applies to the target's logits.
-        model_kwargs: what the target is called with: of its cache and `attention_mask` is made sure that
-            the one is empty, and known what the other hides.
+        logits_processor: the processors that the loop applies to the target's logits.
+        model_kwargs: the target's arguments; the cache, which must be empty, and `attention_mask` are read.
 
     Raises:
-        UnsupportedError: the assistant drafts trees, the cache holds tokens already, there is no single
-            prompt, or no `max_length`.
+        UnsupportedError: the assistant drafts trees, the cache holds tokens, there is not one prompt, or no
+            `max_length`.
         NotBoundError: the assistant is not bound to a target.
     """
 
@@ -77,7 +76,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         calls = ExitStack()
         with calls:
             call: GenerateCall = assistant.open_call()
-            # Nothing tells here whether the loop was interrupted. Its recording is learned from after the next call of
+            # It is not known here if the loop was interrupted. Its recording is learned from after the next call of
             # the assistant's own loop.
             calls.callback(call.close)
             call.begin(generation_config, input_ids, processors, model_kwargs)
@@ -92,12 +91,12 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         self._do_sample = bool(generation_config.do_sample)
         self._returns_all_states = bool(generation_config.output_hidden_states)
         self._drafted = 0
-        # The session goes back with this object, whichever way the loop ends.
+        # The call is closed with this object, however the loop ends.
         weakref.finalize(self, calls.close)
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
-        """What the target must be called with in this round: the hidden states that are wanted of it."""
+        """Arguments for the target's forward in this round: the hidden states to return."""
         wanted = self._call.wanted_states
         if self._returns_all_states or not wanted:
             return {}
@@ -115,13 +114,13 @@ class DynSpecCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: int64 `[1, n]`: all verified tokens.
-            model_outputs: what the target returned in the round before; None in the first round.
+            model_outputs: the target's outputs in the round before; None in the first round.
             n_last_matches: how many candidates were accepted in it.
             unused: the loop's `model_kwargs` and `is_first_iteration`.
 
         Returns:
-            int64 `[1, n + k]`, the tokens and the candidates after them, none past an end of the text; and, when
-            sampling, fp32 `[1, k, V]`: the logits whose softmax each of them was drawn by.
+            int64 `[1, n + k]`, the tokens and the candidates after them, none past an EOS token; and, when sampling,
+            fp32 `[1, k, V]`: the logits that each candidate was drawn from.
         """
         if model_outputs is not None:
             self._learn(input_ids, model_outputs, int(n_last_matches))

@@ -1,4 +1,4 @@
-"""A conversation: what may be passed as `assistant_model` in each of its turns."""
+"""A conversation, which is passed as `assistant_model` in each of its turns."""
 
 import copy
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from .generate_call import GenerateCall
 
 
 class Conversation(Bindable):
-    """One conversation with an assistant: what it learnt in a turn is there in the next. Not for use in two threads.
+    """One conversation with an assistant: its state of a turn is there in the next. Not for use in two threads.
 
     ```python
     conversation = assistant.conversation()
@@ -33,7 +33,7 @@ class Conversation(Bindable):
         self.session: DraftSession | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
-        # Starts anew: models and caches are not copied.
+        # A copy starts anew: models and caches are not copied.
         return copy.copy(self)
 
     def __copy__(self) -> "Conversation":
@@ -51,12 +51,12 @@ class Conversation(Bindable):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The assistant's."""
+        """The assistant's settings of drafting."""
         return self.assistant.generation_config
 
     @property
     def stats(self) -> DraftingStatistics:
-        """The assistant's, of the last call."""
+        """The assistant's counts of the last call."""
         return self.assistant.stats
 
     def open_call(self) -> AbstractContextManager[GenerateCall]:
@@ -74,9 +74,9 @@ class _Turn(GenerateCall):
         self._conversation = conversation
 
     def _open_session(self, eos_token_ids: tuple[int, ...]) -> tuple[DraftSession, bool]:
-        # Taken out for as long as the turn lasts: a turn within this one begins with a session of its own.
+        # Taken out while the turn lasts: a turn within this one begins with a session of its own.
         session, self._conversation.session = self._conversation.session, None
-        # Every shortlist contains the EOS ids. Other ones, like another policy or drafter, begin a new session.
+        # Other EOS ids, which every shortlist contains, or another policy or drafter begin a new session.
         if session is not None and self._assistant.resume_session(session, eos_token_ids):
             return session, True
         return super()._open_session(eos_token_ids)

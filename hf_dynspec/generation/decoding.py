@@ -1,9 +1,9 @@
-"""The decoding loop: propose, verify in one forward of the target, keep what holds. Entered through `custom_generate`.
+"""The decoding loop: propose, verify in one forward of the target, keep, observe. Entered through `custom_generate`.
 
-transformers prepares the call (inputs, cache, processors, criteria) and hands it over. The loop differs from its
-assisted-decoding loop in five ways: candidates may be a tree; stopping criteria see every token, so that none comes
-out after the one that stops; a passed-in cache is not read again; processors that look at values only take all
-positions at once; and sampling draws one random number where a multinomial draws one for each token of the vocabulary.
+transformers prepares the call (inputs, cache, processors, criteria). The loop differs from transformers' assisted
+decoding in five ways: candidates may be a tree; stopping criteria see every token, so that the text ends with the one
+that stops it; a passed-in cache is not read again; processors that look at values only process all positions at once;
+and sampling draws one random number, while a multinomial draws one for each token of the vocabulary.
 """
 
 from typing import Any
@@ -48,9 +48,9 @@ def decode(
         stopping_criteria: asked after every token.
         generation_config: the call's resolved configuration.
         call: the assistant's call, entered and not yet begun.
-        token_streamer: is given the new tokens of each round.
-        healer: the tokenizer to heal the prompt's last token with, or None. The streamer is then given the prompt too.
-        model_kwargs: what the target is called with; its `CACHE` is one that can be cropped.
+        token_streamer: gets the new tokens of each round.
+        healer: the tokenizer for token healing, or None. With it the streamer gets the prompt too.
+        model_kwargs: the target's arguments, with a cache that can be cropped.
 
     Returns:
         As `generate` without an assistant.
@@ -86,7 +86,7 @@ def decode(
             outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
         )
         if token_streamer is not None:
-            # May raise, as plain generate's does, when the cache holds all tokens but the last.
+            # May raise, as in plain generate, when the cache holds all tokens except the last.
             token_streamer.put(outcome.tokens_on_host())
         record.add_states(outputs, candidates, outcome, call.cached_before + length)
         call.observe(outputs, outcome, is_done)
@@ -107,11 +107,11 @@ def _require_croppable(input_ids: torch.Tensor, cache: Any) -> None:
 
 
 class _DraftGuard:
-    """Takes drafts out of the target's cache if an error ends the round. The caller who passed the cache, or took it
-    from an earlier call, may go on with it, as after plain `generate`.
+    """Removes drafts from the target's cache if an error ends the round, so that a caller who passed the cache can go
+    on with it, as after plain `generate`.
 
     Args:
-        cache: as the round finds it.
+        cache: the cache at the beginning of the round.
     """
 
     def __init__(self, cache: Any):
@@ -126,7 +126,7 @@ class _DraftGuard:
         self._is_whole = True
 
     def is_cropping(self) -> None:
-        """From now on layers may differ in what they hold, whatever the first of them says."""
+        """From now on layers may differ in length."""
         self._verified, self._is_whole = -1, False
 
     def __enter__(self) -> "_DraftGuard":
@@ -139,14 +139,14 @@ class _DraftGuard:
         if self._is_whole:
             self._cache.crop(change)
         elif change:
-            # Nobody knows what each layer has read: the text is read again.
+            # The layers' lengths are unknown: the text is read again.
             self._cache.reset()
 
 
 def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:
-    """Take out of the cache what was not accepted. Returns the cache that the model goes on with."""
+    """Remove rejected candidates from the cache. Returns the cache that the model goes on with."""
     if returned is not cache:
-        # Some models begin another one when the text grows past a limit.
+        # Some models begin another cache when the text grows past a limit.
         returned.activate_past_recording()
     if candidates is None:
         returned.crop(0)
@@ -164,8 +164,7 @@ def _healed(
     generation_config: GenerationConfig,
     criteria: StoppingCriteriaList,
 ) -> torch.Tensor:
-    """Heal the prompt's last token. A prompt may become shorter or longer, as its text is tokenised anew; new tokens
-    are then counted from there."""
+    """Heal the prompt's last token. The prompt may become shorter or longer; new tokens are counted from its new end."""
     healed = target.heal_tokens(input_ids, tokenizer)
     if not healed.shape[1]:
         raise UnsupportedError("token_healing leaves nothing of a prompt without text: leave it out, or pass a text.")

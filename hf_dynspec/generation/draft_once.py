@@ -1,4 +1,4 @@
-"""One round drafted after a text, and nothing verified: for study and for comparison."""
+"""One draft after a text, without verification: for study and for comparison."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from .verification import Outcome
 
 
 class _StudiedCall(GenerateCall):
-    """A call with a given session, of which nothing is published and nothing learned."""
+    """A call with a given session, which publishes and learns nothing."""
 
     _learns = False
 
@@ -29,12 +29,12 @@ class _StudiedCall(GenerateCall):
 
 
 def draft_once(assistant: Assistant, session: DraftSession, input_ids: torch.Tensor) -> Candidates:
-    """Draft after a text as the second round of a greedy call does, whose first round ended with its last token.
+    """Draft after a text as in the second round of a greedy call, whose first round ended with the text's last token.
 
     Args:
         assistant: a bound assistant.
-        session: drafts.
-        input_ids: int64 `[1, n]`, `n >= 2`.
+        session: the session that drafts.
+        input_ids: int64 `[1, n]`, `n >= 2`: the text.
 
     Returns:
         The candidates, with parents, depths and scores for chains too.

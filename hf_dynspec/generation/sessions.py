@@ -1,4 +1,4 @@
-"""The sessions of an assistant that wait for their next call."""
+"""The pool of an assistant's idle sessions."""
 
 import threading
 import weakref
@@ -11,13 +11,13 @@ from ..forks import ForkSafe
 
 
 class SessionPool(ForkSafe):
-    """Sessions that wait for the next call, with their buffers, the latest used last. Shareable between threads.
+    """Idle sessions, which keep their buffers, the last used one last. Shareable between threads.
 
     Args:
-        most: how many may wait; of more the one that has waited longest is given up.
+        most: the most idle sessions; the one that waited longest is closed first.
 
     Attributes:
-        memory: what they share (`ShortlistPolicy.new_memory`).
+        memory: the policy's memory, which sessions share (`ShortlistPolicy.new_memory`).
     """
 
     def __init__(self, most: int = 4):
@@ -27,17 +27,17 @@ class SessionPool(ForkSafe):
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
-        """In a forked process: give up all sessions, as what they work with may have stayed behind."""
-        # A session may be given back by the garbage collector, at any time.
+        """In a forked process: drop all sessions, whose threads stayed behind."""
+        # Reentrant, as the garbage collector may return a session at any time.
         self._lock = threading.RLock()
         self._idle: list[DraftSession] = []
-        # Sessions that were made before the last `clear` are not taken back, and know another memory.
+        # Sessions made since the last `clear`. Others have an old memory and are not taken back.
         self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
         # Sessions that conversations keep between two calls.
         self._held: weakref.WeakSet[DraftSession] = weakref.WeakSet()
 
     def take(self, eos_token_ids: tuple[int, ...], make: Callable[[Any], DraftSession]) -> DraftSession:
-        """Return a waiting session for these EOS ids, or one that `make` makes, given the memory."""
+        """Return an idle session for these EOS ids, or make one, given the memory."""
         with self._lock:
             for place in reversed(range(len(self._idle))):
                 if self._idle[place].vocabulary.eos_token_ids == eos_token_ids:
@@ -48,7 +48,7 @@ class SessionPool(ForkSafe):
         return session
 
     def give(self, session: DraftSession) -> None:
-        """Keep a session for the next call, without the text that it was for, or give it up where it cannot be."""
+        """Keep a session for the next call without its text, or close it if it cannot be kept."""
         if session.is_closed:
             return
         session.rest()
@@ -60,7 +60,7 @@ class SessionPool(ForkSafe):
         _close(given_up)
 
     def hold(self, session: DraftSession) -> None:
-        """Let a conversation keep a session until its next call, or give it up where that cannot be."""
+        """Let a conversation keep a session until its next call, or close it if it cannot be kept."""
         with self._lock:
             is_held = session in self._made and not session.is_closed
             if is_held:
@@ -69,16 +69,16 @@ class SessionPool(ForkSafe):
             session.close()
 
     def resume(self, session: DraftSession) -> bool:
-        """Whether a conversation's session, which is in use again, can go on: it has not been given up."""
+        """Whether a conversation's session can go on; it is in use again then."""
         with self._lock:
             self._held.discard(session)
             return session in self._made and not session.is_closed
 
     def clear(self, memory: Any = None) -> None:
-        """Give up all sessions, those that are in use when they are given back.
+        """Close all sessions; those in use are closed when they come back.
 
         Args:
-            memory: what those that are made from now on share.
+            memory: the memory of new sessions.
         """
         with self._lock:
             given_up, self._idle = [*self._idle, *self._held], []
@@ -87,7 +87,7 @@ class SessionPool(ForkSafe):
 
 
 def _close(sessions: Iterable[DraftSession]) -> None:
-    """Close all, also where one cannot be."""
+    """Close all sessions, even if closing one raises."""
     with ExitStack() as stack:
         for session in sessions:
             stack.callback(session.close)

@@ -1,4 +1,4 @@
-"""The target's forward pass as verification wants it: the last rows' logits, chosen hidden states, tree masks."""
+"""The target's forward in a verification: logits of the last rows, chosen hidden states, tree masks."""
 
 import copy
 import functools
@@ -28,18 +28,18 @@ from .target_limits import read_two_tokens, require_cache, require_trees, rope_l
 class TargetForward:
     """Runs one target. Shareable between calls.
 
-    On a CPU most of a small verification is the product with the output projection, which torch's matrix product does
-    in three times the time that reading the weight takes. Where this package has a faster one, and it agrees with the
-    model, the decoder and the projection are run one after the other. Plain generation could have the same product, so
-    `hf-dynspec bench` shows it as a row of its own.
+    On a CPU most of a small verification is the product with the output projection. torch's product takes three times
+    as long as reading the weight. If this package has a faster product that agrees with the model, decoder and
+    projection run one after the other. Plain generation could use the same product, so `hf-dynspec bench` shows it in
+    a row of its own.
 
     Args:
         model: the target.
-        fast_head: use the faster product, where there is one.
-        verifies_trees: make sure that it can verify trees.
+        fast_head: use the faster product if there is one.
+        verifies_trees: check that it can verify trees.
 
     Raises:
-        UnsupportedError: it keeps no cache that can be rolled back, or cannot verify trees.
+        UnsupportedError: its cache cannot be rolled back, or it cannot verify trees.
     """
 
     def __init__(self, model: PreTrainedModel, fast_head: bool = True, verifies_trees: bool = False):
@@ -59,14 +59,14 @@ class TargetForward:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target. It is not kept alive from here."""
+        """The target, by a weak reference."""
         return self._model()
 
     def prepare(self) -> None:
-        """Take up the output projection, where it is another one than before, which takes about two forwards then.
+        """Follow the output projection. If it was replaced, this takes about two forwards.
 
         Raises:
-            UnsupportedError: trees are verified, and attention that takes none was set since.
+            UnsupportedError: trees are verified, and the attention was changed to one that takes no tree mask.
         """
         if self._verifies_trees:
             require_tree_masks(self.model)
@@ -74,12 +74,12 @@ class TargetForward:
 
     @functools.cached_property
     def has_head_state(self) -> bool:
-        """Whether the last hidden state is what the output projection is given, so that logits follow from it. Looked
-        up when hidden states are first wanted, as transformers adds hooks to a model that is asked for them."""
+        """Whether the last hidden state is the input of the output projection, so that logits follow from it. Computed
+        when hidden states are first needed, as transformers then adds hooks to the model."""
         model = self.model
         with torch.no_grad():
             outputs = read_two_tokens(model, output_hidden_states=True)
-            # What hidden states there are, and what follows them, is a family's own.
+            # Each family has its own hidden states.
             try:
                 state = self.state(outputs, self.num_layers)[-1:]
                 logits = finish_logits(model.get_output_embeddings()(state).float(), *scale_and_cap(model))[0]
@@ -91,10 +91,10 @@ class TargetForward:
             return bool(((logits - expected).abs() <= 5e-2 * expected.abs().max()).all())
 
     def require_states(self, reads: tuple[int, ...], needs: Needs) -> None:
-        """Make sure that the target has hidden states as drafters read them, and policies.
+        """Check that the target has the hidden states that drafters or policies read.
 
         Raises:
-            UnsupportedError: it has not.
+            UnsupportedError: it does not.
         """
         if not (reads or needs.of_states) or self.has_head_state:
             return
@@ -105,17 +105,17 @@ class TargetForward:
         )
 
     def head_rows(self) -> HeadRows:
-        """The rows of the output projection, the same object for as long as they do not change. Those of a plain one
-        are not copied; those of any other, such as one that is quantised or has adapters, are worked out."""
+        """The rows of the output projection: the same object as long as they do not change. A plain projection is not
+        copied; the rows of a quantised or adapted one are computed."""
         return self._head.rows(self.model)
 
     def room(self, length: int, positions: int) -> int:
-        """How many candidates may be verified, so that positions are turned as they are one after another. Some rotary
-        embeddings (dynamic, longrope) change with the length of what is read.
+        """The most candidates that can be verified with the rotary embedding of single steps. Some rotary embeddings
+        (dynamic, longrope) change with the length of the input.
 
         Args:
-            length: of the text.
-            positions: of it that no mask hides.
+            length: the length of the text.
+            positions: its positions that no mask hides.
         """
         if self._rope_limit is None or (self._holds_past_limit and positions > self._rope_limit + 1):
             return LONGEST_DRAFT
@@ -134,19 +134,19 @@ class TargetForward:
         cached_before: int = 0,
         alone: bool = False,
     ) -> CausalLMOutputWithPast:
-        """Run the target on what it has not read and on the candidates.
+        """Run the target on the tokens that it has not read and on the candidates.
 
         Args:
             input_ids: int64 `[1, n]`: all verified tokens.
-            candidates: what to verify after them.
-            unread: how many of the verified tokens the target has not read (None: all of a first round).
+            candidates: the candidates to verify after them.
+            unread: how many of the verified tokens the target has not read (None: all, in a first round).
             is_first: whether the call begins.
-            model_kwargs: of transformers' loop.
+            model_kwargs: the arguments of transformers' loop.
             states: hidden states to return, see `state`.
-            buffer: may be used for the logits.
-            earlier_rows: how many rows of logits to return of the positions before.
-            cached_before: tokens before those of `input_ids` that are in the cache.
-            alone: show the model what is unread and nothing before it, as plain generation does after chunks.
+            buffer: memory for the logits, if there is some.
+            earlier_rows: the number of rows of logits to return for the positions before.
+            cached_before: cached tokens before `input_ids`.
+            alone: pass only unread tokens to the model, as plain generation does after chunks.
 
         Returns:
             The model's output; the last `k + 1` rows of `logits` `[1, …, V]` are those after the last verified token
@@ -187,17 +187,17 @@ class TargetForward:
         model_kwargs: dict[str, Any],
         states: tuple[int, ...],
     ) -> list[CausalLMOutputWithPast]:
-        """Read the prompt chunk by chunk, but for the last one, as `prefill_chunk_size` asks for.
+        """Read all chunks of the prompt except the last one, as `prefill_chunk_size` asks for.
 
         Args:
             input_ids: int64 `[1, n]`: the prompt.
-            unread: how many of its last tokens are in no cache.
-            chunk_size: how many tokens to read at a time.
-            model_kwargs: as for `run`; its cache is replaced by the one that the model goes on with.
+            unread: how many of its last tokens are not cached.
+            chunk_size: tokens of a chunk.
+            model_kwargs: as for `run`; its cache is replaced by the one that the model returns.
             states: as for `run`.
 
         Returns:
-            What the model returned for each chunk.
+            The model's output for each chunk.
         """
         outputs = []
         for left in range(unread - chunk_size, 0, -chunk_size):
@@ -207,21 +207,21 @@ class TargetForward:
                     kwargs[name] = kwargs[name][..., :-left]
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = kwargs["position_ids"][..., -left - chunk_size : -left]
-            # The chunk alone, as plain generation has it: some models look at how much they are shown.
+            # The chunk alone, as in plain generation: some models look at the length of their input.
             inputs = self.model.prepare_inputs_for_generation(
                 input_ids[:, -left - chunk_size : -left], is_first_iteration=True, **kwargs
             )
             if states and inputs.get("output_hidden_states") is not True:
                 inputs["output_hidden_states"] = entries_with(states)
             outputs.append(self._forward(inputs, 1, None))
-            # Some models begin another cache where a chunk is longer than a limit.
+            # Some models begin another cache if a chunk is longer than a limit.
             cache = returned_cache(outputs[-1])
             cache.activate_past_recording()
             model_kwargs[CACHE] = cache
         return outputs
 
     def state(self, outputs: CausalLMOutputWithPast, index: int) -> torch.Tensor:
-        """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
+        """See `hidden_state`."""
         return hidden_state(outputs, index, self.num_layers)
 
     def _forward(self, inputs: dict[str, Any], rows: int, buffer: "RowsBuffer | None") -> CausalLMOutputWithPast:
@@ -247,7 +247,7 @@ class TargetForward:
         return self.run(text, tree, 1, False, cache_inputs(cache), ()).logits[0]
 
     def _tree_inputs(self, inputs: dict[str, Any], candidates: Candidates, cached: int) -> dict[str, Any]:
-        """Mask and positions of the last verified token, which is the root, and the nodes below it."""
+        """The mask and positions of the last verified token, which is the root, and of the nodes below it."""
         device = inputs["input_ids"].device
         root = torch.zeros(1, dtype=torch.int64, device=device)
         parents = torch.cat([root - 1, candidates.parents.to(device) + 1])
@@ -255,7 +255,7 @@ class TargetForward:
         paths = descent(parents, len(candidates.shortlists) + 1)
         mask = inputs.get("attention_mask")
         visible = torch.ones(cached, dtype=torch.bool, device=device) if mask is None else mask[0, :cached].bool()
-        # Of models from elsewhere, what prepares the inputs may know the older name alone.
+        # The inputs of custom models may have the older name only.
         cache = passed_cache(inputs)
         masks = {}
         for kind, window in attention_windows(self.model.config.get_text_config()).items():
@@ -264,7 +264,7 @@ class TargetForward:
             masks[kind] = attention_mask(prefix, paths, levels, levels, self.model.dtype, window)
         positions = inputs.get("position_ids")
         first = root.unsqueeze(0) + cached if positions is None else positions[..., :1]
-        # A decoder with one kind of layer takes its mask as it is.
+        # A decoder with one kind of layer takes a mask, others a mask by kind.
         return {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "position_ids": first + levels,
@@ -277,23 +277,20 @@ class TargetForward:
 
 
 def entries_with(states: tuple[int, ...]) -> bool | list[int]:
-    """What `output_hidden_states` has to be for `hidden_state` to find these, at least one."""
-    # Releases of transformers differ in whether entry 0 is the embedding: one of each pair is the one wanted.
+    """The value of `output_hidden_states` for these indices of `hidden_state`, at least one."""
+    # Releases of transformers differ in whether entry 0 is the embedding, so both entries are requested.
     wanted = {index for state in states for index in (state - 1, state)}
     return True if min(wanted) < 0 else sorted(wanted)
 
 
 def hidden_state(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
-    """`[n, d]`: hidden states of the rows read; index 0 is the embedding, `num_layers` what the head is given."""
+    """`[n, d]`: the hidden states of the rows that were read; index 0: the embedding, `num_layers`: the head's input."""
     states = outputs.hidden_states
     return states[index - (len(states) == num_layers)][0]
 
 
 class RowsBuffer:
-    """Memory for as many rows of logits as one call's verifications have, the same in every round.
-
-    That for the rows of a tree takes milliseconds to be had from the system.
-    """
+    """Memory for the logits of a call's verifications: allocating it for a tree takes milliseconds."""
 
     def __init__(self):
         self._memory: torch.Tensor | None = None
@@ -306,15 +303,15 @@ class RowsBuffer:
 
 
 def keep_path(cache: Any, nodes: int, path: torch.Tensor) -> None:
-    """Move the keys and values of one path to the front of a verified tree's, and forget the others.
+    """Keep the keys and values of one path of a verified tree, and drop the others.
 
     Args:
-        cache: the target's, whose last `nodes` positions are the tree's, its root not among them.
-        nodes: how many.
+        cache: the target's cache, whose last `nodes` positions are the tree's, without its root.
+        nodes: the number of these positions.
         path: int64 `[a]`: the indices of the path's nodes among them, ascending.
     """
     kept = path.shape[0]
-    # Layers that use the keys and values of others have none.
+    # Layers that share the keys and values of others have none.
     layers = [layer for layer in cache.layers if kept and layer.keys is not None]
     for layer in layers:
         for tensor in (layer.keys, layer.values):

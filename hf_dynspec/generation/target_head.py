@@ -18,13 +18,13 @@ class TargetHead:
     """Follows the output projection of one target. Shareable between calls.
 
     Args:
-        wants_fast: use the faster product, where there is one.
+        wants_fast: use the faster product if there is one.
     """
 
     def __init__(self, wants_fast: bool = True):
         self._wants_fast = wants_fast
         self._fast: DynamicLMHead | None = None
-        # What it was made from: weight and bias, and what else makes logits of their product.
+        # The weight and bias that it was made from, and everything else that logits depend on.
         self._tensors: tuple[torch.Tensor | None, ...] = (None, None)
         self._settings: tuple[Any, ...] = ()
         self._rows_lock = threading.Lock()
@@ -32,8 +32,8 @@ class TargetHead:
         self._rows_watch: WeightsWatch | None = None
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Take up the output projection, where it or what the model makes of its product is another one than before.
-        Takes about two forwards then."""
+        """Make the faster product anew if the output projection changed, or the model's use of it. That takes about
+        two forwards."""
         if not self._wants_fast:
             return
         projection = model.get_output_embeddings()
@@ -51,7 +51,7 @@ class TargetHead:
         )
 
     def fast(self, model: PreTrainedModel) -> DynamicLMHead | None:
-        """The faster product, where there is one and it may be used just now."""
+        """The faster product; None if there is none, or it must not be used now."""
         return self._fast if self._fast is not None and _may_be_taken_apart(model, self._fast) else None
 
     def rows(self, model: PreTrainedModel) -> HeadRows:
@@ -68,18 +68,18 @@ class TargetHead:
 
 
 def _settings_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a model's logits depend on beside its tensors: its class and that one's forward, which may be patched, the
-    scale and the cap of its configuration, and what is set on the model itself, as Cohere's scale is."""
+    """Everything besides tensors that a model's logits depend on: its class and the class's forward, which may be
+    patched, the scale and cap of its configuration, and settings on the model itself, such as Cohere's scale."""
     own = {name: value for name, value in vars(model).items() if isinstance(value, int | float | str)}
     return type(model), type(model).forward, scale_and_cap(model), own
 
 
 def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
-    """The target's output projection, where this package has a faster product for it."""
+    """The target's output projection with this package's product; None if there is no faster one."""
     projection = model.get_output_embeddings()
     if type(projection) is not nn.Linear or projection.weight.device.type != "cpu":
         return None
-    # In a model of images and text, what comes before the decoder must run too.
+    # In a model of images and text, other modules run before the decoder.
     if decoder_of(model) is not model.base_model:
         return None
     head = DynamicLMHead.matching(model)
@@ -87,10 +87,10 @@ def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
 
 
 def _may_be_taken_apart(model: PreTrainedModel, head: DynamicLMHead) -> bool:
-    """Whether decoder and projection may run one after the other: nobody watches or changes what goes through the
-    model or its projection, and the projection is still the one that the head was made from."""
+    """Whether decoder and projection may run one after the other: no hook or patch is on the model or its projection,
+    and the projection is still the one that the head was made from."""
     if torch.is_autocast_enabled(head.weight.device.type):
-        # The projection's product is in 16 bits then.
+        # The projection would compute in 16 bits.
         return False
     projection = model.get_output_embeddings()
     is_plain = not any(

@@ -1,5 +1,5 @@
-"""What a target can verify, found out before anything is generated: whether its cache can be rolled back, whether it
-takes trees, and up to which length of text its positions stay as they are."""
+"""Checks of a target at binding: whether its cache can be rolled back, whether it takes trees, and up to which length
+its rotary embedding is stable."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +14,17 @@ from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, out
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
-# What a check may hold in caches for a moment.
+# The most memory for the caches of a check.
 _MOST_CACHE_BYTES = 2**29
 
-# Takes a text, int64 `[1, n]`, all but its last token of which are in the cache, and a tree; returns the logits
-# `[k + 1, V]` after that token and after each node.
+# Takes a text, int64 `[1, n]`, whose tokens except the last are cached, and a tree; returns the logits `[k + 1, V]`
+# after the last token and after each node.
 Verify = Callable[[torch.Tensor, Candidates, DynamicCache], torch.Tensor]
 
 
 @torch.no_grad()
 def require_cache(model: PreTrainedModel) -> None:
-    """Make sure that a target keeps what it has read in a cache that can be rolled back.
+    """Check that a target has a cache that can be rolled back.
 
     Raises:
         UnsupportedError: it does not.
@@ -44,7 +44,7 @@ def require_cache(model: PreTrainedModel) -> None:
 
 
 def read_two_tokens(model: PreTrainedModel, **inputs: Any) -> CausalLMOutputWithPast:
-    """What a target returns for a text of two tokens, asked with these inputs too."""
+    """The target's output for a text of two tokens, with these inputs too."""
     tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
     cache = DynamicCache(config=model.config.get_text_config())
     return model(input_ids=tokens, **cache_inputs(cache), **inputs)
@@ -52,11 +52,11 @@ def read_two_tokens(model: PreTrainedModel, **inputs: Any) -> CausalLMOutputWith
 
 @torch.no_grad()
 def require_trees(model: PreTrainedModel, verify: Verify) -> None:
-    """Make sure that a target can verify trees.
+    """Check that a target can verify trees.
 
     Args:
         model: the target.
-        verify: how it does.
+        verify: runs it on a tree.
 
     Raises:
         UnsupportedError: it cannot.
@@ -71,10 +71,10 @@ def require_trees(model: PreTrainedModel, verify: Verify) -> None:
 
 
 def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
-    """Whether the target says of a path in a small tree what it says of that path alone, after a text that is
-    longer than any window of its attention. Made-up keys and values stand for the text."""
+    """Whether the target's logits for a path in a small tree equal those for the path alone, after a text longer than
+    any window of its attention. Random keys and values stand for the text."""
     device = input_device(model)
-    # The path is the last of many at each level, so that it matters where in the cache a node lies.
+    # The path is the last of many at each level, so that a node's place in the cache matters.
     tree = Candidates(
         token_ids=torch.arange(2, 18, device=device) % output_rows(model),
         shortlists=(None, None, None),
@@ -98,7 +98,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
 
 
 def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
-    """Two equal caches of a text that reaches past every window, and its length."""
+    """Two equal caches of a text that is longer than every window, and its length."""
     config, device = model.config.get_text_config(), input_device(model)
     few = DynamicCache(config=config)
     tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, 
     on_host = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
     caches = DynamicCache(config=config), DynamicCache(config=config)
     for index, both in enumerate(parts):
-        if both[0] is None:  # of a layer that uses the keys and values of another
+        if both[0] is None:  # a layer that shares the keys and values of another
             continue
         made_up = [_repeated(torch.randn(*one.shape[:2], 61, one.shape[3], **on_host).to(one), length) for one in both]
         for cache in caches:
@@ -120,13 +120,12 @@ def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, 
 
 
 def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:
-    """`[…, length, d]`: the rows of `[…, n, d]` again and again."""
+    """`[…, length, d]`: the rows of `[…, n, d]`, repeated."""
     return states.repeat(1, 1, -(-length // states.shape[2]), 1)[:, :, :length]
 
 
 def _length_past_windows(config: Any) -> int:
-    """A length of text that reaches past each window that a configuration mentions, by whatever name, where its
-    positions reach as far."""
+    """A length of text past every window that a configuration mentions under any name, as far as positions reach."""
     windows = [
         value
         for name, value in config.to_dict().items()
@@ -137,16 +136,16 @@ def _length_past_windows(config: Any) -> int:
 
 
 def rope_limit(config: Any) -> tuple[int | None, bool]:
-    """The length of text at which a rotary embedding starts to turn all positions otherwise, None where it never does;
-    and whether it stays the same after that."""
+    """The length of text at which a rotary embedding changes for all positions (None: never), and whether it is stable
+    after that."""
     parameters = getattr(config, "rope_parameters", None) or {}
     ropes = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
     kinds = {one.get("rope_type") for one in ropes}
     named = [one.get("original_max_position_embeddings") for one in ropes if one.get("rope_type") in _CHANGING_ROPE]
-    # Phi-3 reads everything anew at this length, whatever its rotary embedding is.
+    # Phi-3 reads everything anew at this length, with any rotary embedding.
     named.append(getattr(config, "original_max_position_embeddings", None))
     if "dynamic" in kinds:
-        # What longer texts did to the frequencies is undone by texts that are shorter than this.
+        # Frequencies that longer texts changed are reset by texts shorter than this.
         named = [one - 1 for one in (*named, config.max_position_embeddings) if one]
     limits = [one for one in named if one]
     return min(limits, default=None), "dynamic" not in kinds
