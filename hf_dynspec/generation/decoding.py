@@ -164,7 +164,7 @@ def _healed(
     generation_config: GenerationConfig,
     criteria: StoppingCriteriaList,
 ) -> torch.Tensor:
-    """Heal the prompt's last token. The prompt may become shorter or longer; new tokens are counted from its new end."""
+    """Heal the prompt's last token. Its length may change; new tokens are counted from its new end."""
     healed = target.heal_tokens(input_ids, tokenizer)
     if not healed.shape[1]:
         raise UnsupportedError("token_healing leaves nothing of a prompt without text: leave it out, or pass a text.")

@@ -284,7 +284,7 @@ def entries_with(states: tuple[int, ...]) -> bool | list[int]:
 
 
 def hidden_state(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
-    """`[n, d]`: the hidden states of the rows that were read; index 0: the embedding, `num_layers`: the head's input."""
+    """`[n, d]`: the hidden states of the rows read; index 0: the embedding, `num_layers`: the head's input."""
     states = outputs.hidden_states
     return states[index - (len(states) == num_layers)][0]
 
