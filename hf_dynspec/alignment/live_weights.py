@@ -1,4 +1,4 @@
-"""The weights that are drafted with: others are put in their place between drafts, and they come back."""
+"""The drafter's weights: other weights take their place between drafts, and the drafter's own come back."""
 
 import threading
 import time
@@ -9,27 +9,27 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-# Seconds that are spent waiting for a moment in which nobody drafts. After them nobody begins to.
+# Seconds to wait for a moment without drafts. After that no draft may begin.
 _PATIENCE = 1.0
 
 
 class ServedDrafter(Protocol):
-    """What is used here of a drafter: see `drafters.base.Drafter`."""
+    """The part of `drafters.base.Drafter` that is used here."""
 
     module: nn.Module
 
     def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Make ready to draft with other numbers; returns what puts them in place."""
+        """Prepare other weights; returns the function that puts them in place."""
 
     def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]:
-        """The parameters by name, and what tells each from a changed one."""
+        """The parameters by name, each with marks that change with it."""
 
 
 class DraftingLock:
-    """Held by any number of drafts at once, or by one who changes what they read. A draft enters it as a context.
+    """A lock that any number of drafts hold at once, or one writer of weights. A draft enters it as a context.
 
-    Who changes it waits for a moment in which nobody drafts, as while the target verifies, and keeps nobody from
-    drafting meanwhile: a draft waits for no more than the change.
+    A writer waits for a moment without drafts, such as a verification, and lets drafts begin meanwhile. So a draft
+    waits for the change of weights only.
     """
 
     def __init__(self):
@@ -62,15 +62,15 @@ class DraftingLock:
 
 
 class LiveWeights:
-    """A drafter's own weights, and others that may stand in their place.
+    """A drafter's own weights, and others that may take their place.
 
     Args:
-        drafter: what drafts, with its own weights.
+        drafter: the drafter, with its own weights.
 
     Attributes:
-        lock: to be held by every draft.
-        longest_swap: seconds that a draft may have had to wait for others, at most.
-        longest_swap_work: seconds of processor time that one took, at most: what other processes do adds nothing.
+        lock: every draft must hold it.
+        longest_swap: the most seconds that a draft may have waited for new weights.
+        longest_swap_work: the most seconds of processor time of a swap, which other processes do not change.
     """
 
     def __init__(self, drafter: ServedDrafter):
@@ -78,25 +78,25 @@ class LiveWeights:
         self.longest_swap = self.longest_swap_work = 0.0
         self._drafter = drafter
         self._stamp = drafter.weights_stamp()
-        # By name: those that others stand in the place of, and these others.
+        # By name: the replaced weights, and those that replace them.
         self._own: dict[str, torch.Tensor] = {}
         self._served: dict[str, torch.Tensor] = {}
 
     @property
     def is_served(self) -> bool:
-        """Whether others than the drafter's own are drafted with."""
+        """Whether weights other than the drafter's own are in place."""
         return bool(self._own)
 
     def were_changed(self) -> bool:
-        """Whether anybody but this has changed parameters, or put others in their place."""
+        """Whether somebody else has changed or replaced parameters."""
         stamp = self._drafter.weights_stamp()
         return stamp.keys() != self._stamp.keys() or any(_differ(stamp[name], self._stamp[name]) for name in stamp)
 
     def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Draft with others from the next draft on.
+        """Put other weights in place, from the next draft on.
 
         Args:
-            weights: by the names of parameters, of their dtypes and on their devices. They are not copied.
+            weights: by parameter name, with the parameters' dtypes and devices. They are not copied.
         """
         own = {name: self._stamp[name][0].data for name in weights if name not in self._own}
         self._put(weights)
@@ -104,15 +104,15 @@ class LiveWeights:
         self._own |= own
         self._served = {name: self._stamp[name][0].data for name in self._own}
 
-    # What was made in inference mode nobody could train any more, and the drafter's owner may want to.
+    # Tensors of inference mode could not be trained any more.
     @torch.inference_mode(False)
     def restore(self) -> None:
-        """Draft with the drafter's own again, in the dtype and where the others lie by now. What somebody else has
-        written meanwhile stays."""
+        """Put the drafter's own weights back, with the present dtype and device. Weights that somebody else has
+        written meanwhile stay."""
         own, served, self._own, self._served = self._own, self._served, {}, {}
         if not own:
             return
-        # By the parameters themselves, as peft's layers change the names of those that they lie around.
+        # By identity, as peft's layers change the names of parameters.
         now = {id(parameter): (name, marks) for name, (parameter, marks) in self._drafter.weights_stamp().items()}
         back: dict[str, torch.Tensor] = {}
         untouched = set()
@@ -127,7 +127,7 @@ class LiveWeights:
         self._remember(untouched)
 
     def accept(self) -> None:
-        """Take what is there now for the drafter's own."""
+        """Accept the present weights as the drafter's own."""
         self._own, self._served = {}, {}
         self._stamp = self._drafter.weights_stamp()
 
@@ -135,9 +135,9 @@ class LiveWeights:
         put = self._drafter.prepare_weights(weights)
         device = next(self._drafter.module.parameters()).device
         if device.type == "cuda":
-            # Who drafts in another stream must find these numbers there.
+            # Drafts in another stream must find the new numbers.
             torch.cuda.current_stream(device).synchronize()
-        # Held until nobody waits, as giving back much memory takes milliseconds.
+        # Kept until nobody waits, as freeing much memory takes milliseconds.
         replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
             start, work = time.perf_counter(), time.thread_time()
@@ -145,12 +145,12 @@ class LiveWeights:
             self.longest_swap_work = max(self.longest_swap_work, time.thread_time() - work)
             self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
         if device.type == "cuda":
-            # What was given to the device before may read them still.
+            # Work that the device got before may still read them.
             torch.cuda.synchronize(device)
         del replaced
 
     def _remember(self, names: Iterable[str]) -> None:
-        """Take what these parameters hold for known. What somebody has done to others stays a change."""
+        """Note the present values of these parameters. Changes of others still count as changes."""
         now = self._drafter.weights_stamp()
         self._stamp |= {name: now[name] for name in names}
 
@@ -160,5 +160,5 @@ def _differ(one: tuple[nn.Parameter, list[Any]], other: tuple[nn.Parameter, list
 
 
 def _was_moved(now: torch.Tensor, served: torch.Tensor) -> bool:
-    """Whether these are the same numbers, moved or cast, and not written to where they lay."""
+    """Whether these are the same numbers, moved or cast, and not overwritten in place."""
     return now.data_ptr() != served.data_ptr() and now.shape == served.shape and torch.equal(now, served.to(now))

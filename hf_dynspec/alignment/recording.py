@@ -1,4 +1,4 @@
-"""What a request leaves to learn from is collected round by round, without waiting for the device."""
+"""Recording of a request, round by round, without waiting for the device."""
 
 import time
 from collections import deque
@@ -12,13 +12,13 @@ import torch
 from ..protocol import Shortlist
 from .replay import LARGEST_SHORTLIST, Trajectory
 
-# Of a longer request, what its end was verified by is learnt from.
+# Of longer requests, the last tokens are kept.
 MOST_VERIFIED = 512
 
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """What one verification said of `v` tokens: see `Trajectory`."""
+    """One verification of `v` tokens: see `Trajectory`."""
 
     token_ids: torch.Tensor
     top_ids: torch.Tensor
@@ -28,16 +28,16 @@ class _Round:
 
 
 class Recorder:
-    """Collects the verdicts of one request. For one thread.
+    """Records the verdicts of one request. For one thread.
 
     Args:
-        top_k: the target's most probable ids that are kept at each position.
-        context: tokens before the first verified one that are kept.
-        adapter: what the request is to be learnt into, an `Adapter`.
+        top_k: how many of the target's most probable ids are kept at each position.
+        context: tokens that are kept before the first verified one.
+        adapter: the `Adapter` that will learn the request.
 
     Attributes:
-        temperature: what the request is generated at, 0 where it is greedy.
-        seconds: that recording took.
+        temperature: the temperature of the request; 0 if greedy.
+        seconds: the time of recording.
     """
 
     def __init__(self, top_k: int, context: int, adapter: Any):
@@ -47,17 +47,17 @@ class Recorder:
         self.seconds = 0.0
         self._context = context
         self._prompt = torch.empty(0, dtype=torch.int64, device="cpu")
-        # How many tokens of the text come before the first recorded round.
+        # The number of tokens before the first recorded round.
         self._first = 0
         self._verified = 0
         self._rounds: deque[_Round] = deque()
         self._shortlist: Shortlist | None = None
         self._failure: Exception | None = None
-        # Hidden states of the target, and of which token of the text their first row is.
+        # Hidden states of the target, each with the position of its first row in the text.
         self._features: deque[tuple[int, torch.Tensor]] = deque()
 
     def begin(self, prompt: torch.Tensor) -> None:
-        """Take in the text before the first round, int64 `[n]`, without padding."""
+        """Set the text before the first round, int64 `[n]`, without padding."""
         self._first = prompt.shape[0]
         self._prompt = prompt[-self._context :].clone()
 
@@ -70,15 +70,15 @@ class Recorder:
         features: torch.Tensor | None,
         features_end: int,
     ) -> None:
-        """Take in a round.
+        """Add a round.
 
         Args:
-            logits: `[v, V]`: the target's where the verified tokens were chosen, before any processor.
+            logits: `[v, V]`: the target's logits for the verified tokens, before any processor.
             top: `top_ids` and `top_logits` of at least `top_k` ids, most probable first, on the drafter's device.
-            verified: int64 `[v]`, on the drafter's device.
-            shortlist: what the first of them was drafted from (None: nothing was drafted).
-            features: `[m, d · layers]`: what the drafter reads of the target.
-            features_end: one past the token of the text that the last of these is of.
+            verified: int64 `[v]`: the verified tokens, on the drafter's device.
+            shortlist: the shortlist of the first draft step (None: nothing was drafted).
+            features: `[m, d · layers]`: the target's hidden states for the drafter.
+            features_end: one past the position of the last of these rows.
         """
         with self._noting():
             scaled = logits.float() if self.temperature in (0.0, 1.0) else logits.float() / self.temperature
@@ -97,7 +97,7 @@ class Recorder:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Count the time, and note what goes wrong: generation goes on, whatever becomes of learning."""
+        """Count the time, and keep an error for `finish`: generation goes on without learning."""
         start = time.perf_counter()
         try:
             yield
@@ -106,7 +106,7 @@ class Recorder:
         self.seconds += time.perf_counter() - start
 
     def _forget_beginning(self) -> None:
-        """Of a long text, keep the end."""
+        """Drop the beginning of a long text."""
         while self._verified - self._rounds[0].token_ids.shape[0] >= MOST_VERIFIED:
             oldest = self._rounds.popleft().token_ids
             self._prompt = torch.cat([self._prompt, oldest])[-self._context :]
@@ -116,10 +116,8 @@ class Recorder:
             self._features.popleft()
 
     def finish(self) -> Trajectory | None:
-        """What the request left; None where nothing was verified after a prompt. Waits for the device.
-
-        Raises whatever went wrong while it was recorded.
-        """
+        """The trajectory of the request; None if nothing was verified after a prompt. Waits for the device. Raises the
+        first error of recording."""
         if self._failure is not None:
             raise self._failure
         start = time.perf_counter()
@@ -127,7 +125,7 @@ class Recorder:
         if not self._rounds or not prompt.shape[0]:
             return None
         rounds = list(self._rounds)
-        # The last token of a round is the target's own: what was drafted there was rejected, or nothing was.
+        # The last token of a round is the target's own: the draft there was rejected, or there was none.
         is_wrong = torch.zeros(self._verified, dtype=torch.bool, device="cpu")
         is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds], device="cpu").cumsum(0) - 1] = True
         shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.reachable_ids()[:LARGEST_SHORTLIST]
@@ -148,15 +146,15 @@ class Recorder:
         return trajectory
 
     def _without_features(self) -> int:
-        """How many of the kept tokens of the prompt come before those that an EAGLE head has features of, and could
-        not draft after: a passed-in cache held them. One is kept, so that there is a text to begin with."""
+        """The number of kept prompt tokens without features, since a passed-in cache held them. An EAGLE head cannot
+        draft after them. At least one token stays, so that the text is not empty."""
         if not self._features:
             return 0
         begin = self._first - self._prompt.shape[0]
         return max(0, min(self._features[0][0] - begin, self._prompt.shape[0] - 1))
 
     def _joined_features(self, begin: int, length: int) -> torch.Tensor | None:
-        """`[length, d · layers]`: of the text's tokens from `begin` on, zeros where they are not known."""
+        """`[length, d · layers]`: the features of the tokens from `begin` on; zeros if they are unknown."""
         if not self._features:
             return None
         joined = self._features[0][1].new_zeros(length, self._features[0][1].shape[1])

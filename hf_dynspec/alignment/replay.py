@@ -1,4 +1,4 @@
-"""What requests left for a drafter to learn from. It is users' text: it stays in memory, and `clear` erases it."""
+"""Remembered requests. They are users' text, which stays in memory; `clear` erases it."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ConfigurationError
 
-# Ids of a request's shortlist that are of use: the leading ones of those that are longer.
+# The most ids of a request's shortlist that are kept, from its beginning.
 LARGEST_SHORTLIST = 8192
 
 # The fields of a trajectory by kind.
@@ -25,24 +25,24 @@ _OF_VERIFIED = ("top_ids", "top_logits", "log_probabilities", "log_normalisers",
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What one request left: everything that a drafter can learn from it, and never full vocabularies.
+    """The record of one request that a drafter learns from, without rows of the full vocabulary.
 
-    `v` tokens were verified, of which the `i`-th is `token_ids[first + i]`; all tensors lie on the drafter's device.
+    Token `i` of the `v` verified ones is `token_ids[first + i]`. All tensors are on the drafter's device.
 
     Args:
         token_ids: int64 `[n]`, `n = first + v`: the last part of the prompt and the verified tokens.
-        first: where the verified tokens begin; at least 1.
-        top_ids: int64 `[v, K]`: the target's most probable tokens at the places where these were chosen.
-        top_logits: fp32 `[v, K]`: their logits, before any processor; −inf where there were fewer.
+        first: the index of the first verified token, at least 1.
+        top_ids: int64 `[v, K]`: the target's most probable tokens for each verified one.
+        top_logits: fp32 `[v, K]`: their logits, before any processor; −inf if there were fewer.
         log_probabilities: fp32 `[v]`: of the verified tokens under the target, over its full vocabulary, at the
-            temperature of the request; at 1 where it was greedy.
-        log_normalisers: fp32 `[v]`: what the logits, over that temperature, are less by as log-probabilities.
+            request's temperature (1 if greedy).
+        log_normalisers: fp32 `[v]`: logits / temperature − log-probabilities.
         is_wrong: bool `[v]`: the draft was rejected there, or there was none.
-        shortlist_ids: int64 `[s]`: the ids that the request was drafted from, `s` up to `LARGEST_SHORTLIST`.
-        features: `[n, d_target · layers]`: what an EAGLE head reads at each token, zeros where that is not known. None
-            for drafters that read nothing of the target.
-        temperature: what the request was generated at, 0 where it was greedy: what would be accepted goes by it.
-        is_chosen: bool `[v]`: a draft that begins there is learnt from. None: from all places.
+        shortlist_ids: int64 `[s]`: the ids of the request's shortlist, `s` up to `LARGEST_SHORTLIST`.
+        features: `[n, d_target · layers]`: the input of an EAGLE head at each token, zeros if unknown. None for
+            drafters that read nothing of the target.
+        temperature: the temperature of the request, 0 if greedy; acceptance depends on it.
+        is_chosen: bool `[v]`: whether to learn from a draft that begins there (None: from all).
     """
 
     token_ids: torch.Tensor
@@ -58,7 +58,7 @@ class Trajectory:
     is_chosen: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        # What was made in inference mode cannot be learnt from.
+        # Tensors of inference mode cannot be trained on.
         with torch.inference_mode(False):
             for field in fields(self):
                 value = getattr(self, field.name)
@@ -67,7 +67,7 @@ class Trajectory:
 
     @property
     def places(self) -> int | None:
-        """How many places are learnt from; None where these were not chosen."""
+        """The number of chosen places; None if none were chosen."""
         return None if self.is_chosen is None else int(self.is_chosen.sum())
 
     def up_to(self, count: int | None) -> "Trajectory | None":
@@ -88,11 +88,11 @@ class Trajectory:
 
 
 class ReplayBuffer:
-    """The trajectories of the last requests. Several threads may share one.
+    """The trajectories of the last requests. Shareable between threads.
 
     Args:
-        capacity: trajectories that it holds at most (B).
-        largest_bytes: what they may take together; one that is larger by itself is not taken in.
+        capacity: the most trajectories (B).
+        largest_bytes: the most bytes of all together. A single larger trajectory is not added.
     """
 
     def __init__(self, capacity: int = 32, largest_bytes: int = 2**28):
@@ -102,11 +102,7 @@ class ReplayBuffer:
         self._nbytes = 0
 
     def add(self, trajectory: Trajectory) -> bool:
-        """Take one in, for which the oldest leave where there is no room.
-
-        Returns:
-            Whether it was taken in.
-        """
+        """Add a trajectory; the oldest ones make room for it. Returns whether it was added."""
         with self._lock:
             if trajectory.nbytes > self._largest_bytes:
                 return False
@@ -123,10 +119,10 @@ class ReplayBuffer:
             self._nbytes = 0
 
     def batch(self, size: int, random: torch.Generator) -> list[Trajectory]:
-        """The newest trajectory, and others that are drawn without repeats.
+        """The newest trajectory, and others drawn without repeats.
 
         Args:
-            size: how many there are to be; fewer where it holds fewer.
+            size: the most trajectories to return.
             random: draws them; a generator of the CPU.
         """
         held = list(self)
@@ -137,7 +133,7 @@ class ReplayBuffer:
         return len(self._trajectories)
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """Those that are held now, the oldest first."""
+        """The present trajectories, the oldest first."""
         with self._lock:
             held = list(self._trajectories)
         return iter(held)
@@ -149,21 +145,21 @@ class ReplayBuffer:
 
 
 class FillingBuffer(ReplayBuffer):
-    """Places of requests, until there are enough of them for an update (Zhang et al. 2026, "EvoSpec", algorithm 1,
-    lines 25 to 29). What it takes in has its places chosen.
+    """Collects chosen places of requests until there are enough for an update (Zhang et al. 2026, "EvoSpec", algorithm
+    1, lines 25 to 29).
 
     Args:
-        capacity: places that an update is made on (B).
-        largest_bytes: what the requests that they are of may take together.
+        capacity: the places of an update (B).
+        largest_bytes: as for `ReplayBuffer`.
     """
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough of them."""
+        """Whether there are enough places for an update."""
         return sum(one.places for one in self) >= self._capacity
 
     def take(self) -> list[Trajectory]:
-        """The oldest places, as many as an update is made on or all that there are. They are forgotten here."""
+        """Remove and return the oldest places: as many as an update takes, or all."""
         taken: list[Trajectory] = []
         room = self._capacity
         with self._lock:
@@ -185,7 +181,7 @@ class FillingBuffer(ReplayBuffer):
 
 
 def requests_state(trajectories: Iterable[Trajectory]) -> list[dict[str, torch.Tensor]]:
-    """Of each request its tensors by the names of `Trajectory`, its numbers as tensors without dimensions. Copies."""
+    """Copies of each request's tensors by the names of `Trajectory`; numbers become tensors without dimensions."""
     state = []
     for trajectory in trajectories:
         values = {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
@@ -198,16 +194,16 @@ def requests_state(trajectories: Iterable[Trajectory]) -> list[dict[str, torch.T
 def requests_from(
     state: Sequence[Mapping[str, torch.Tensor]], num_embeddings: int, reads_features: bool, device: torch.device
 ) -> list[Trajectory]:
-    """What `requests_state` gave, of which nothing is believed.
+    """Check a state of `requests_state`, which may be hostile, and make its trajectories.
 
     Args:
-        state: of each request.
-        num_embeddings: how many ids the drafter reads.
+        state: the state of each request.
+        num_embeddings: the number of ids that the drafter reads.
         reads_features: whether it reads hidden states of the target.
-        device: where the requests are going to lie.
+        device: the device of the trajectories.
 
     Raises:
-        ConfigurationError: it is no such state, or of another kind of drafter. Says what is wrong.
+        ConfigurationError: it is no such state, or of another kind of drafter; names what is wrong.
     """
     trajectories = []
     for number, one in enumerate(state):
@@ -220,7 +216,7 @@ def requests_from(
 
 
 def _problem(one: Mapping[str, torch.Tensor], num_embeddings: int, reads_features: bool) -> str | None:
-    """What is wrong with the state of a request; None where nothing is."""
+    """The first problem of a request's state, or None."""
     names = {field.name for field in fields(Trajectory)}
     if wrong := sorted((names - one.keys() - {*_MAY_MISS}) | (one.keys() - names)):
         return f"it lacks or has too much of {', '.join(map(str, wrong))}"
@@ -232,7 +228,7 @@ def _problem(one: Mapping[str, torch.Tensor], num_embeddings: int, reads_feature
 
 
 def _problem_of_tensors(one: Mapping[str, torch.Tensor]) -> str | None:
-    """What is wrong with dtypes and shapes."""
+    """The first problem of dtypes and shapes, or None."""
     for name, value in one.items():
         if not _is_of_its_kind(name, value.dtype):
             return f"{name} is {value.dtype}"
@@ -260,13 +256,13 @@ def _is_of_its_kind(name: str, dtype: torch.dtype) -> bool:
 
 
 def _problem_of_values(one: Mapping[str, torch.Tensor], num_embeddings: int) -> str | None:
-    """What is wrong with the numbers."""
+    """The first problem of the numbers, or None."""
     if any(bool((one[name] < 0).any()) for name in _IDS) or bool((one["token_ids"] >= num_embeddings).any()):
         return f"an id is no token; there are {num_embeddings}"
     for name in ("log_probabilities", "log_normalisers", "features"):
         if name in one and not bool(one[name].isfinite().all()):
             return f"{name} holds NaN or infinity"
-    # −inf stands for ids that there were not.
+    # −inf stands for missing ids.
     if bool((one["top_logits"].isnan() | (one["top_logits"] == torch.inf)).any()):
         return "top_logits holds NaN or infinity"
     temperature = float(one["temperature"])

@@ -222,9 +222,10 @@ class Diagnosis:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the gain is larger than its standard error, and enough drafts stand behind it."""
+        """Whether the gain or loss is larger than two standard errors, as the fastest of several settings is chosen,
+        and enough drafts stand behind it."""
         best = self.best
-        return best.error is not None and best.ratio - best.error > 1 and best.rounds >= _FEW_DRAFTS
+        return best.error is not None and abs(best.ratio - 1) > 2 * best.error and best.rounds >= _FEW_DRAFTS
 
     @property
     def head_share(self) -> float:
@@ -234,12 +235,13 @@ class Diagnosis:
         return (profile["head"] + profile["choice"]) / drafting if drafting else 0.0
 
     @property
-    def oracle(self) -> float:
+    def oracle(self) -> float | None:
         """The ratio to plain generation that chains with the full vocabulary would have, if scoring and choosing
-        tokens took no time: what any shortlist can win at most."""
+        tokens took no time: the most that any shortlist can win. None if no text of `full` had a second round."""
         profile = self.profiles[FULL]
-        (full,) = (one for one in self.speeds if one.policy == FULL and one.steps == self.settings.lengths[1])
-        return full.ratio / max(1e-9, 1 - (profile["head"] + profile["choice"]) / sum(profile.values()))
+        share = (profile["head"] + profile["choice"]) / sum(profile.values())
+        full = [one.ratio for one in self.speeds if one.policy == FULL and one.steps == self.settings.lengths[1]]
+        return full[0] / max(1e-9, 1 - share) if full else None
 
     def acceptance(self, way: TimedSetting) -> list[tuple[float, int]]:
         """For each draft step of chains: the share of drafts that were accepted, among those whose predecessor was,
@@ -256,25 +258,25 @@ class Diagnosis:
     def sentence(self) -> str:
         """What to do, in words."""
         best = self.best
+        basis = f"measured on {counted(best.prompts, 'prompt')} with {counted(best.rounds, 'draft')}"
+        basis += "." if self.is_sure else "; more prompts or seconds would make that surer."
         if best.tokens_per_round < _LEAST_GAIN:
             faster = f"; the {best.ratio:.2f} times of plain generate's speed come from no draft"
             return (
                 f"Use none: hardly any draft is accepted. With {best.policy} and {best.shape}, the fastest, a round "
-                f"has {best.tokens_per_round:.2f} tokens, and plain generate one{faster if best.ratio > 1 else ''}."
+                f"has {best.tokens_per_round:.2f} tokens, and plain generate one{faster if best.ratio > 1 else ''}, "
+                f"{basis}"
             )
         if not self.pays:
-            why = "too few drafts are accepted" if self.oracle < 1 else "drafting costs what it wins"
+            why = "too few drafts are accepted" if (self.oracle or 0.0) < 1 else "drafting costs what it wins"
             return (
                 f"Use none: the fastest drafts, by {best.policy} with {best.shape}, have {best.ratio:.2f} times the "
-                f"speed of plain generate; {why}."
+                f"speed of plain generate ({why}), {basis}"
             )
         error = "" if best.error is None else f" (±{best.error:.2f})"
         speed = f"{best.ratio:.2f} times{error} the speed of plain generate"
-        basis = f"measured on {counted(best.prompts, 'prompt')} with {counted(best.rounds, 'draft')}"
         said = f"{best.policy} with {best.shape}: {speed}, {shown_speed(best.tokens_per_second)} tokens per second"
-        if self.is_sure:
-            return f"Use {said}, {basis}."
-        return f"Try {said}, {basis}; more prompts or seconds would make that surer."
+        return f"{'Use' if self.is_sure else 'Try'} {said}, {basis}"
 
     @property
     def line(self) -> str:
@@ -310,8 +312,13 @@ class Diagnosis:
             f"{self._described()}, {cpu_threads(self.threads)}.",
             f"One tokenizer of {self.vocabulary['tokens']:,} tokens; the heads score "
             f"{' and '.join(f'{one:,}' for one in rows)} rows.",
-            f"The LM head takes {self.head_share:.0%} of a draft step with the full vocabulary. If it took no time, "
-            f"chains of {middle} would have {self.oracle:.2f} times the speed of plain generate: that is the oracle.",
+            f"The LM head takes {self.head_share:.0%} of a draft step with the full vocabulary."
+            + (
+                ""
+                if self.oracle is None
+                else f" If it took no time, chains of {middle} would have {self.oracle:.2f} times the speed of plain "
+                "generate: that is the oracle."
+            ),
         ]
         product = self.head_product
         if product is not None and (prompts := self.usable_prompts(product)):

@@ -37,6 +37,8 @@ _WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.65, 0.9
 # Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
 _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
+# Seconds past the end after which no more prompts are tried, even if all texts so far ended at once.
+_PATIENCE = 10.0
 # The least seconds of one call, however little time is left.
 _LEAST_SECONDS = 0.5
 # On a CPU, this share of the time without this thread shows that the computer does other work.
@@ -226,8 +228,11 @@ class _Measurement:
         prompts = self._take_turns([*plain, *diagnosis.timed], len(self._prompts), _POLICIES_END)
         best = diagnosis.best.policy
         others = [TimedSetting(best, short), TimedSetting(best, long)]
-        if self._has_trees(best):
-            others.append(TimedSetting(best, self._settings.resolved_tree()))
+        tree = self._settings.resolved_tree()
+        if tree is not None and not self._fits(len(others) + 1, _LENGTHS_END):
+            diagnosis.notes.append(f"trees were left out: {_NO_TIME}")
+        elif tree is not None and self._has_trees(best, tree):
+            others.append(TimedSetting(best, tree))
         while others and not self._fits(len(others), _LENGTHS_END):
             left_out = others.pop().shape
             shape = f"chains of {left_out}" if isinstance(left_out, int) else "trees"
@@ -283,11 +288,8 @@ class _Measurement:
         assistant.generation_config.assistant_confidence_threshold = 0.0
         return assistant
 
-    def _has_trees(self, label: str) -> bool:
-        """Make the assistant that drafts trees with a policy, and warm it up."""
-        tree = self._settings.resolved_tree()
-        if tree is None:
-            return False
+    def _has_trees(self, label: str, tree: TreeConfig) -> bool:
+        """Make the assistant that drafts trees with a policy, and warm it up. False if the target takes none."""
         try:
             self._assistants[label, tree] = self._make(self._diagnosis.policies[label], tree=tree)
         except UnsupportedError as error:
@@ -309,7 +311,8 @@ class _Measurement:
                 way.calls.append(self._generate(way, number, self._tokens))
                 if way.shape is not None:
                     way.stats.add(self._assistant(way).stats)
-            if 2 * self._spent() - began > end and self._diagnosis.usable_prompts(*ways):
+            is_late = time.monotonic() - self._began > self._settings.seconds + _PATIENCE
+            if is_late or (2 * self._spent() - began > end and self._diagnosis.usable_prompts(*ways)):
                 return number + 1
         return prompts
 
