@@ -385,7 +385,8 @@ class Aligner:
         device = next(drafter.module.parameters()).device
         requests = requests_from(state, drafter.num_embeddings, bool(drafter.reads), device)
         try:
-            chosen = [self.learner.chosen_again(one) for one in requests]
+            cut = [one.up_to(self._drafter.most_positions) for one in requests]
+            chosen = [one and self.learner.chosen_again(one) for one in cut]
         except RuntimeError as error:
             raise ConfigurationError(f"the requests are of another drafter: {error!s:.200}") from error
         for one in chosen:

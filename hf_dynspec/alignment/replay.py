@@ -77,7 +77,8 @@ class Trajectory:
         if count <= self.first:
             return None
         kept = {"token_ids": self.token_ids[:count]}
-        kept |= {name: getattr(self, name)[: count - self.first] for name in _OF_VERIFIED}
+        rows = {name: getattr(self, name) for name in (*_OF_VERIFIED, "is_chosen")}
+        kept |= {name: None if value is None else value[: count - self.first] for name, value in rows.items()}
         return replace(self, **kept, features=None if self.features is None else self.features[:count])
 
     @property

@@ -45,3 +45,20 @@ def test_alignment_learns_from_texts_longer_than_the_position_table(length, recw
     assert assistant.alignment.stats.error is None
     assert not [one for one in recwarn if "alignment failed" in str(one.message)]
     assert bool(assistant.alignment.stats.updates) == (length < POSITIONS)
+
+
+def test_loaded_requests_are_cut_to_the_position_table():
+    target = tiny()
+    alignment = OnlineAlignment(synchronous=True, gate=False, fill="gate", align_threshold=0.0)
+    long = model_of("gpt2", max_position_embeddings=4 * POSITIONS)
+    assistant = DynSpecAssistant(long, "full", target=target, alignment=alignment)
+    generate(target, assistant, prompt(POSITIONS - 4), max_new_tokens=40)
+    requests = assistant.alignment.state_dict(include_buffer=True)["adapters"]["default"]["requests"]
+    assert requests[0]["token_ids"].shape[0] > POSITIONS and "is_chosen" in requests[0]
+    own = DynSpecAssistant(short_drafter("gpt2"), "full", target=target, alignment=alignment).alignment
+    state = own.state_dict(include_buffer=True)
+    state["adapters"]["default"]["requests"] = requests
+    own.load_state_dict(state)
+    (kept,) = own.adapter.buffer
+    assert kept.token_ids.shape[0] == POSITIONS
+    assert own.update_now() is not None
