@@ -511,7 +511,8 @@ class Aligner:
             return
         self.budget.spend(recorder.seconds)
         # Nothing is drafted past the drafter's positions, so nothing is learned there.
-        trajectory = trajectory and trajectory.up_to(self._drafter.most_positions)
+        most = self._drafter.most_positions
+        trajectory = trajectory and trajectory.up_to(None if most is None else most - recorder.start)
         if trajectory is not None:
             is_cuda = self._device.type == "cuda"
             event = torch.cuda.current_stream(self._device).record_event() if is_cuda else None

@@ -38,6 +38,7 @@ class Recorder:
     Attributes:
         temperature: the temperature of the request; 0 if greedy.
         seconds: the time of recording.
+        start: the position in the text at which the trajectory begins; set by `finish`.
     """
 
     def __init__(self, top_k: int, context: int, adapter: Any):
@@ -45,6 +46,7 @@ class Recorder:
         self.adapter = adapter
         self.temperature = 0.0
         self.seconds = 0.0
+        self.start = 0
         self._context = context
         self._prompt = torch.empty(0, dtype=torch.int64, device="cpu")
         # The number of tokens before the first recorded round.
@@ -129,6 +131,7 @@ class Recorder:
         is_wrong = torch.zeros(self._verified, dtype=torch.bool, device="cpu")
         is_wrong[torch.tensor([one.token_ids.shape[0] for one in rounds], device="cpu").cumsum(0) - 1] = True
         shortlist_ids = prompt[:0] if self._shortlist is None else self._shortlist.reachable_ids()[:LARGEST_SHORTLIST]
+        self.start = self._first - prompt.shape[0]
         token_ids = torch.cat([prompt, *[one.token_ids for one in rounds]])
         trajectory = Trajectory(
             token_ids,
@@ -139,7 +142,7 @@ class Recorder:
             torch.cat([one.log_normalisers for one in rounds]),
             is_wrong.to(prompt.device),
             shortlist_ids.clone(),
-            self._joined_features(self._first - prompt.shape[0], token_ids.shape[0]),
+            self._joined_features(self.start, token_ids.shape[0]),
             float(self.temperature),
         )
         self.seconds += time.perf_counter() - start

@@ -35,10 +35,11 @@ def test_positions_that_are_computed_have_no_end(family):
     assert as_drafter(model_of(family)).most_positions is None
 
 
+@pytest.mark.parametrize("context", [4, 128])
 @pytest.mark.parametrize("length", [POSITIONS - 10, POSITIONS, POSITIONS + 8])
-def test_alignment_learns_from_texts_longer_than_the_position_table(length, recwarn):
+def test_alignment_learns_from_texts_longer_than_the_position_table(length, context, recwarn):
     target, drafter = tiny(), short_drafter("gpt2")
-    alignment = OnlineAlignment(synchronous=True, gate=False, context=128)
+    alignment = OnlineAlignment(synchronous=True, gate=False, context=context)
     assistant = DynSpecAssistant(drafter, "full", target=target, alignment=alignment)
     for seed in range(3):
         generate(target, assistant, prompt(length, seed), max_new_tokens=30, eos_token_id=VOCABULARY - 1)

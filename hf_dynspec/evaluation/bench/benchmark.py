@@ -1,5 +1,5 @@
-"""The benchmark: plain generation, transformers' assisted generation and shortlists on the same prompts. It is a suite
-of one prompt a stretch that runs in memory."""
+"""The benchmark: plain generation, transformers' assisted generation and shortlists on the same prompts. It is an
+evaluation whose results stay in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from ..prompts import WorkloadPrompt, read_workload
 from ..settings import SystemsSettings
 from ..suites.runner import Run
 from ..suites.runs import COVERAGE, PROFILE, TIMED, RunMemory
-from .systems import BASELINES, Combination, combine, open_systems
+from .systems import BASELINES, Combination, open_systems
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,25 @@ class BenchmarkResult:
     Args:
         settings: the settings.
         policies: the policies by label.
-        combinations: the parts of each assistant by its label, in the order of the tables.
         prompts: identifier, domain and number of tokens of each prompt.
         models: descriptions of the target and the drafters.
         threads: CPU threads in use.
         started: UTC time in ISO format.
         finished: UTC time; None while the run is not complete.
         notes: notes for the reader, such as a baseline that could not run.
+        combinations: the parts of each assistant by its label, in the order of the tables.
         memory: a line for each call, see `suites.runs`.
     """
 
     settings: BenchmarkSettings
     policies: dict[str, ShortlistPolicy]
-    combinations: dict[str, Combination]
     prompts: list[dict[str, Any]]
     models: dict[str, Any]
     threads: int
     started: str
     finished: str | None = None
     notes: list[str] = field(default_factory=list)
+    combinations: dict[str, Combination] = field(default_factory=dict)
     memory: RunMemory = field(default_factory=RunMemory)
 
     @property
@@ -186,7 +186,6 @@ def run_benchmark(
         result = BenchmarkResult(
             settings=settings,
             policies=policies,
-            combinations=combine(list(pair.drafters), policies, settings.resolved_shapes()),
             prompts=pair.described_prompts(),
             models=pair.described_models(),
             threads=torch.get_num_threads(),
@@ -196,6 +195,7 @@ def run_benchmark(
         by_domain = {label: dict.fromkeys(domains, policy) for label, policy in policies.items()}
         kinds = (PROFILE, COVERAGE) if settings.measure_coverage else (PROFILE,)
         with open_systems(pair, settings, by_domain, result.notes) as systems:
+            result.combinations = {one.label: one.parts for one in systems if one.parts is not None}
             run = Run(settings, result.memory, pair, systems, None, report, kinds=kinds)
             try:
                 run.everything(after_repeat=lambda: save(result))

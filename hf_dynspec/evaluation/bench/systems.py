@@ -33,10 +33,8 @@ TRANSFORMERS = "transformers"
 TRANSFORMERS_DEFAULTS = "transformers' defaults"
 PROMPT_LOOKUP = "prompt lookup"
 RIVALS = (TRANSFORMERS_DEFAULTS, PROMPT_LOOKUP)
-# Their rounds are counted by the target's forwards.
-DRAFTING_BASELINES = (TRANSFORMERS, *RIVALS)
-# In the order of the tables.
-BASELINES = (PLAIN, HEAD_PRODUCT, *DRAFTING_BASELINES)
+# In the order of the tables. Their rounds are counted by the target's forwards.
+BASELINES = (PLAIN, HEAD_PRODUCT, TRANSFORMERS, *RIVALS)
 
 # All systems except the rivals draft the same number of tokens in every round, so that rounds compare. transformers'
 # default is 20, and a draft ends after the first token with a drafter probability below 0.4.

@@ -202,7 +202,6 @@ class _Measurement:
         self._clock = Stopwatch(enabled=False, devices=devices)
         self._assistants: dict[tuple[str, TreeConfig | None], Any] = {}
         self._began = time.monotonic()
-        self._tokens = _WARM_UP_TOKENS
         # Seconds of plain generation for a token, and the most seconds of a call if not even short texts fit.
         self._token_seconds = 0.0
         self._most_seconds: float | None = None
@@ -224,8 +223,7 @@ class _Measurement:
         diagnosis.timed = [TimedSetting(label, middle) for label in started]
         wanted = self._left(_POLICIES_END) / (_WANTED_PROMPTS * (len(plain) + len(started)))
         fitting = max(_FEWEST_TOKENS, int(wanted / self._token_seconds))
-        self._tokens = min(self._settings.max_new_tokens, fitting)
-        prompts = self._take_turns([*plain, *diagnosis.timed], len(self._prompts), _POLICIES_END)
+        prompts = self._take_turns([*plain, *diagnosis.timed], len(self._prompts), fitting, _POLICIES_END)
         best = diagnosis.best.policy
         others = [TimedSetting(best, short), TimedSetting(best, long)]
         tree = self._settings.resolved_tree()
@@ -239,7 +237,7 @@ class _Measurement:
             diagnosis.notes.append(f"{shape} were left out: {_NO_TIME}")
         diagnosis.timed += others
         if others:
-            self._take_turns(others, prompts, _LENGTHS_END)
+            self._take_turns(others, prompts, fitting, _LENGTHS_END)
         for label in dict.fromkeys((FULL, best)):
             self._tell(f"profiling, {label}")
             diagnosis.profiles[label] = self._profile(label)
@@ -295,10 +293,10 @@ class _Measurement:
         except UnsupportedError as error:
             self._diagnosis.notes.append(f"trees were left out: {error}")
             return False
-        self._generate(TimedSetting(label, tree), 0, _WARM_UP_TOKENS)
+        self._generate(TimedSetting(label, tree), 0)
         return True
 
-    def _take_turns(self, ways: Sequence[TimedSetting], prompts: int, end: float) -> int:
+    def _take_turns(self, ways: Sequence[TimedSetting], prompts: int, tokens: int, end: float) -> int:
         """Time all ways on one prompt after another, until a share of the seconds is spent. The ways take turns in
         going first, so that none always finds warm caches. Returns the number of prompts: at least one whose texts
         have more than one round, if there is one."""
@@ -308,7 +306,7 @@ class _Measurement:
             turn = number % len(ways)
             for way in (*ways[turn:], *ways[:turn]):
                 self._tell(f"prompt {number + 1}, {way.policy}")
-                way.calls.append(self._generate(way, number, self._tokens))
+                way.calls.append(self._generate(way, number, tokens))
                 if way.shape is not None:
                     way.stats.add(self._assistant(way).stats)
             is_late = time.monotonic() - self._began > self._settings.seconds + _PATIENCE
@@ -333,10 +331,10 @@ class _Measurement:
             rounds, seconds = many.rounds, many.seconds
         return {name: value / rounds for name, value in seconds.items()}
 
-    def _generate(self, way: TimedSetting, number: int, new_tokens: int | None = None) -> TimedCall:
+    def _generate(self, way: TimedSetting, number: int, new_tokens: int = _WARM_UP_TOKENS) -> TimedCall:
         """Generate once, for no longer than the seconds that are left."""
         settings, input_ids = self._settings, self._prompts[number]
-        new_tokens = min(new_tokens or _WARM_UP_TOKENS, settings.max_new_tokens)
+        new_tokens = min(new_tokens, settings.max_new_tokens)
         config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
         most = self._left(1.0) if self._most_seconds is None else self._most_seconds
         config.max_time = max(_LEAST_SECONDS, most)
