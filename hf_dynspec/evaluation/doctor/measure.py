@@ -37,8 +37,8 @@ _WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.65, 0.9
 # Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
 _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
-# Seconds past the end after which no more prompts are tried, even if all texts so far ended at once.
-_PATIENCE = 10.0
+# Past the end, so many prompts are tried if all texts so far ended at once.
+_MOST_ENDED_TEXTS = 3
 # The least seconds of one call, however little time is left.
 _LEAST_SECONDS = 0.5
 # On a CPU, this share of the time without this thread shows that the computer does other work.
@@ -309,9 +309,9 @@ class _Measurement:
                 way.calls.append(self._generate(way, number, tokens))
                 if way.shape is not None:
                     way.stats.add(self._assistant(way).stats)
-            is_late = time.monotonic() - self._began > self._settings.seconds + _PATIENCE
-            if is_late or (2 * self._spent() - began > end and self._diagnosis.usable_prompts(*ways)):
-                return number + 1
+            if 2 * self._spent() - began > end:
+                if self._diagnosis.usable_prompts(*ways) or number + 1 >= _MOST_ENDED_TEXTS:
+                    return number + 1
         return prompts
 
     def _assistant(self, way: TimedSetting) -> Any:
