@@ -415,7 +415,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     file = tmp_path / "doctor.json"
     words = ["--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl"]
     words += ["--limit", 2, "--policy", "hybrid", "--tree", "8/2/3", "--num-assistant-tokens", 4]
-    words += ["--max-new-tokens", 16, "--seconds", 4, "--threads", 1, "--temperature", 0.8, "--json", file]
+    words += ["--max-new-tokens", 16, "--seconds", 60, "--threads", 1, "--temperature", 0.8, "--json", file]
     result = invoke(*words)
     assert result.exit_code == 0, result.exception
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -430,7 +430,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     ]
     assert written["best"] == max(written["measured"], key=lambda one: one["ratio"])
     assert [len(one["by_step"]) for one in written["acceptance"]] == [2, 2, 1, 4]
-    assert 0 < written["head_share"] < 1 and 1 <= len(written["prompts"]) <= 2
+    assert 0 < written["head_share"] < 1 and len(written["prompts"]) == 2
     assert written["provenance"]["command"][:3] == ["hf-dynspec", "doctor", "--target"]
     assert str(POCKET.parent) not in file.read_text(encoding="utf-8")
     assert max(map(len, result.stdout.splitlines())) <= 80
