@@ -164,6 +164,11 @@ class GenerateCall:
         return AutomaticCall(chooser, stops_early)
 
     @property
+    def stats(self) -> DraftingStatistics:
+        """The counts of this call."""
+        return self._stats
+
+    @property
     def drafts_trees(self) -> bool:
         """Whether candidates are trees."""
         return self._scheduler.tree is not None
@@ -282,11 +287,15 @@ class GenerateCall:
             )
         if has_prompt_rows:
             self._feedback.take_prompt_rows(outputs, earlier_rows)
+        self.has_verified(outputs)
+        return outputs
+
+    def has_verified(self, outputs: Any) -> None:
+        """Take note of the target's outputs for the candidates of the round."""
         logits = outputs.logits[0]
-        is_chain = candidates is None or candidates.is_chain
+        is_chain = self._candidates is None or self._candidates.is_chain
         looks_at_all = is_chain and is_host_memory(logits.device)
         self.best_tokens = BestTokens(logits, self._feedback.best_count) if looks_at_all else None
-        return outputs
 
     @outside_inference_mode
     def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:

@@ -1,8 +1,8 @@
 """Keys and values of one or more texts at addresses that stay.
 
-transformers' dynamic caches copy all keys at each step, wherever there is room, and the host has to know how many there
-are. Here a row of slots is reserved for each text, the lengths lie on the device, and nothing is copied but new keys. So
-a round reads and writes the same addresses every time, whatever its texts are and however much of a draft is accepted.
+A dynamic cache of transformers copies all keys at each step, and the host has to know how many there are. Here slots
+are reserved for each text, the lengths lie on the device, and nothing is copied but new keys. So a round reads and
+writes the same addresses every time, whatever its texts are and however much of a draft is accepted.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from tests.models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferen
 
 # The root's children are 1 and 2, those of 1 are 3 and 4, and 5 follows 4.
 PARENTS = [-1, 0, 0, 1, 1, 4]
-LENGTHS = [5, 23, 14]
+LENGTHS = [5, 30, 14]
 
 
 def gpt_oss():
