@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..cache_names import CACHE, cache_inputs, returned_cache
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..errors import UnsupportedError
-from ..kernels.attention import QueryRows
+from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.masks import descent

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import cache_inputs, returned_cache
 from ..errors import UnsupportedError
-from ..kernels.attention import QueryRows
+from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights

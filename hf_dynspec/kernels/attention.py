@@ -4,14 +4,11 @@ Keys and values lie in memory of fixed size, and the lengths of the texts lie on
 same shapes and addresses in every round, while its cost follows the lengths and not the size of the memory.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-
-from ..devices import is_host_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,12 +153,3 @@ def _visible(rows: QueryRows, text: int, before: int, window: int | None) -> tor
         behind = torch.cat([torch.arange(-before, 0, device=levels.device), levels])
         visible &= levels[-within.shape[0] :].unsqueeze(1) - behind < window
     return visible
-
-
-def round_attention_for(device: torch.device) -> RoundAttention:
-    """Return the fastest `RoundAttention` for a device."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from .triton_attention import round_attention as on_gpu
-
-        return on_gpu
-    return host_round_attention if is_host_memory(device) else round_attention

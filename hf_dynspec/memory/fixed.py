@@ -12,7 +12,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
-from ..kernels.attention import QueryRows
+from ..kernels import QueryRows
 from ..modeling.masks import attention_windows
 
 

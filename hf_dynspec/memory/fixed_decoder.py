@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..cache_names import cache_inputs
 from ..errors import UnsupportedError
-from ..kernels.attention import QueryRows, round_attention_for
+from ..kernels import QueryRows, round_attention_for
 from ..modeling.masks import attention_windows
 from ..modeling.parts import decoder_of
 from .fixed import FixedMemory

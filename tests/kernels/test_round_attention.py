@@ -13,7 +13,8 @@ import sys
 import pytest
 import torch
 
-from hf_dynspec.kernels.attention import QueryRows, host_round_attention, round_attention, round_attention_for
+from hf_dynspec.kernels import QueryRows, round_attention_for
+from hf_dynspec.kernels.attention import host_round_attention, round_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")

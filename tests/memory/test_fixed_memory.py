@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
 
 from hf_dynspec.cache_names import cache_inputs
-from hf_dynspec.kernels.attention import QueryRows
+from hf_dynspec.kernels import QueryRows
 from hf_dynspec.memory.fixed import FixedMemory
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from tests.models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
