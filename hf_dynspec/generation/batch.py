@@ -22,7 +22,7 @@ from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.masks import descent
 from ..protocol import Candidates
-from ..stats import DraftingStatistics
+from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import AUTO, LONGEST_DRAFT
 from .arguments import CallArguments
 from .bindable import Assistant
@@ -109,13 +109,13 @@ def generate_batch(
         for row, mask in zip(inputs, is_token, strict=True)
         for _ in range(copies)
     ]
-    with ExitStack() as stack:
-        texts = [_Text(target, one, stack.enter_context(assistant.open_call())) for one in prepared]
-        batch = _Batch(assistant, [one.call_length for one in texts])
-        for number, text in enumerate(texts):
-            batch.begin(number, text)
-        batch.run()
-    _publish_sum(assistant, texts)
+    batch = _Batch(assistant)
+    try:
+        with ExitStack() as stack:
+            texts = [_Text(target, one, stack.enter_context(assistant.open_call())) for one in prepared]
+            batch.run(texts)
+    finally:
+        batch.publish()
     new = [text.new_tokens for text in texts]
     width = max(map(len, new))
     padding = prepared[0].generation_config._pad_token_tensor
@@ -192,6 +192,8 @@ class _Text:
 
     def __init__(self, target: PreTrainedModel, prepared: _Prepared, call: GenerateCall):
         self._prepared, self.call = prepared, call
+        # All texts together make the counts of one call.
+        call.publishes = False
         self.input_ids, config = prepared.input_ids, prepared.generation_config
         processors, criteria = prepared.logits_processor, prepared.stopping_criteria
         self._verifier = Verifier(processors, criteria, bool(config.do_sample), call.wants_scores)
@@ -245,30 +247,61 @@ class _Batch:
 
     Args:
         assistant: a bound assistant.
-        lengths: the longest that each text may become.
+
+    Raises:
+        UnsupportedError: its target cannot read a batch in fixed memory.
     """
 
-    def __init__(self, assistant: Assistant, lengths: list[int]):
-        self._forward = assistant.forward
+    def __init__(self, assistant: Assistant):
+        self._assistant, self._forward = assistant, assistant.forward
         self._target = self._forward.model
         self._forward.require_batches()
         self._decoder = FixedDecoder(self._target)
-        self._texts: list[_Text] = []
         self._most_nodes = _most_nodes(assistant)
-        self._longest = max(lengths)
-        self._count = len(lengths)
+        devices = (assistant.drafter.head.device, assistant.target.device)
+        self._stopwatch = Stopwatch(assistant.profile, devices)
+        self._start = self._stopwatch.now() if self._stopwatch.enabled else 0.0
+        self._calls: list[GenerateCall] = []
+        self._texts: list[_Text] = []
+        self._longest = 0
         self._memory: FixedMemory | None = None
 
-    def begin(self, number: int, text: _Text) -> None:
-        """Read the prompt of a text, and take what the target remembers of it."""
-        text.read_prompt()
+    def run(self, texts: list[_Text]) -> None:
+        """Generate until all texts have ended."""
+        self._calls = [text.call for text in texts]
+        self._longest = max(text.call_length for text in texts)
+        for text in texts:
+            text.read_prompt()
+            self._take_prompt(text, len(texts))
+        while self._leave_ended():
+            for text in self._texts:
+                text.propose()
+            self._reserve(max(text.input_ids.shape[1] for text in self._texts))
+            with self._stopwatch.section("verification"):
+                outputs = self._verify()
+            outcomes = [text.observe(one) for text, one in zip(self._texts, outputs, strict=True)]
+            self._keep(outcomes)
+
+    def publish(self) -> None:
+        """Make the counts of all texts together the assistant's."""
+        total = DraftingStatistics()
+        for call in self._calls:
+            total.add(call.stats)
+        if self._stopwatch.enabled:
+            # A text waits for the others, so the rest of its time is not its own.
+            total.seconds = {name: total.seconds.get(name, 0.0) + own for name, own in self._stopwatch.seconds.items()}
+            total.seconds["other"] = max(0.0, self._stopwatch.now() - self._start - sum(total.seconds.values()))
+        self._assistant.publish(total)
+
+    def _take_prompt(self, text: _Text, count: int) -> None:
+        """Take what the target remembers of a prompt, which is the next of `count`."""
         length = text.input_ids.shape[1] - 1
         if self._memory is None:
             config = self._target.config.get_text_config()
             capacity = self._capacity(length + _FIRST_POSITIONS)
-            self._memory = FixedMemory.like(text.cache, config, self._count, capacity, self._most_nodes)
+            self._memory = FixedMemory.like(text.cache, config, count, capacity, self._most_nodes)
         self._reserve(length)
-        self._memory.begin(number, text.cache, length)
+        self._memory.begin(len(self._texts), text.cache, length)
         text.cache = None
         self._texts.append(text)
 
@@ -280,16 +313,6 @@ class _Batch:
         if length + self._most_nodes > self._memory.capacity:
             everyone = torch.arange(len(self._memory.lengths), device=self._memory.lengths.device)
             self._memory = self._memory.copy(everyone, self._capacity(2 * length))
-
-    def run(self) -> None:
-        """Go on until all texts have ended."""
-        while self._leave_ended():
-            for text in self._texts:
-                text.propose()
-            self._reserve(max(text.input_ids.shape[1] for text in self._texts))
-            outputs = self._verify()
-            outcomes = [text.observe(one) for text, one in zip(self._texts, outputs, strict=True)]
-            self._keep(outcomes)
 
     def _leave_ended(self) -> bool:
         """Drop texts that ended. Whether any is left."""
@@ -369,11 +392,3 @@ def _most_nodes(assistant: Assistant) -> int:
     tokens = DEFAULT_NUM_ASSISTANT_TOKENS if config.num_assistant_tokens is None else config.num_assistant_tokens
     is_fixed = tokens != AUTO and config.num_assistant_tokens_schedule in (None, "constant")
     return 1 + (tokens if is_fixed else LONGEST_DRAFT)
-
-
-def _publish_sum(assistant: Assistant, texts: list[_Text]) -> None:
-    """Make the counts of all texts together those of the last call."""
-    total = DraftingStatistics()
-    for text in texts:
-        total.add(text.call.stats)
-    assistant.stats = total

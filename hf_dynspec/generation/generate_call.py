@@ -35,10 +35,12 @@ class GenerateCall:
 
     Attributes:
         keeps_session: the session goes on with a longer text in another call.
+        publishes: its counts become the assistant's when it is closed.
         best_tokens: of the round's verification, if all rows are looked at.
     """
 
     keeps_session = False
+    publishes = True
     # Whether automatic drafting may choose, and the aligner may learn.
     _learns = True
 
@@ -360,7 +362,8 @@ class GenerateCall:
             if not has_failed:
                 self._session.end_call()
         self._leave_session(self._session)
-        self._assistant.publish(self._stats)
+        if self.publishes:
+            self._assistant.publish(self._stats)
 
 
 def _covered_mass(candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from transformers import (
     pipeline,
 )
 
-from hf_dynspec import DynSpecAssistant
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import batch
 from hf_dynspec.shortlists import POLICIES
+from hf_dynspec.stats import SECTIONS
 
 LENGTHS = (5, 30, 14)
 FAMILIES = ("llama", "gemma3", "gemma2", "mistral", "gpt2", "cohere2", "granite")
@@ -178,6 +180,24 @@ def test_counts_are_those_of_all_texts(target):
     output = assert_each_as_alone(target, assistant, eos_token_id=None)
     assert assistant.stats.calls == 3 and assistant.stats.tokens == 3 * (output.shape[1] - 30)
     assert assistant.stats_total.tokens == assistant.stats.tokens
+
+
+def test_a_profile_divides_the_time_of_the_call(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target, profile=True, measure_coverage=True, validate=True)
+    start = time.perf_counter()
+    target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    elapsed = time.perf_counter() - start
+    seconds = assistant.stats.seconds
+    assert set(seconds) == {*SECTIONS, "other"} and min(seconds.values()) >= 0 and seconds["verification"] > 0
+    assert 0.5 * elapsed < sum(seconds.values()) <= elapsed
+    assert 0 < assistant.stats.coverage <= 1
+
+
+def test_the_drafter_learns_from_every_text(target):
+    alignment = OnlineAlignment(synchronous=True)
+    assistant = DynSpecAssistant(perturbed(target), target=target, alignment=alignment)
+    assert_each_as_alone(target, assistant, max_new_tokens=60, eos_token_id=None)
+    assert assistant.alignment.stats.requests == 3
 
 
 def test_a_text_generation_pipeline(target):
