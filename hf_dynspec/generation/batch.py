@@ -59,6 +59,7 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     ]
     refusals = [
         (assistant.owner is not assistant, "a conversation is one text: pass the assistant itself for a batch."),
+        (call.input_ids() is None, "several texts need a prompt: pass input_ids, such as the BOS token alone."),
         (call.get("streamer") is not None, "a streamer shows one text: leave it out, or pass one prompt."),
         (bool(settings.token_healing), "token_healing heals one text: leave it out, or pass one prompt."),
         (call.cache() is not None, f"{CACHE} holds one text for this assistant: leave it out, or pass one prompt."),
@@ -97,11 +98,7 @@ def generate_batch(
     Raises:
         UnsupportedError: a processor or criterion may keep a state, or the target cannot read a batch in fixed memory.
     """
-    inputs, device = call.input_ids(), target.device
-    if inputs is None:
-        begin = settings.bos_token_id
-        inputs = torch.full((1, 1), begin if isinstance(begin, int) else begin[0], dtype=torch.int64)
-    inputs = inputs.to(device)
+    inputs = call.input_ids().to(target.device)
     is_token = _tokens_of(inputs, call.get("attention_mask"), settings)
     copies = settings.num_return_sequences or 1
     prepared = [

@@ -234,6 +234,7 @@ class Remembering(LogitsProcessor):
 
 
 REFUSED = {
+    "no prompt": ({"input_ids": None, "do_sample": True, "num_return_sequences": 2}, "pass input_ids"),
     "a streamer": ({"streamer": TextStreamer(word_tokenizer())}, "a streamer shows one text"),
     "healing": ({"token_healing": True, "tokenizer": word_tokenizer()}, "token_healing heals one text"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores are of one text"),
@@ -249,7 +250,7 @@ def test_refusals_name_the_reason(case, target):
     arguments, reason = REFUSED[case]
     assistant = DynSpecAssistant(perturbed(target), target=target)
     with pytest.raises(UnsupportedError, match=reason):
-        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4, **arguments)
+        target.generate(**{**together(texts()), "assistant_model": assistant, "max_new_tokens": 4, **arguments})
     assert assistant.stats_total.rounds == 0
 
 
