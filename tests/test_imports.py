@@ -30,6 +30,7 @@ ROOMS = (
     "shortlists",
     "modeling",
     "cache_names",
+    "memory",
     "drafters",
     "alignment",
     "drafting",
@@ -66,7 +67,7 @@ THIRD_PARTIES = {
     "alignment": {"torch", "peft", "huggingface_hub", "safetensors"},
 }
 # A Triton kernel cannot be written without triton. The files with one are imported where they are of use, and lazily.
-OF_TRITON = {"kernels.triton_blocks", "kernels.triton_best_rows"}
+OF_TRITON = {"kernels.triton_attention", "kernels.triton_best_rows", "kernels.triton_blocks"}
 LAZY_EVERYWHERE = {"triton", "peft", "hnswlib", "matplotlib", "pyarrow", "datasets", "faiss"}
 PRIVATE_MODULES = ("transformers.generation.candidate_generator",)
 

@@ -6,19 +6,17 @@ memory for a number of positions that is doubled when the text outgrows it, and 
 yet. A graph is used only where it has agreed with the decoder.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..cache_names import cache_inputs
+from ..memory.fixed_decoder import with_fused_norms
 from .traceable_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
 from .weights_watch import WeightsWatch
 
@@ -51,7 +49,7 @@ class CapturedSteps:
     def __init__(self, decoder: SteadyDecoder, windows: Mapping[str, int | None], like: list[torch.Tensor]):
         self._decoder, self._windows = decoder, windows
         self._like = [one[..., :0, :] for one in like]
-        self._module = _with_fused_norms(decoder.watch.module)
+        self._module = with_fused_norms(decoder.watch.module)
         self._free: dict[int, _StepMemory] = {}
         # Memory may come back while it is held, when something else is collected.
         self._lock = threading.RLock()
@@ -197,22 +195,6 @@ class FixedLayers:
         # Also where nobody says that the text is over.
         self._return = weakref.finalize(self, self._steps.give_back, self._memory)
         self._return.atexit = False
-
-
-def _with_fused_norms(decoder: nn.Module) -> nn.Module:
-    """A copy of a decoder, with its weights, whose RMS norms are one operation each. transformers computes them in
-    eight, which are a third of a step's."""
-    decoder = copy.deepcopy(decoder, {id(one): one for one in [*decoder.parameters(), *decoder.buffers()]})
-    for module in decoder.modules():
-        eps = getattr(module, "variance_epsilon", None)
-        weights = dict(module.named_parameters())
-        if type(module).__name__.endswith("RMSNorm") and eps is not None and list(weights) == ["weight"]:
-            module.forward = partial(_normed, module, eps)
-    return decoder
-
-
-def _normed(norm: nn.Module, eps: float, hidden_states: torch.Tensor) -> torch.Tensor:
-    return rms_norm(hidden_states, norm.weight.shape, norm.weight, eps)
 
 
 class _FixedLayer(DynamicLayer):

@@ -37,6 +37,12 @@ class CallArguments:
             self._names += list(inspect.signature(GenerationMixin.generate).parameters)[1 + len(self._names) :]
         self._accepts_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
 
+    def copy(self) -> "CallArguments":
+        """The same arguments, to be changed apart."""
+        twin = copy.copy(self)
+        twin.args, twin.kwargs = list(self.args), dict(self.kwargs)
+        return twin
+
     def accepts(self, name: str) -> bool:
         """Whether an argument of this name can be passed."""
         return self._accepts_any or name in self._names

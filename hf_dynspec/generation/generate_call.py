@@ -35,10 +35,12 @@ class GenerateCall:
 
     Attributes:
         keeps_session: the session goes on with a longer text in another call.
+        publishes: its counts become the assistant's when it is closed.
         best_tokens: of the round's verification, if all rows are looked at.
     """
 
     keeps_session = False
+    publishes = True
     # Whether automatic drafting may choose, and the aligner may learn.
     _learns = True
 
@@ -164,6 +166,11 @@ class GenerateCall:
         return AutomaticCall(chooser, stops_early)
 
     @property
+    def stats(self) -> DraftingStatistics:
+        """The counts of this call."""
+        return self._stats
+
+    @property
     def drafts_trees(self) -> bool:
         """Whether candidates are trees."""
         return self._scheduler.tree is not None
@@ -282,11 +289,15 @@ class GenerateCall:
             )
         if has_prompt_rows:
             self._feedback.take_prompt_rows(outputs, earlier_rows)
+        self.has_verified(outputs)
+        return outputs
+
+    def has_verified(self, outputs: Any) -> None:
+        """Take note of the target's outputs for the candidates of the round."""
         logits = outputs.logits[0]
-        is_chain = candidates is None or candidates.is_chain
+        is_chain = self._candidates is None or self._candidates.is_chain
         looks_at_all = is_chain and is_host_memory(logits.device)
         self.best_tokens = BestTokens(logits, self._feedback.best_count) if looks_at_all else None
-        return outputs
 
     @outside_inference_mode
     def observe(self, outputs: Any, outcome: Outcome, is_done: bool) -> None:
@@ -351,7 +362,8 @@ class GenerateCall:
             if not has_failed:
                 self._session.end_call()
         self._leave_session(self._session)
-        self._assistant.publish(self._stats)
+        if self.publishes:
+            self._assistant.publish(self._stats)
 
 
 def _covered_mass(candidates: Candidates, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -80,22 +80,16 @@ def check_call(target: PreTrainedModel, call: CallArguments, settings: Generatio
     refusals = [
         (
             isinstance(inputs, torch.Tensor) and (inputs.dim() != 2 or not inputs.shape[1]),
-            "a prompt is int64 [1, n], n at least 1: pass the input_ids that a tokenizer returns, or leave them out "
+            "prompts are int64 [B, n], n at least 1: pass the input_ids that a tokenizer returns, or leave them out "
             "to begin with the BOS token.",
-        ),
-        (
-            isinstance(inputs, torch.Tensor) and inputs.shape[0] > 1,
-            "a batch of several sequences is not supported: call generate once for each, or generate without an "
-            "assistant, which fills the device better at larger batches.",
         ),
         (
             call.get("inputs_embeds") is not None,
             "inputs_embeds is not supported, as the drafter needs token ids: pass input_ids.",
         ),
         (
-            (settings.num_beams or 1) > 1 or (settings.num_return_sequences or 1) > 1,
-            "beam search and several return sequences are not supported: set num_beams=1 and num_return_sequences=1, "
-            "and call generate once for each sequence.",
+            (settings.num_beams or 1) > 1,
+            "beam search is not supported: set num_beams=1.",
         ),
         (
             asked_use_cache is False,

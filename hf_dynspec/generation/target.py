@@ -22,7 +22,7 @@ from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ..protocol import Candidates, HeadRows, Needs
 from ..tree_config import LONGEST_DRAFT
 from .target_head import TargetHead
-from .target_limits import read_two_tokens, require_cache, require_trees, rope_limit
+from .target_limits import read_two_tokens, require_batches, require_cache, require_trees, rope_limit
 
 
 class TargetForward:
@@ -47,6 +47,7 @@ class TargetForward:
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self._head = TargetHead(fast_head)
         self._verifies_trees = verifies_trees
+        self._reads_batches = False
         if verifies_trees:
             require_tree_masks(model)
         require_cache(model)
@@ -103,6 +104,29 @@ class TargetForward:
             f"{type(self.model).__name__} has hidden states of another kind than {reader}: what its output projection "
             f"is given is none of them. Use {fix}."
         )
+
+    def require_batches(self) -> None:
+        """Check that the target can read the texts of a batch. The first time takes two short forwards.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+        if self._rope_limit is not None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has a rotary embedding that changes with the length of the text, which "
+                "the texts of a batch would change for each other. Call generate once for each prompt."
+            )
+        if not self._reads_batches:
+            require_batches(self.model, self.logits)
+            self._reads_batches = True
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[…, V]` of the decoder's output `[…, d]`."""
+        model = self.model
+        head = self._head.fast(model)
+        if head is not None:
+            return head.all_scores(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
+        return finish_logits(model.get_output_embeddings()(states), *scale_and_cap(model))
 
     def head_rows(self) -> HeadRows:
         """The rows of the output projection: the same object as long as they do not change. A plain projection is not

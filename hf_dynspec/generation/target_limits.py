@@ -10,6 +10,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import cache_inputs, returned_cache
 from ..errors import UnsupportedError
+from ..kernels import QueryRows
+from ..memory.fixed import FixedMemory
+from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
@@ -51,6 +54,41 @@ def read_two_tokens(model: PreTrainedModel, **inputs: Any) -> CausalLMOutputWith
 
 
 @torch.no_grad()
+def require_batches(model: PreTrainedModel, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Check that a target reads fixed memory as it reads a cache of its own.
+
+    Args:
+        model: the target.
+        logits_of: the logits `[…, V]` of the decoder's output `[…, d]`.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    name = type(model).__name__
+    try:
+        caches, length = caches_of_a_long_text(model)
+        nodes = torch.arange(2, 5, device=input_device(model)).unsqueeze(0) % output_rows(model)
+        config = model.config.get_text_config()
+        memory = FixedMemory.like(caches[0], config, 1, length + nodes.shape[1], nodes.shape[1])
+        memory.begin(0, caches[0], length)
+        rows = QueryRows.chain(memory.lengths, nodes.shape[1])
+        actual = logits_of(FixedDecoder(model)(nodes, memory, rows).last_hidden_state)[0].float()
+        expected = model(input_ids=nodes, **cache_inputs(caches[1])).logits[0].float()
+    except (*FORWARD_ERRORS, UnsupportedError) as error:
+        raise UnsupportedError(
+            f"{name} cannot read the texts of a batch in memory of fixed size: {error!s:.200}. Call generate once for "
+            "each prompt."
+        ) from error
+    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
+    if actual.shape != expected.shape or not bool(((actual - expected).abs() <= tolerance).all()):
+        require_finite_weights(model)
+        raise UnsupportedError(
+            f"{name} says something else when its texts lie in memory of fixed size, as it does more than attend to "
+            "keys and values. Call generate once for each prompt."
+        )
+
+
+@torch.no_grad()
 def require_trees(model: PreTrainedModel, verify: Verify) -> None:
     """Check that a target can verify trees.
 
@@ -83,7 +121,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
     )
     path = tree.token_ids[[11, 14, 15]].unsqueeze(0)
     try:
-        caches, length = _caches_of_a_long_text(model)
+        caches, length = caches_of_a_long_text(model)
         text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
         verified = verify(text, tree, caches[0])[-1].float()
         path = torch.cat([text[:, -1:], path], dim=1)
@@ -97,7 +135,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
     return bool(((verified - alone).abs() <= tolerance).all())
 
 
-def _caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
+def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
     """Two equal caches of a text that is longer than every window, and its length."""
     config, device = model.config.get_text_config(), input_device(model)
     few = DynamicCache(config=config)

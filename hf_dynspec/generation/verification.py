@@ -286,6 +286,9 @@ class Verifier:
         criteria: asked after every token.
         do_sample: draw tokens.
         keeps_scores: outcomes must have their scores.
+
+    Attributes:
+        is_stepwise: a processor or a criterion may keep state.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class Verifier:
         self._criteria = criteria
         self._do_sample = do_sample
         self._keeps_scores = keeps_scores
-        self._is_stepwise = may_keep_state(processors) or any(type(one) not in _PURE_CRITERIA for one in criteria)
+        self.is_stepwise = may_keep_state(processors) or any(type(one) not in _PURE_CRITERIA for one in criteria)
         # Tokens are read in every round anyway, so criteria that look at the last one are answered on the host.
         self._ends = frozenset(
             token_id for one in criteria if type(one) in _BY_LAST_TOKEN for token_id in one.eos_token_id.tolist()
@@ -333,7 +336,7 @@ class Verifier:
             TargetError: a token has to be drawn from probabilities that are NaN.
         """
         process = self._process_row(logits, input_ids, best)
-        if self._is_stepwise:
+        if self.is_stepwise:
             steps: list[Step] = []
             text = input_ids
             for step in walk(candidates, process, self._do_sample, logits.device):

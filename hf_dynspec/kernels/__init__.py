@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..devices import is_host_memory
 from . import cpu, cpu_best_rows, cpu_top_k, reference
+from .attention import QueryRows, RoundAttention, host_round_attention, round_attention
 from .cpu import dense_scores, has_dense_kernel, has_packed_kernel, lossless_dtype, prepare_kernels
 from .cpu_best_rows import prepare_best_rows
 from .reference import (
@@ -24,6 +26,8 @@ from .reference import (
 __all__ = [
     "TILE_COLUMNS",
     "TILE_ROWS",
+    "QueryRows",
+    "RoundAttention",
     "Screen",
     "TiledFactor",
     "argmax_rows",
@@ -40,6 +44,7 @@ __all__ = [
     "prepare_best_rows",
     "prepare_kernels",
     "replace_rows",
+    "round_attention_for",
     "scattered_scores",
     "scattered_scores_for",
     "tiled",
@@ -51,6 +56,15 @@ __all__ = [
 def packed_scores_for(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.packed_scores` for rows of a head, `[V, d]`."""
     return cpu.packed_scores if has_packed_kernel(weight) else reference.packed_scores
+
+
+def round_attention_for(device: torch.device) -> RoundAttention:
+    """Return the fastest `RoundAttention` for a device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from . import triton_attention
+
+        return triton_attention.round_attention
+    return host_round_attention if is_host_memory(device) else round_attention
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:

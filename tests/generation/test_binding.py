@@ -466,8 +466,6 @@ def test_an_assistant_that_is_not_bound_to_the_target_is_refused(bound_to, targe
 
 
 UNSUPPORTED = {
-    "a batch": ({"inputs": prompt().expand(2, -1)}, "once for each"),
-    "a batch as input_ids": ({"inputs": None, "input_ids": prompt().expand(2, -1)}, "once for each"),
     "no cache": ({"use_cache": False}, "use_cache"),
     "a static cache": ({CACHE: StaticCache(tiny().config, max_cache_len=64)}, "DynamicCache"),
     "a static cache by name": ({"cache_implementation": "static"}, "dynamic cache"),
@@ -478,7 +476,6 @@ UNSUPPORTED = {
 # What a configuration may say too.
 UNSUPPORTED_SETTINGS = {
     "beams": ({"num_beams": 2}, "num_beams=1"),
-    "return sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=1"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
     "DoLa": ({"dola_layers": "low"}, "dola_layers"),
     "words that must occur": ({"force_words_ids": [[5]]}, "force_words_ids"),

@@ -1,0 +1,219 @@
+"""Attention of the rows of a round for GPUs, in Triton.
+
+A program takes one part of the keys of one key head, for all query heads that share it and all rows, so that each key
+is read once (Dao et al., 2023, "Flash-Decoding"). A second kernel combines the parts.
+
+Importing this file imports triton, which is optional: `kernels.round_attention_for` imports it where it is of use.
+With `TRITON_INTERPRET=1` set before that, the kernels run on the CPU, line by line, which is for tests.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention import QueryRows
+
+# Keys that a program reads at a time.
+_KEYS = 64
+# Scores of keys that no row attends to. Finite, as the difference of two infinities is no number.
+_HIDDEN = tl.constexpr(-1e30)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _part_kernel(
+    query,
+    keys,
+    values,
+    within,
+    levels,
+    lengths,
+    sums,
+    maxima,
+    totals,
+    scale,
+    soft_cap,
+    window,
+    within_stride,
+    levels_stride,
+    q,
+    nodes,
+    size,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr,
+):
+    """One part of one text's keys against up to `ROWS` pairs of a row and a query head of one key head."""
+    text = tl.program_id(0).to(tl.int64) // HEADS
+    head = tl.program_id(0) % HEADS
+    part = tl.program_id(1)
+    pair = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = pair // GROUP
+    is_row = row < q
+    d, e = tl.arange(0, PADDED_D), tl.arange(0, PADDED_E)
+
+    length = tl.load(lengths + text)
+    first = length * 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window + 1, 0)
+    stop = length + nodes
+    share = tl.cdiv(tl.cdiv(stop - first, PARTS), KEYS) * KEYS
+    begin = first + part * share
+    end = tl.minimum(begin + share, stop)
+
+    query_row = (text * HEADS * GROUP + head * GROUP + pair % GROUP) * q + row
+    of_query = is_row[:, None] & (d < D)[None, :]
+    some_queries = tl.load(query + query_row[:, None] * D + d[None, :], mask=of_query, other=0.0).to(PRODUCT_DTYPE)
+    level = tl.load(levels + text * levels_stride + nodes - q + row, mask=is_row, other=0)
+    maximum = tl.full((ROWS,), _HIDDEN, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    summed = tl.zeros((ROWS, PADDED_E), tl.float32)
+    for start in range(begin, end, KEYS):
+        position = start + tl.arange(0, KEYS)
+        inside = position < end
+        slot = (text * size + position % size) * HEADS + head
+        of_key = inside[:, None] & (d < D)[None, :]
+        some_keys = tl.load(keys + slot[:, None] * D + d[None, :], mask=of_key, other=0.0).to(PRODUCT_DTYPE)
+        of_value = inside[:, None] & (e < E)[None, :]
+        some_values = tl.load(values + slot[:, None] * E + e[None, :], mask=of_value, other=0.0).to(PRODUCT_DTYPE)
+        # "ieee": tensor cores would otherwise round fp32 to 10 bits (tf32). Without effect on 16-bit products.
+        scores = tl.dot(some_queries, tl.trans(some_keys), input_precision="ieee") * scale
+        if HAS_SOFT_CAP:
+            # c · tanh(scores / c)
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        drafted = position - length
+        is_draft = inside & (drafted >= 0)
+        at = within + text * within_stride + row[:, None].to(tl.int64) * nodes + drafted[None, :]
+        sees = tl.load(at, mask=is_row[:, None] & is_draft[None, :], other=0) != 0
+        visible = inside[None, :] & ((drafted < 0)[None, :] | sees)
+        if HAS_WINDOW:
+            behind = tl.load(levels + text * levels_stride + drafted, mask=is_draft, other=0)
+            behind = tl.where(is_draft, behind, drafted)
+            visible = visible & (level[:, None] - behind[None, :] < window)
+        scores = tl.where(visible, scores, _HIDDEN)
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.where(visible, tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(maximum - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        summed = tl.dot(weights.to(PRODUCT_DTYPE), some_values, summed * shrink[:, None], input_precision="ieee")
+        maximum = higher
+    into = (tl.program_id(0).to(tl.int64) * PARTS + part) * tl.num_programs(2) * ROWS + pair
+    tl.store(sums + into[:, None] * E + e[None, :], summed, mask=(e < E)[None, :])
+    tl.store(maxima + into, maximum)
+    tl.store(totals + into, total)
+
+
+@triton.jit
+def _combining_kernel(
+    sums,
+    maxima,
+    totals,
+    sinks,
+    output,
+    q,
+    pairs,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """All parts of one row and query head."""
+    text = tl.program_id(0).to(tl.int64) // q
+    row = tl.program_id(0) % q
+    head = tl.program_id(1)
+    part, e = tl.arange(0, PARTS), tl.arange(0, PADDED_E)
+    at = ((text * HEADS + head // GROUP) * PARTS + part) * pairs + row * GROUP + head % GROUP
+    maximum, total = tl.load(maxima + at), tl.load(totals + at)
+    highest = tl.max(maximum, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    weight = tl.where(total > 0.0, tl.exp(maximum - highest), 0.0)
+    summed = tl.load(sums + at[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
+    all_of_it = tl.sum(total * weight, 0)
+    if HAS_SINKS:
+        all_of_it += tl.exp(sink - highest)
+    attended = tl.sum(summed * weight[:, None], 0) / all_of_it
+    into = output + (tl.program_id(0).to(tl.int64) * HEADS * GROUP + head) * E + e
+    tl.store(into, attended.to(output.dtype.element_ty), mask=e < E)
+
+
+_IS_INTERPRETED = not isinstance(_part_kernel, triton.JITFunction)
+_PRODUCT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def round_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: QueryRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention.round_attention` in two kernels, which launch the same programs whatever the lengths are.
+
+    All tensors lie on one GPU; keys and values are contiguous. The kernels are compiled once for each dtype, number of
+    heads and head size, with and without window, soft cap and sinks.
+    """
+    texts, query_heads, q, d = query.shape
+    nodes, size, heads, e = rows.levels.shape[1], keys.shape[1], keys.shape[2], values.shape[3]
+    group = query_heads // heads
+    rows_at_once = min(64, max(16, triton.next_power_of_2(group * q)))
+    blocks = triton.cdiv(group * q, rows_at_once)
+    # Few rows are waiting for memory: more programs read at once. Many rows have enough programs.
+    parts = max(2, 16 // triton.next_power_of_2(blocks * triton.cdiv(texts, 2)))
+    pairs = blocks * rows_at_once
+    partial = query.new_empty(texts * heads * parts * pairs, e + 2, dtype=torch.float32)
+    sums, maxima, totals = partial.view(-1).split([partial.shape[0] * e, partial.shape[0], partial.shape[0]])
+    output = query.new_empty(texts, q, query_heads, e)
+    within, levels = rows.within.contiguous(), rows.levels.contiguous()
+    # The interpreter keeps bf16 as 16-bit integers and would multiply those.
+    product_dtype = tl.float32 if _IS_INTERPRETED else _PRODUCT_DTYPES[query.dtype]
+    shapes = {"HEADS": heads, "GROUP": group, "E": e, "PADDED_E": triton.next_power_of_2(e), "PARTS": parts}
+    # Triton launches on torch's current device, which need not be the tensors'.
+    with torch.cuda.device_of(query):
+        _part_kernel[(texts * heads, parts, blocks)](
+            query.contiguous(),
+            keys,
+            values,
+            within.view(torch.uint8),
+            levels,
+            rows.lengths,
+            sums,
+            maxima,
+            totals,
+            scale,
+            0.0 if soft_cap is None else soft_cap,
+            0 if window is None else window,
+            q * nodes if len(within) > 1 else 0,
+            nodes if len(levels) > 1 else 0,
+            q,
+            nodes,
+            size,
+            D=d,
+            PADDED_D=triton.next_power_of_2(d),
+            ROWS=rows_at_once,
+            KEYS=_KEYS,
+            HAS_WINDOW=window is not None,
+            HAS_SOFT_CAP=soft_cap is not None,
+            PRODUCT_DTYPE=product_dtype,
+            num_warps=4,
+            **shapes,
+        )
+        _combining_kernel[(texts * q, query_heads)](
+            sums, maxima, totals, sinks, output, q, pairs, HAS_SINKS=sinks is not None, **shapes
+        )
+    return output

@@ -1,0 +1,1 @@
+"""What models remember of texts."""

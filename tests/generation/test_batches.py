@@ -1,0 +1,323 @@
+"""Several texts in one call: each is generated as it is alone."""
+
+import functools
+import itertools
+import time
+
+import pytest
+import torch
+from calls import SHAPES
+from cases import pairwise
+from eagle_heads import agreeing_head, drafter_of, soft
+from models import EOS, PAD, POLICY_CASES, TERRIBLE, character_tokenizer, perturbed, prompt, tiny, word_tokenizer
+from sampled_texts import FALSE_ALARM, processors_of, uniform_numbers, uniformity
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TextStreamer,
+    pipeline,
+)
+
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
+from hf_dynspec.errors import NotBoundError, UnsupportedError
+from hf_dynspec.generation import batch
+from hf_dynspec.shortlists import POLICIES
+from hf_dynspec.stats import SECTIONS
+
+LENGTHS = (5, 30, 14)
+FAMILIES = ("llama", "gemma3", "gemma2", "mistral", "gpt2", "cohere2", "granite")
+DRAFTERS = ("independent", "eagle2", "eagle3")
+
+
+@functools.cache
+def pair(kind: str, family: str):
+    """A target and what drafts for it."""
+    if kind == "independent":
+        return tiny(family), perturbed(tiny(family))
+    target = soft(family)
+    return target, drafter_of(agreeing_head(kind), target)
+
+
+def texts(lengths=LENGTHS) -> list[torch.Tensor]:
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
+
+
+def together(some: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The prompts as a tokenizer returns them with padding_side="left"."""
+    longest = max(text.shape[1] for text in some)
+    padded = [torch.nn.functional.pad(text, (longest - text.shape[1], 0), value=PAD) for text in some]
+    masks = [(torch.arange(longest) >= longest - text.shape[1]).long()[None] for text in some]
+    return {"input_ids": torch.cat(padded), "attention_mask": torch.cat(masks)}
+
+
+def assert_each_as_alone(
+    target: PreTrainedModel, assistant: DynSpecAssistant, some: list[torch.Tensor] | None = None, **arguments
+) -> torch.Tensor:
+    """Greedily, every text of the batch has the tokens of plain generate on it alone, and padding after them."""
+    some = texts() if some is None else some
+    arguments = {"max_new_tokens": 40, "do_sample": False, **arguments}
+    inputs = together(some)
+    output = target.generate(**inputs, assistant_model=assistant, **arguments)
+    n = inputs["input_ids"].shape[1]
+    assert torch.equal(output[:, :n], inputs["input_ids"])
+    for row, text in zip(output, some, strict=True):
+        alone = target.generate(text, attention_mask=torch.ones_like(text), **arguments)[0, text.shape[1] :]
+        assert row[n : n + len(alone)].tolist() == alone.tolist()
+        assert (row[n + len(alone) :] == PAD).all()
+    return output
+
+
+# Exactness -----------------------------------------------------------------------------------------------------------
+
+
+CASES = pairwise("families", tuple(POLICIES), DRAFTERS, ("llama", "gemma3"), tuple(SHAPES), ("greedy", "sampled"))
+
+
+@pytest.mark.parametrize(("policy", "kind", "family", "shape", "mode"), CASES)
+def test_every_policy(policy, kind, family, shape, mode):
+    target, drafter = pair(kind, family)
+    assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, tree=SHAPES[shape])
+    if mode == "greedy":
+        assert_each_as_alone(target, assistant, eos_token_id=300)
+    else:
+        settings = {"temperature": 3.0, "top_k": 8, "eos_token_id": 300, "suppress_tokens": [300]}
+        torch.manual_seed(3)
+        inputs = together(texts((12, 12, 12)))
+        sampled = target.generate(**inputs, assistant_model=assistant, max_new_tokens=40, do_sample=True, **settings)
+        processors = processors_of(target, **settings)
+        numbers = [uniform_numbers(target, perturbed(target), processors, one[None], 12) for one in sampled]
+        assert uniformity(torch.cat(numbers)) > FALSE_ALARM / 10
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    assistant.unbind()
+
+
+@pytest.mark.parametrize(("family", "shape"), pairwise("families", FAMILIES, tuple(SHAPES)))
+def test_every_kind_of_attention(family, shape):
+    """Windows that the texts pass, soft caps, learned positions."""
+    target = tiny(family)
+    assistant = DynSpecAssistant(perturbed(target), target=target, tree=SHAPES[shape])
+    assert_each_as_alone(target, assistant, eos_token_id=None)
+    assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_texts_that_disagree_with_every_draft(shape, target):
+    assistant = DynSpecAssistant(perturbed(target), TERRIBLE["eos_only"](), target=target, tree=SHAPES[shape])
+    assert_each_as_alone(target, assistant)
+    assert assistant.stats.accepted == 0
+
+
+def test_memory_grows_with_the_texts(target, monkeypatch):
+    monkeypatch.setattr(batch, "_FIRST_POSITIONS", 2)
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    assert_each_as_alone(target, assistant, max_new_tokens=120, eos_token_id=None)
+
+
+def test_texts_end_by_themselves(target):
+    """At EOS tokens of their own, at stop strings, and all at the length of the call."""
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    some = texts()
+    plain = [target.generate(text, max_new_tokens=40, do_sample=False, eos_token_id=None)[0] for text in some]
+    ends = [int(plain[0][len(some[0][0]) + 3]), int(plain[1][len(some[1][0]) + 20])]
+    output = assert_each_as_alone(target, assistant, some, eos_token_id=ends)
+    lengths = [(row[30:] != PAD).sum().item() for row in output]
+    assert len(set(lengths)) > 1
+    tokenizer = character_tokenizer()
+    stop = tokenizer.decode(plain[2][20:22])
+    assert_each_as_alone(target, assistant, some, stop_strings=[stop], tokenizer=tokenizer)
+
+
+def test_lengths_are_those_of_the_padded_prompt(target):
+    """As in plain generate on the batch: a text ends where the whole batch is as long as it may be."""
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    arguments = {**together(texts()), "max_length": 50, "do_sample": False, "eos_token_id": None}
+    output = target.generate(**arguments, assistant_model=assistant)
+    assert output.shape == (3, 50) and torch.equal(output, target.generate(**arguments))
+
+
+def test_processors_see_each_text_alone(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    settings = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 10, "eos_token_id": 7}
+    assert_each_as_alone(target, assistant, **settings)
+
+
+def test_padding_is_told_by_its_token_without_a_mask(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    inputs = together(texts())
+    arguments = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
+    output = target.generate(inputs["input_ids"], assistant_model=assistant, **arguments)
+    assert torch.equal(output, target.generate(**inputs, assistant_model=assistant, **arguments))
+
+
+# What comes back -----------------------------------------------------------------------------------------------------
+
+
+def test_several_texts_of_each_prompt(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    inputs = together(texts())
+    arguments = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 20, "temperature": 3.0}
+    torch.manual_seed(0)
+    output = target.generate(**inputs, assistant_model=assistant, **arguments)
+    assert torch.equal(output[:, :30], inputs["input_ids"].repeat_interleave(2, 0))
+    assert not torch.equal(output[0], output[1])
+    torch.manual_seed(0)
+    assert torch.equal(output, target.generate(**inputs, assistant_model=assistant, **arguments))
+    one = target.generate(prompt(), assistant_model=assistant, **arguments)
+    assert one.shape[0] == 2
+
+
+def test_a_dictionary_holds_the_sequences(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    arguments = {**together(texts()), "max_new_tokens": 12, "do_sample": False, "assistant_model": assistant}
+    output = target.generate(**arguments, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, target.generate(**arguments))
+
+
+def test_counts_are_those_of_all_texts(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    output = assert_each_as_alone(target, assistant, eos_token_id=None)
+    assert assistant.stats.calls == 3 and assistant.stats.tokens == 3 * (output.shape[1] - 30)
+    assert assistant.stats_total.tokens == assistant.stats.tokens
+
+
+def test_a_profile_divides_the_time_of_the_call(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target, profile=True, measure_coverage=True, validate=True)
+    start = time.perf_counter()
+    target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=24, do_sample=False)
+    elapsed = time.perf_counter() - start
+    seconds = assistant.stats.seconds
+    assert set(seconds) == {*SECTIONS, "other"} and min(seconds.values()) >= 0 and seconds["verification"] > 0
+    assert 0.5 * elapsed < sum(seconds.values()) <= elapsed
+    assert 0 < assistant.stats.coverage <= 1
+
+
+def test_the_drafter_learns_from_every_text(target):
+    alignment = OnlineAlignment(synchronous=True)
+    assistant = DynSpecAssistant(perturbed(target), target=target, alignment=alignment)
+    assert_each_as_alone(target, assistant, max_new_tokens=60, eos_token_id=None)
+    assert assistant.alignment.stats.requests == 3
+
+
+def test_a_text_generation_pipeline(target):
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token_id = PAD
+    tokenizer.padding_side = "left"
+    assistant = DynSpecAssistant(perturbed(target), target=target, tokenizer=tokenizer)
+    generator = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    prompts = [tokenizer.decode(text[0]) for text in texts()]
+    settings = {"do_sample": False, "eos_token_id": None}
+    arguments = {"max_new_tokens": 16, "return_tensors": True, **settings}
+    output = generator(prompts, batch_size=3, assistant_model=assistant, **arguments)
+    assert assistant.stats.calls == 3
+    for one, text in zip(output, prompts, strict=True):
+        alone = generator(text, **arguments)[0]["generated_token_ids"]
+        assert one[0]["generated_token_ids"][-16:] == alone[-16:]
+
+
+def test_the_model_stays_as_it_was(target):
+    before = dict(vars(target.config)), [type(module) for module in target.modules()]
+    attention = target.config._attn_implementation
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    assert_each_as_alone(target, assistant)
+    assert (dict(vars(target.config)), [type(module) for module in target.modules()]) == before
+    assert target.config._attn_implementation == attention
+
+
+# Bad inputs ----------------------------------------------------------------------------------------------------------
+
+
+class Remembering(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+REFUSED = {
+    "no prompt": ({"input_ids": None, "do_sample": True, "num_return_sequences": 2}, "pass input_ids"),
+    "a streamer": ({"streamer": TextStreamer(word_tokenizer())}, "a streamer shows one text"),
+    "healing": ({"token_healing": True, "tokenizer": word_tokenizer()}, "token_healing heals one text"),
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores are of one text"),
+    "positions": ({"position_ids": torch.arange(30).expand(3, -1)}, "position_ids cannot be divided among texts"),
+    "a prefix function": ({"prefix_allowed_tokens_fn": lambda text, ids: [7]}, "prefix_allowed_tokens_fn cannot be"),
+    "a processor of a user": ({"logits_processor": LogitsProcessorList([Remembering()])}, "may keep a state"),
+    "beams": ({"num_beams": 2}, "set num_beams=1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_reason(case, target):
+    arguments, reason = REFUSED[case]
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(UnsupportedError, match=reason):
+        target.generate(**{**together(texts()), "assistant_model": assistant, "max_new_tokens": 4, **arguments})
+    assert assistant.stats_total.rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (torch.tensor([[1, 1, 1], [1, 1, 0]]), "pad at the left"),
+        (torch.tensor([[1, 1, 1], [0, 0, 0]]), "pad at the left"),
+    ],
+)
+def test_padding_at_the_wrong_side(mask, reason, target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(UnsupportedError, match=reason):
+        target.generate(prompt(3).expand(2, -1), attention_mask=mask, assistant_model=assistant)
+
+
+def test_a_conversation_is_one_text(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(UnsupportedError, match="a conversation is one text"):
+        target.generate(**together(texts()), assistant_model=assistant.conversation(), max_new_tokens=4)
+
+
+def test_a_target_whose_positions_change_with_the_text():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(UnsupportedError, match="changes with the length of the text"):
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4)
+
+
+def test_a_target_that_cannot_read_fixed_memory(target, monkeypatch):
+    """Its attention asks for biases by distance."""
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    real = type(target.model.layers[0].self_attn).forward
+
+    def biased(self, *args, **kwargs):
+        return real(self, *args, position_bias=torch.zeros(1), **kwargs)
+
+    monkeypatch.setattr(type(target.model.layers[0].self_attn), "forward", biased)
+    with pytest.raises(UnsupportedError, match="cannot read the texts of a batch in memory of fixed size"):
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4)
+
+
+def test_an_assistant_that_is_bound_elsewhere(target):
+    assistant = DynSpecAssistant(perturbed(target), target=tiny("llama", seed=3))
+    DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(NotBoundError):
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4)
+
+
+def test_an_interrupted_batch_leaves_the_assistant_usable(target, monkeypatch):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    real, rounds = batch._Batch._verify, itertools.count()
+
+    def interrupted(self):
+        if next(rounds) == 2:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(batch._Batch, "_verify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=40)
+    assert_each_as_alone(target, assistant)
+
+
+def test_settings_in_a_configuration(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    config = GenerationConfig(max_new_tokens=9, do_sample=True, num_return_sequences=3, pad_token_id=PAD)
+    output = target.generate(prompt(), generation_config=config, assistant_model=assistant)
+    assert output.shape == (3, 21)

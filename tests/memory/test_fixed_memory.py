@@ -1,0 +1,93 @@
+"""Texts in fixed memory go on as each of them does alone in a dynamic cache."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
+
+from hf_dynspec.cache_names import cache_inputs
+from hf_dynspec.kernels import QueryRows
+from hf_dynspec.memory.fixed import FixedMemory
+from hf_dynspec.memory.fixed_decoder import FixedDecoder
+from tests.models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
+
+# The root's children are 1 and 2, those of 1 are 3 and 4, and 5 follows 4.
+PARENTS = [-1, 0, 0, 1, 1, 4]
+LENGTHS = [5, 30, 14]
+
+
+def gpt_oss():
+    """Attention with sinks, every other layer with a window."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 16}
+    config = GptOssConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=512, **shape, **experts
+    )
+    config._attn_implementation = "eager"
+    return with_clear_preferences(GptOssForCausalLM(config).eval())
+
+
+def model_of(family: str):
+    return gpt_oss() if family == "gpt_oss" else tiny(family)
+
+
+def prefilled(model, texts: list[torch.Tensor], nodes: int, capacity: int) -> FixedMemory:
+    """Fixed memory with texts `[1, n]`, each of which was read alone."""
+    memory = None
+    for number, text in enumerate(texts):
+        cache = DynamicCache(config=model.config)
+        model(input_ids=text, **cache_inputs(cache))
+        memory = memory or FixedMemory.like(cache, model.config, len(texts), capacity, nodes)
+        memory.begin(number, cache, text.shape[1])
+    return memory
+
+
+def expected(model, text: torch.Tensor) -> torch.Tensor:
+    """The last hidden state after a text `[1, n]`, without any cache."""
+    return model.base_model(input_ids=text, use_cache=False)[0][0, -1]
+
+
+def tree_rows(lengths: torch.Tensor) -> QueryRows:
+    paths: list[set[int]] = []
+    for node, parent in enumerate(PARENTS):
+        paths.append({node} | (paths[parent] if parent >= 0 else set()))
+    within = torch.tensor([[[node in path for node in range(len(paths))] for path in paths]])
+    return QueryRows(lengths, within, torch.tensor([[len(path) - 1 for path in paths]]))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+@torch.no_grad()
+def test_chains_and_trees_of_several_texts(family):
+    model = model_of(family)
+    decoder = FixedDecoder(model)
+    texts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    memory = prefilled(model, texts, nodes=6, capacity=64)
+    generator = torch.Generator().manual_seed(0)
+    for round in range(4):
+        is_tree = round % 2 == 1
+        token_ids = torch.randint(3, VOCABULARY, (len(texts), 6), generator=generator)
+        rows = tree_rows(memory.lengths) if is_tree else QueryRows.chain(memory.lengths, 6)
+        hidden = decoder(token_ids, memory, rows).last_hidden_state
+        # Of each text another part of the draft is kept.
+        paths = [[0, 1, 4, 5], [0, 2], [0]] if is_tree else [[0, 1, 2, 3, 4, 5], [0, 1], [0, 1, 2]]
+        paths = paths[round % 3 :] + paths[: round % 3]
+        for text, path in enumerate(paths):
+            for end in range(1, len(path) + 1):
+                whole = torch.cat([texts[text], token_ids[text : text + 1, path[:end]]], dim=1)
+                torch.testing.assert_close(hidden[text, path[end - 1]], expected(model, whole), rtol=1e-4, atol=1e-4)
+            texts[text] = whole
+        count = torch.tensor([len(path) for path in paths])
+        padded = torch.tensor([path + [0] * (4 - len(path)) for path in paths]) if is_tree else None
+        memory.keep(count, padded)
+        assert memory.lengths.tolist() == [text.shape[1] for text in texts]
+        if round == 1:
+            # A larger memory, with the texts in another order.
+            memory = memory.copy(torch.tensor([2, 0, 1]), 128)
+            texts = [texts[2], *texts[:2]]
+    assert max(memory.lengths.tolist()) > 2 * 16
