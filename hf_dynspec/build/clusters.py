@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from ..errors import ConfigurationError, DynSpecError
-from ..fields import SettingError
+from ..fields import SettingError, WholeNumber
 from ..files import replacing
 
 Report = Callable[[str, int, int], None]
@@ -37,7 +37,7 @@ class TokenClusters:
     """A partition of a vocabulary.
 
     Args:
-        clusters: int32 `[n]`: the cluster of each token id. They are numbered from 0 without gaps.
+        clusters: int32 `[n]`: the cluster of each token id, numbered from 0 without gaps.
         centroids: fp32 `[M, d]`: the mean of each cluster's rows, not normalised. Multiplied with hidden states they
             score each cluster as if it were one token.
     """
@@ -70,7 +70,8 @@ def cluster_tokens(
     Balanced: sizes differ by at most one. The vocabulary is halved repeatedly by spherical 2-means whose halves have
     given sizes. That is fast for any number of clusters, but greedy: no token comes back over an earlier cut.
 
-    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again.
+    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again. A token whose
+    row is zero is in an arbitrary cluster.
 
     Args:
         weight: `[V, d]`, floating-point. Row `i` scores token `i`.
@@ -79,15 +80,7 @@ def cluster_tokens(
         seed: from 0 to 2³¹ − 1. The same seed, weights and number of threads give the same clusters.
         iterations: of k-means; if balanced, at most so many for each split.
         balanced: make groups of equal size.
-        report: called with the activity, how much of it is done, and how much there is.
-
-    Returns:
-        Clusters of the `n` tokens, on the CPU. A token whose row is zero is in an arbitrary cluster.
-
-    Raises:
-        ConfigurationError: an argument is out of range; a row is not finite; there are fewer rows other than zero than
-            clusters.
-        DynSpecError: faiss is not installed.
+        report: takes the activity, how much of it is done, and how much there is.
     """
     tokens = _checked_size(weight, vocabulary_size)
     require_cluster_settings(num_clusters, seed, iterations, tokens)
@@ -101,12 +94,11 @@ def cluster_tokens(
         )
     if balanced:
         clusters = _bisect(rows, num_clusters, seed, iterations, report)
-    elif bool(has_direction.all()):
-        clusters = _spherical_kmeans(rows, num_clusters, seed, iterations, report)
     else:
         clusters = torch.zeros(tokens, dtype=torch.int64)
-        found = _spherical_kmeans(rows[has_direction], num_clusters, seed, iterations, report)
-        clusters[has_direction] = found
+        # Most heads have no row that is zero, and are not copied.
+        points = rows if bool(has_direction.all()) else rows[has_direction]
+        clusters[has_direction] = _spherical_kmeans(points, num_clusters, seed, iterations, report)
     return TokenClusters(clusters.to(torch.int32), _means(weight[:tokens], clusters))
 
 
@@ -148,14 +140,13 @@ def kept_clusters(
 
 def require_cluster_settings(num_clusters: int, seed: int, iterations: int, tokens: int) -> None:
     """Raise a `ConfigurationError` if a setting is out of range, before any weights are read."""
-    for name, value, least, most in (
-        ("num_clusters", num_clusters, 1, tokens),
-        ("seed", seed, 0, LARGEST_SEED),
-        ("iterations", iterations, 1, 10_000),
+    for name, value, rule, most in (
+        ("num_clusters", num_clusters, WholeNumber(1, tokens), "the number of tokens"),
+        ("seed", seed, WholeNumber(0, LARGEST_SEED), "the most"),
+        ("iterations", iterations, WholeNumber(1, 10_000), "the most"),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            what = "the number of tokens" if name == "num_clusters" else "the most"
-            raise SettingError(name, f"must be a whole number from {least} to {most}, {what}; got {value!r}")
+        if not rule.allows(value):
+            raise SettingError(name, f"must be {rule}, {most}; got {value!r}")
 
 
 def require_faiss() -> Any:
@@ -185,11 +176,8 @@ def _checked_size(weight: torch.Tensor, vocabulary_size: int | None) -> int:
 
 
 def _unit_rows(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 `[n, d]` on the CPU: the rows, each divided by its length; zero rows stay zero.
-
-    Raises:
-        ConfigurationError: a row is not finite.
-    """
+    """fp32 `[n, d]` on the CPU: the rows, each divided by its length; zero rows stay zero. A row that is not finite
+    is refused."""
     unit = torch.empty(weight.shape, dtype=torch.float32)
     for start in range(0, weight.shape[0], _CHUNK_ROWS):
         rows = weight[start : start + _CHUNK_ROWS].detach().to(device="cpu", dtype=torch.float32)
@@ -292,7 +280,8 @@ def neighbour_spread(
     seed: int = 0,
     report: Report = lambda activity, done, total: None,
 ) -> dict[int, tuple[float, float]]:
-    """In how many clusters the nearest neighbours of tokens lie, which are the other rows of highest cosine.
+    """In how many clusters the nearest neighbours of tokens lie, which are the other rows of highest cosine. By number
+    of neighbours: the mean number of their clusters, and the same for a random partition of the same sizes.
 
     Args:
         weight: `[V, d]`, as in `cluster_tokens`.
@@ -301,10 +290,6 @@ def neighbour_spread(
         samples: tokens to look at, drawn without repeats from all whose row is not zero.
         seed: of the sample and of the random partition.
         report: as in `cluster_tokens`.
-
-    Returns:
-        For each number of neighbours the mean number of clusters that they lie in, and the same mean for a random
-        partition with clusters of the same sizes.
     """
     tokens = clusters.shape[0]
     rows = _unit_rows(weight[:tokens])

@@ -36,14 +36,8 @@ class CorpusError(DynSpecError, ValueError):
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that holds text.
-
-    Args:
-        path: its absolute path.
-        format: `"text"`, `"json lines"` or `"parquet"`.
-        compression: `"gzip"`, `"xz"`, `"zstd"` or None.
-        size: bytes on disk.
-    """
+    """A file that holds text: its absolute path, its format (`"text"`, `"json lines"` or `"parquet"`), its compression
+    (`"gzip"`, `"xz"`, `"zstd"` or None), and its bytes on disk."""
 
     path: str
     format: str
@@ -105,13 +99,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files that hold text.
-
-    Args:
-        files: sorted by path.
-        skipped: files of folders that are drawings or no text.
-        text_field: the JSON field or Parquet column with the text.
-    """
+    """Files that hold text, sorted by path; files of folders that were skipped as drawings or no text; and the JSON
+    field or Parquet column with the text."""
 
     files: tuple[TextFile, ...]
     skipped: tuple[str, ...]
@@ -154,12 +143,10 @@ def find_corpus(paths: Iterable[str | Path], text_field: str = "text") -> Corpus
 
 
 def find_files(paths: Iterable[str | Path]) -> Iterator[tuple[str, bool]]:
-    """Yield the absolute path of each file once, and whether the caller named it (and not a folder around it).
+    """Yield the absolute path of each file once, and whether the caller named it (and not a folder around it). A path
+    that does not exist is a `CorpusError`.
 
     A link keeps its own name, which tells the format: those in the Hub's cache lead to files without a suffix.
-
-    Raises:
-        CorpusError: a path does not exist.
     """
     seen = set()
     for path in map(Path, paths):

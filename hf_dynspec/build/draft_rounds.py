@@ -32,16 +32,17 @@ _PROMPT_SHARE = 4
 
 @dataclass(frozen=True, eq=False)
 class DraftedRounds:
-    """The draft steps of some rounds, one after another, and the resulting text.
+    """The draft steps of some rounds, one after another, and the resulting text. All but features and hidden are on
+    the CPU.
 
     Args:
-        text: int64 `[n]` on the CPU: the prompt, and the target's continuation.
-        token_ids: int64 `[m]` on the CPU: the newest token before each step.
-        places: int64 `[m]` on the CPU: the token's place in the text if it is accepted.
-        depths: int64 `[m]` on the CPU.
-        is_accepted: bool `[m]` on the CPU: all tokens that were drafted before the step in its round are in the text.
-        features: fp16 `[m, d]` on the drafter's device: see `ShortlistState.observe_draft_inputs`.
-        hidden: `[m, d]` on the drafter's device: what the step's logits are computed from.
+        text: int64 `[n]`: the prompt, and the target's continuation.
+        token_ids: int64 `[m]`: the newest token before each step.
+        places: int64 `[m]`: the token's place in the text if it is accepted.
+        depths: int64 `[m]`.
+        is_accepted: bool `[m]`: all tokens that were drafted before the step in its round are in the text.
+        features: fp16 `[m, d]`: see `ShortlistState.observe_draft_inputs`.
+        hidden: `[m, d]`: what the step's logits are computed from.
     """
 
     text: torch.Tensor
@@ -97,14 +98,14 @@ class RoundRecorder(StepRecorder):
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
-        if self._assistant.target is not None:
-            yield
-            return
-        self._assistant.bind(self.target)
+        is_outermost = self._assistant.target is None
+        if is_outermost:
+            self._assistant.bind(self.target)
         try:
             yield
         finally:
-            self._assistant.unbind()
+            if is_outermost:
+                self._assistant.unbind()
 
     @torch.no_grad()
     def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
@@ -123,12 +124,8 @@ class RoundRecorder(StepRecorder):
         return steps
 
     def rounds(self, token_ids: torch.Tensor, index: int) -> DraftedRounds:
-        """Generate after the beginning of a window.
-
-        Args:
-            token_ids: int64 `[n]`: the window.
-            index: its number, which with the settings' seed is the seed of this text.
-        """
+        """Generate after the beginning of a window, int64 `[n]`. Its number `index`, with the settings' seed, is the
+        seed of this text."""
         n, device = token_ids.shape[0], self.target.device
         prompt = token_ids[: n // _PROMPT_SHARE].unsqueeze(0).to(device)
         config = copy.deepcopy(self._generation_config)

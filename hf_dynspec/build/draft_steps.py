@@ -36,9 +36,6 @@ class StepRecorder:
         vocabulary_size: ids below it are tokens that both models score.
         settings: what to record.
         folder: made if needed.
-
-    Attributes:
-        shard_steps: about how many steps a shard has: what a stopped run loses at most.
     """
 
     shard_steps = 1 << 14
@@ -101,15 +98,11 @@ class StepRecorder:
 
     @torch.no_grad()
     def steps(self, token_ids: torch.Tensor, index: int, is_held_out: bool) -> dict[str, torch.Tensor]:
-        """Record one draft step after each prefix of a window.
+        """Record one draft step after each prefix of a window, int64 `[n]`. Returns the window's part of a shard, see
+        `Recording`.
 
-        Args:
-            token_ids: int64 `[n]`: the window.
-            index: its number, which with the settings' seed is the seed of what is drawn for it.
-            is_held_out: record what routers are judged by.
-
-        Returns:
-            The window's part of a shard, see `Recording`.
+        Its number `index`, with the settings' seed, is the seed of what is drawn for it. If it is held out, what
+        routers are judged by is recorded too.
         """
         drafter, settings = self.drafter, self.settings
         device = drafter.head.device
@@ -152,15 +145,8 @@ class StepRecorder:
         hidden: torch.Tensor,
         is_held_out: bool,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a shard about the drafter.
-
-        Args:
-            token_ids: int64 `[n]` on the CPU: the newest tokens.
-            depths: int64 `[n]` on the CPU.
-            features: `[n, d]`: what the drafter knew before those tokens.
-            hidden: `[n, d]`: what its logits are computed from.
-            is_held_out: whether routers are judged at these steps.
-        """
+        """The tensors of a shard about the drafter: after the newest tokens, int64 `[n]`, at depths `[n]`, from
+        features `[n, d]` known before those tokens and hidden states `[n, d]` that the logits are computed from."""
         steps = {"token_ids": token_ids.to(torch.int32), "depths": depths.to(torch.uint8)}
         if is_held_out or not self.settings.of_hidden:
             steps["features"] = features.to(device="cpu", dtype=torch.float16)
@@ -178,13 +164,8 @@ class StepRecorder:
         return {**steps, "top_shares": torch.cat(shares)} if self.settings.of_hidden else steps
 
     def _target_part(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of a held-out shard about the target.
-
-        Args:
-            hidden: `[n, d]`: the drafter's hidden states.
-            states: `[n, d_target]`: the target's last ones.
-            index: of the window.
-        """
+        """The tensors of a held-out shard about the target, from the drafter's hidden states `[n, d]` and the target's
+        last ones `[n, d_target]`."""
         head, settings = self.target.get_output_embeddings(), self.settings
         temperature = settings.temperature or 1.0
         most = min(settings.target_top_k, self._vocabulary_size)

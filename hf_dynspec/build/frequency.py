@@ -25,7 +25,7 @@ class Tally:
     """How often tokens were seen so far in a sequence of texts or prompts.
 
     Args:
-        vocabulary_size: one past the largest token id.
+        vocabulary_size: `V`, one past the largest token id.
         folder: where the counts are kept. If there are some, counting goes on after them. None: only in memory.
 
     Attributes:
@@ -33,9 +33,6 @@ class Tally:
         done: batches of text, or prompts, that were counted.
         documents: documents that were counted.
         read: bytes of the corpus that were read for it.
-
-    Raises:
-        ConfigurationError: the folder holds a damaged file.
     """
 
     FILE = "counts.npz"
@@ -92,9 +89,6 @@ def count_tokens(
         tokenizer: a transformers tokenizer.
         tally: takes the counts, after those that it has. Saved even when this raises.
         report: called after each batch with bytes that were read and tokens that were counted.
-
-    Raises:
-        CorpusError: a file cannot be read.
     """
     encode, size = text_encoder(tokenizer), len(tally.counts)
     try:

@@ -23,17 +23,15 @@ _MOST_ENTRIES_PER_ID = 4
 def import_frequency_list(
     path: str | Path, vocabulary_size: int, eos_token_ids: Iterable[int] = (), *, field: str | None = None
 ) -> list[int]:
-    """Read a `.pt` frequency list without running any code of the file.
+    """Read a `.pt` frequency list without running any code of the file: a list of ids or an integer tensor `[n]`, most
+    frequent first, or speculators' `{id: count}`, which is sorted by falling count and rising id. Returns the ids
+    without repeats (FR-Spec's lists can hold one), each at its first place.
 
     Args:
-        path: a file with a list of ids or an integer tensor `[n]`, most frequent first, or speculators' `{id: count}`,
-            which is sorted by falling count and rising id.
+        path: the file.
         vocabulary_size: every id must lie below it.
         eos_token_ids: ids that the list must hold. Missing ones are put in front, as FR-Spec forces them in.
         field: the file's name in errors (None: its own).
-
-    Returns:
-        The ids without repeats (FR-Spec's lists can hold one), each at its first place.
 
     Raises:
         ArtifactError: the file is missing, damaged, too large for the vocabulary, or tries to run code; it holds

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigurationError, DynSpecError
-from ..fields import SettingError
+from ..fields import SettingError, WholeNumber
 from ..files import replacing
 from .corpus import Corpus
 from .jobs import damaged_work
@@ -51,9 +51,6 @@ class Pruning:
         minimum_count: how often one was seen at least.
         threshold: its probability `p(v | u)` at least.
         largest_degree: edges of one source at most: the likeliest; of equally likely ones those with the lower ids.
-
-    Raises:
-        ConfigurationError: a value is out of range.
     """
 
     minimum_count: int = 5
@@ -61,9 +58,8 @@ class Pruning:
     largest_degree: int = 64
 
     def __post_init__(self):
-        for name in ("minimum_count", "largest_degree"):
-            if getattr(self, name) < 1:
-                raise SettingError(name, f"must be at least 1, got {getattr(self, name)}")
+        WholeNumber(1).require("minimum_count", self.minimum_count)
+        WholeNumber(1).require("largest_degree", self.largest_degree)
         if not 0 <= self.threshold < 1:
             raise SettingError("threshold", f"must be a probability of at least 0 and below 1, got {self.threshold}")
 
@@ -78,29 +74,21 @@ class BigramCounts:
         folder: holds a Parquet file for each part of the corpus.
         vocabulary_size: one past the largest id. Tokens with other ids take no part.
         memory: bytes that DuckDB may take.
-
-    Attributes:
-        parts: by the numbers of finished parts, how many tokens and documents each has.
-
-    Raises:
-        ConfigurationError: a part is damaged.
-        DynSpecError: DuckDB or pyarrow is not installed.
     """
 
     def __init__(self, folder: Path, vocabulary_size: int, memory: int = 1 << 30):
         self.folder, self.vocabulary_size = folder, vocabulary_size
+        # Tokens and documents of the finished parts, by their numbers.
         self.parts: dict[int, tuple[int, int]] = {}
         self._database = _database(folder, memory)
         self.refresh()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the finished parts."""
         return sum(tokens for tokens, _ in self.parts.values())
 
     @property
     def documents(self) -> int:
-        """Documents of the finished parts."""
         return sum(documents for _, documents in self.parts.values())
 
     def refresh(self) -> None:
@@ -123,16 +111,13 @@ class BigramCounts:
         share: tuple[int, int] = (0, 1),
         report: Callable[[int, int], None] = lambda read, tokens: None,
     ) -> None:
-        """Count the bigrams of all parts that are not finished.
+        """Count the bigrams of all parts that are not finished. Special tokens take no part.
 
         Args:
             corpus: from `find_corpus`.
-            tokenizer: a transformers tokenizer. Its special tokens take no part.
-            share: if several processes share the folder, the number of this one and how many there are.
+            tokenizer: a transformers tokenizer.
+            share: the number of this process among those that share the folder, and how many there are.
             report: called after each batch with bytes that were read and tokens that were counted.
-
-        Raises:
-            CorpusError: a file cannot be read.
         """
         encode = text_encoder(tokenizer)
         takes_part = np.ones(self.vocabulary_size + 1, bool)  # the last one stands for all ids past the vocabulary
@@ -167,14 +152,8 @@ class BigramCounts:
         self.parts[part] = tokens, documents
 
     def slices(self, report: Callable[[int, int], None] = lambda done, total: None) -> Iterator["Query"]:
-        """Add up the counts of all parts, for some sources at a time.
-
-        Args:
-            report: called with how many of how many sources are done.
-
-        Yields:
-            what runs SQL on the table `counts` with the columns `source`, `follower` and `count`.
-        """
+        """Add up the counts of all parts, for some sources at a time. Yields a function that runs SQL on the table
+        `counts` with the columns `source`, `follower` and `count`."""
         files = [str(self.folder / f"{part:08d}.parquet") for part in self.parts]
         step = -(-self.vocabulary_size // _SLICES)
         for start in range(0, self.vocabulary_size, step):
@@ -208,9 +187,8 @@ Query = Callable[..., dict[str, np.ndarray]]
 
 
 def special_ids(tokenizer: Any) -> list[int]:
-    """The ids of special tokens, which take no part in the graph: a text ends at them. They mark where documents and
-    turns begin and end, and every shortlist holds the important ones. Other added tokens, such as `<tool_call>`,
-    are tokens like any other."""
+    """The ids of special tokens, which mark where documents and turns begin and end. Other added tokens, such as
+    `<tool_call>`, are tokens like any other."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return sorted(added | set(tokenizer.all_special_ids))
 
@@ -245,12 +223,7 @@ def build_graph(
     counts: BigramCounts, pruning: Pruning, report: Callable[[int, int], None] = lambda done, total: None
 ) -> "CooccurrenceGraph":
     """Make the graph of a corpus that is counted. `p(v | u)` is the share of `v` among all bigrams that begin with
-    `u`, pruned ones included.
-
-    Args:
-        counts: of all parts.
-        pruning: which bigrams become edges.
-        report: called with how many of how many sources are done.
+    `u`, pruned ones included. `report` takes how many of how many sources are done.
 
     Raises:
         ConfigurationError: there would be no edge.
@@ -278,21 +251,14 @@ def build_graph(
             f"none of {distinct:,} different bigrams was seen {pruning.minimum_count} times and has a "
             f"probability of {pruning.threshold:g}: give more text, or lower --minimum-count or --threshold"
         )
-    degrees = np.bincount(sources, minlength=counts.vocabulary_size)
-    return CooccurrenceGraph(
-        torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)])),
-        torch.from_numpy(followers.astype(np.int32)),
-        torch.from_numpy(shares.astype(np.float32)),
-    )
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(sources, minlength=counts.vocabulary_size))])
+    arrays = (offsets, followers.astype(np.int32), shares.astype(np.float32))
+    return CooccurrenceGraph(*map(torch.from_numpy, arrays))
 
 
 def graph_coverage(graph: "CooccurrenceGraph", counts: BigramCounts) -> dict[str, int]:
-    """Compare the bigrams of a text with a graph of the same vocabulary.
-
-    Returns:
-        the numbers of all `bigrams`, of those that lead to one of the `EXPANSION` likeliest successors
-        (`in_expansion`), and of those that are edges (`in_graph`).
-    """
+    """The numbers of all `bigrams` of a text, of those that lead to one of the `EXPANSION` likeliest successors
+    (`in_expansion`), and of edges (`in_graph`). The graph is of the same vocabulary."""
     import pyarrow
 
     offsets = graph.offsets.numpy()

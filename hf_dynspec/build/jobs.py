@@ -46,9 +46,6 @@ def begin_job(folder: Path, job: dict[str, Any], *, fresh: bool = False, is_main
         job: JSON values that decide the job's results.
         fresh: drop what the folder holds.
         is_main: of several processes, this is the one that prepares the folder before the others check it.
-
-    Raises:
-        ConfigurationError: the folder holds work of another job, is damaged, or is not the one of the main process.
     """
     file, job = folder / JOB_FILE, json.loads(json.dumps(job))
     if is_main:

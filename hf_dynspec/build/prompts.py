@@ -13,22 +13,12 @@ QUESTION, CATEGORY = "question_id", "category"
 
 
 def find_prompt_files(paths: Iterable[str | Path]) -> list[str]:
-    """The files that these paths name or hold, in that order, each once.
-
-    Raises:
-        CorpusError: a path does not exist.
-    """
+    """The files that these paths name or hold, in that order, each once."""
     return [path for path, _ in find_files(paths)]
 
 
 def read_prompt_file(path: str, fields: Sequence[str], fix: str, more: Sequence[str] = ()) -> Iterator[PromptRow]:
-    """Read the prompts of a JSON lines or Parquet file, which may be compressed.
-
-    Args:
-        path: the file. It holds JSON lines, unless its suffix names another format.
-        fields: where the text may be. The first of these fields that a row has counts.
-        fix: what to do if a row has none of them.
-        more: columns of a Parquet file to read besides, if there are any.
+    """Read the prompts of a JSON lines or Parquet file, which may be compressed. See `read_rows` for the arguments.
 
     Raises:
         CorpusError: the file cannot be read or is plain text, which does not say where prompts end; a row has no text,
@@ -44,15 +34,8 @@ def read_prompt_file(path: str, fields: Sequence[str], fix: str, more: Sequence[
 
 
 def read_prompts(paths: Iterable[str | Path], text_field: str = "text") -> Iterator[tuple[str, ...]]:
-    """Read the turns of prompts that are not empty, file by file in the order of the sorted paths.
-
-    Args:
-        paths: files and folders.
-        text_field: where the text is; `"text"` stands for the first of `PROMPT_FIELDS` that a row has.
-
-    Raises:
-        CorpusError: a path does not exist, or as `read_prompt_file`.
-    """
+    """Read the turns of prompts that are not empty, file by file in the order of the sorted paths. The text is in
+    `text_field`; `"text"` stands for the first of `PROMPT_FIELDS` that a row has."""
     fields = PROMPT_FIELDS if text_field == "text" else (text_field,)
     for path in sorted(find_prompt_files(paths)):
         for row in read_prompt_file(path, fields, NAME_THE_FIELD):

@@ -19,18 +19,11 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def rank(counts: np.ndarray, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> np.ndarray:
-    """Rank all ids of a tokenizer: pinned ids first, then by falling count, equal counts by rising id.
+    """int64 `[n]`: each id of a tokenizer once: pinned ids first, then by falling count, equal counts by rising id.
+    `counts` is int64 `[V]`; `n` is `V` if the ids have no gaps.
 
     FR-Spec forces in the end-of-sequence token only; a narrow corpus then drops bytes, and with them everything that
     is spelled out in bytes.
-
-    Args:
-        counts: int64 `[V]`.
-        tokenizer: whose ids they are.
-        eos_token_ids: as in `pinned_ids`.
-
-    Returns:
-        int64 `[n]`, each id of the tokenizer once. `n` is `V` where the ids have no gaps.
     """
     pinned = pinned_ids(tokenizer, eos_token_ids)
     known = np.array(sorted(set(tokenizer.get_vocab().values()) - set(pinned)), np.int64)
@@ -40,14 +33,11 @@ def rank(counts: np.ndarray, tokenizer: Any, eos_token_ids: Iterable[int] = ()) 
 
 
 def pinned_ids(tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> list[int]:
-    """The ids that stand in front of every ranking: EOS, other special and added tokens, then single bytes.
+    """The ids that stand in front of every ranking: EOS, with those that the model ends on besides the tokenizer's
+    own; other special and added tokens; then single bytes. Each group is in the order of its ids.
 
     Large families of numbered tokens (`<unused12>`; some vocabularies have thousands) are left to their counts:
-    pinned, they would fill a small shortlist. Each group is in the order of its ids.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        eos_token_ids: ids that the model ends on besides the tokenizer's own.
+    pinned, they would fill a small shortlist.
     """
     eos = [*eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
     names = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
@@ -77,12 +67,8 @@ def byte_ids(tokenizer: Any) -> list[int]:
 
 
 def complete_ranking(leading_ids: Sequence[int], tokenizer: Any) -> np.ndarray:
-    """Continue a list that is cut off (FR-Spec's are) to a ranking of all ids: the pinned ids that it lacks, then the
-    others by rising id, which is the order of merges and so roughly that of frequency.
-
-    Returns:
-        int64 `[n]`, each id of the tokenizer once.
-    """
+    """int64 `[n]`: a list that is cut off (FR-Spec's are), continued to all ids: the pinned ids that it lacks, then
+    the others by rising id, which is the order of merges and so roughly that of frequency."""
     rest = rank(np.zeros(vocabulary_size(tokenizer), np.int64), tokenizer)
     leading = np.array(leading_ids, np.int64)
     return np.concatenate([leading, rest[~np.isin(rest, leading)]])

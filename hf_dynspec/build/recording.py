@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..errors import shown_value
-from ..fields import SettingError
+from ..fields import SettingError, WholeNumber
 from ..files import replacing
 from .clusters import LARGEST_SEED
 
@@ -54,16 +53,11 @@ class RecordingSettings:
     of_hidden: bool = False
 
     def __post_init__(self):
-        least = {"window": SHORTEST_WINDOW, "seed": 0}
         if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
             raise SettingError("temperature", f"must be a number of at least 0, got {self.temperature!r}")
-        for name, value in asdict(self).items():
-            if name in ("temperature", "of_hidden"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 1):
-                raise SettingError(name, f"must be a whole number of at least {least.get(name, 1)}, got {value!r}")
-        if self.seed > LARGEST_SEED:
-            raise SettingError("seed", f"must be at most {LARGEST_SEED:,}, got {shown_value(self.seed)}")
+        least = {"window": SHORTEST_WINDOW, "seed": 0}
+        for name in vars(self).keys() - {"temperature", "of_hidden"}:
+            WholeNumber(least.get(name, 1), LARGEST_SEED).require(name, getattr(self, name))
 
     def bytes_on_disk(self, width: int) -> int:
         """About how many bytes the steps of a drafter with features of `width` numbers take."""

@@ -97,19 +97,14 @@ class HeldOutSteps:
         return 1 + int(fitting[-1]) if len(fitting) else 1
 
     def fit_budgets(self, policy: RouterShortlist) -> torch.Tensor:
-        """For each number of clusters at the first draft step, how many at later ones cost the least acceptance.
+        """int32 `[M, D]`: for each number of clusters at the first draft step, how many at later ones cost the least
+        acceptance, as `RouterShortlist` takes them. The policy's own budgets do not matter.
 
         A later step is reached only if all before it were accepted, and what it drafts is worth less. DynaSpec's
         schedule (section 4.2) answers that with a formula. Here it is measured: a cluster on the shortlist of a step
         gains what it adds to the probability that the step's draft is accepted (equation 3), times the further tokens
         that a round then accepts. Budgets are such that the last cluster at each step gains as much for its size as at
         every other step.
-
-        Args:
-            policy: a policy with a trained router. Its `max_clusters`, `schedule` and `mass` do not matter.
-
-        Returns:
-            int32 `[M, D]`, as `RouterShortlist` takes them: row `k - 1` begins with `k`.
         """
         sizes, acceptance = self._curves(policy)
         # More clusters can cost a little, if they take the drafter's probability from what the target likes.
@@ -126,15 +121,13 @@ class HeldOutSteps:
         self, policy: ClusterShortlist, schedule: str, size: float, others: Iterable[tuple[str, ClusterShortlist]]
     ) -> tuple[ClusterShortlist, dict[str, Any]]:
         """Give a policy its budgets, and judge it beside its other schedules and other routers with equal shortlists.
+        Returns the policy with budgets, and all figures as JSON values.
 
         Args:
             policy: its own budgets do not matter.
             schedule: see `RouterShortlist`; for CORAL's router it does not matter.
             size: how many tokens the mean shortlist may have.
             others: routers to judge too, with the names to show.
-
-        Returns:
-            The policy with budgets; and its figures and those of the others as JSON values.
         """
 
         def fill(one: ClusterShortlist) -> ClusterShortlist:
@@ -257,16 +250,12 @@ def _lower_hull(sizes: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _accepted(ratios: torch.Tensor, drawn: torch.Tensor, count: int) -> torch.Tensor:
-    """The probability that a draft is accepted from shortlists of the best 1 to `M` clusters, fp32 `[n, M]`.
+    """The probability that a draft is accepted from shortlists of the best 1 to `M` clusters, fp32 `[n, M]`. `ratios`
+    `[n, draws]` are `p / q` of tokens drawn from `q`, and `drawn` the ranks of their clusters.
 
     A draft from a shortlist is distributed as a draw from the drafter's whole distribution that is on it. It is
     accepted with `min(1, p / q')`, where `q' = q / Q` and `Q` is the shortlist's share of the drafter's probability,
     and of the draws. So the mean over all draws is that of `min(p / q, 1 / Q)`, or 0 for draws that are not on it.
-
-    Args:
-        ratios: `[n, draws]`: `p / q` of tokens drawn from `q`.
-        drawn: int64 `[n, draws]`: the ranks of their clusters, see `_ranks`.
-        count: `M`.
     """
     n, draws = ratios.shape
     order = drawn.argsort(1)

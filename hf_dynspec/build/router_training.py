@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import reduce
 
 from ..errors import ConfigurationError
-from ..fields import SettingError
+from ..fields import SettingError, WholeNumber
 from ..files import replacing
 from ..shortlists.router.network import Router
 from .recording import Recording
@@ -47,9 +47,6 @@ class TrainingSettings:
         evaluate_every: batches between two evaluations at the held-out steps, after which the state is saved.
         patience: evaluations without improvement after which the learning rate falls; the third time training ends.
         seed: of the first weights and of the order.
-
-    Raises:
-        ConfigurationError: a number is out of range.
     """
 
     hidden: int | None = 512
@@ -62,11 +59,7 @@ class TrainingSettings:
 
     def __post_init__(self):
         for name in ("hidden", "batch_size", "max_steps", "evaluate_every", "patience"):
-            value = getattr(self, name)
-            if name == "hidden" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(name, f"must be a whole number of at least 1, got {value!r}")
+            WholeNumber(1, optional=name == "hidden").require(name, getattr(self, name))
         if not 0 < self.learning_rate < 1:
             raise SettingError("learning_rate", f"must be between 0 and 1, got {self.learning_rate!r}")
 
@@ -111,14 +104,11 @@ class RouterTraining:
     Args:
         recording: draft steps of the pair.
         clusters: int64 `[V]`: the cluster of each token id, from 0 without gaps.
-        embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
+        embed: see `Embed`.
         pinned: bool `[V]`: tokens that are on every shortlist and need no cluster.
         settings: how to train.
         checkpoint: the file of the state. Training goes on from it if it is there.
         accelerator: device and processes.
-
-    Raises:
-        ConfigurationError: the checkpoint is of another training, or damaged.
     """
 
     def __init__(
@@ -156,35 +146,29 @@ class RouterTraining:
         report: Callable[[TrainingState], None] = lambda state: None,
         progress: Callable[[int, int], None] = lambda done, most: None,
     ) -> Router:
-        """Train until the held-out loss no longer falls, or `max_steps`.
+        """Train until the held-out loss no longer falls, or `max_steps`. Returns `best`.
 
         Args:
             report: called after each evaluation at the held-out steps.
             progress: called every few batches with how many are done and how many there are at most.
-
-        Returns:
-            See `best`.
         """
-        losses = []
-        goes_on = self.state.decays <= _DECAYS and self.state.step < self._settings.max_steps
-        batches = self._batches() if goes_on else iter(())
-        progress(self.state.step, self._settings.max_steps)
-        while goes_on:
+        state, most = self.state, self._settings.max_steps
+        losses, batches = [], self._batches()
+        progress(state.step, most)
+        while state.decays <= _DECAYS and state.step < most:
             losses.append(self._step(next(batches)))
-            self.state.step += 1
-            if self.state.step % _BATCHES_OF_A_REPORT == 0:
-                progress(self.state.step, self._settings.max_steps)
-            if self.state.step % self._settings.evaluate_every and self.state.step < self._settings.max_steps:
+            state.step += 1
+            if state.step % _BATCHES_OF_A_REPORT == 0:
+                progress(state.step, most)
+            if state.step % self._settings.evaluate_every and state.step < most:
                 continue
-            training_loss = float(reduce(torch.stack(losses).mean(), "mean"))
-            held_out_loss = self._held_out_loss()
+            training_loss, held_out_loss = float(reduce(torch.stack(losses).mean(), "mean")), self._held_out_loss()
             losses = []
-            if held_out_loss < self.state.best:
+            if held_out_loss < state.best:
                 self._best = _copied(self._accelerator.unwrap_model(self._network))
-            goes_on = self.state.look(training_loss, held_out_loss, self._settings.patience)
-            goes_on = goes_on and self.state.step < self._settings.max_steps
+            state.look(training_loss, held_out_loss, self._settings.patience)
             self._save()
-            report(self.state)
+            report(state)
         self._accelerator.wait_for_everyone()
         return self.best
 

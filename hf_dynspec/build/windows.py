@@ -50,17 +50,11 @@ def sample_windows(
     settings: RecordingSettings,
     report: Callable[[int, int], None] = lambda read, total: None,
 ) -> Windows:
-    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps.
-
-    Args:
-        corpus: from `find_corpus`.
-        tokenizer: of both models.
-        vocabulary_size: `V`.
-        settings: what is going to be recorded.
-        report: called after each batch with bytes that were read and bytes that there are.
+    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps for the settings.
+    `report` takes bytes that were read and bytes that there are.
 
     Raises:
-        CorpusError: a file cannot be read, or no text is long enough for a window.
+        CorpusError: a file cannot be read, or the texts do not give two windows.
     """
     encode, random = text_encoder(tokenizer), np.random.default_rng(settings.seed)
     # Enough even if all windows are as short as can be.
