@@ -48,9 +48,6 @@ class ModelReference:
         architecture: the model's class name, if known.
         vocab_size: rows of the model's output projection, padding included, if known.
         local: the name is that of a local folder and not to be looked up on the Hub.
-
-    Raises:
-        ConfigurationError: a value is mistyped or out of range.
     """
 
     name_or_path: str
@@ -88,9 +85,6 @@ class PolicyConfig:
             looked up when the policy is built.
         settings: JSON values. They are copied, and tuples become lists. The policy's class checks them
             (`ShortlistPolicy.setting_rules`).
-
-    Raises:
-        ConfigurationError: a value is mistyped or not JSON.
     """
 
     name: str
@@ -111,12 +105,8 @@ def weights_files(shards: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightsDigest:
-    """Ties a file of tensors to its `config.json`, so that files of two artifacts are never mixed.
-
-    Args:
-        sha256: hexadecimal digest of the file.
-        size: bytes of the file.
-    """
+    """Ties a file of tensors to its `config.json`, by its bytes and their hexadecimal SHA-256, so that files of two
+    artifacts are never mixed."""
 
     sha256: str
     size: int
@@ -193,11 +183,7 @@ class DynSpecConfig:
         return {"library_name": LIBRARY_NAME, **values}
 
     def to_json(self) -> str:
-        """The text of `config.json`.
-
-        Raises:
-            ArtifactError: it is longer than `LARGEST_CONFIG`, which nobody would read.
-        """
+        """The text of `config.json`. One longer than `LARGEST_CONFIG`, which nobody would read, is refused."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         require_config_size(len(text.encode("utf-8")))
         return text
@@ -316,11 +302,7 @@ def _require_format_version(value: Any) -> None:
 
 
 def require_config_size(size: int | None) -> None:
-    """Refuse a `config.json` of more bytes than are read. None: not known yet.
-
-    Raises:
-        ArtifactError: it has more.
-    """
+    """Refuse a `config.json` of more bytes than are read. None: not known yet."""
     if size is not None and size > LARGEST_CONFIG:
         problem = f"has {size} bytes, and {LARGEST_CONFIG} are the most"
         raise ArtifactError(CONFIG_FILE, problem, "Keep the settings, provenance and results shorter.")

@@ -17,11 +17,7 @@ FETCH_AGAIN = "Download or write the artifact again."
 
 
 def read_config(folder: Path) -> DynSpecConfig:
-    """Read a `config.json` that may be damaged or hostile.
-
-    Raises:
-        ArtifactError: it is missing, too large, no strict JSON, or not an hf_dynspec configuration.
-    """
+    """Read a `config.json` that may be damaged or hostile."""
     path = folder / CONFIG_FILE
     if not is_there(path):
         raise missing_file(CONFIG_FILE, folder)
@@ -76,13 +72,8 @@ def has_digest(path: Path, digest: WeightsDigest) -> bool:
 
 
 def missing_file(filename: str, place: str | os.PathLike, names: Iterable[str] | None = None) -> ArtifactError:
-    """The error for a missing file. If there are pickles instead, it says why they are not read.
-
-    Args:
-        filename: the file.
-        place: the folder, or the repository.
-        names: the files of the repository (None: of the folder).
-    """
+    """The error for a file that the folder, or the repository with these names, lacks. If there are pickles instead,
+    it says why they are not read."""
     try:
         names = os.listdir(place) if names is None else names
     except OSError as error:

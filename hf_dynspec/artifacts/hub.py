@@ -29,11 +29,8 @@ def usual_hub() -> HfApi:
 
 
 def is_folder(directory_or_repo: str | os.PathLike) -> bool:
-    """Whether to read a folder and not a repository.
-
-    Raises:
-        ArtifactError: there is no such folder, and it cannot be a repository's name either.
-    """
+    """Whether to read a folder and not a repository. A name that is neither a folder's nor can be a repository's is
+    refused."""
     if os.path.isdir(directory_or_repo):
         return True
     problem = f"there is no folder {str(directory_or_repo)!r}"
@@ -48,11 +45,7 @@ def is_folder(directory_or_repo: str | os.PathLike) -> bool:
 
 
 def local_folder(directory_or_repo: str | os.PathLike, filenames: Sequence[str], **options: Any) -> Path:
-    """The folder itself, or `download_snapshot` of a repository.
-
-    Raises:
-        ArtifactError: as `is_folder` and `download_snapshot`.
-    """
+    """The folder itself, or `download_snapshot` of a repository."""
     if is_folder(directory_or_repo):
         return Path(directory_or_repo)
     return download_snapshot(str(directory_or_repo), filenames, **options)
@@ -66,6 +59,7 @@ def download_snapshot(
     token: str | bool | None = None,
 ) -> Path:
     """Fetch files of a repository, all of one commit, into the Hub's cache. A folder of that name is never looked at.
+    Returns the absolute path of the snapshot.
 
     Args:
         repo_id: the repository.
@@ -73,9 +67,6 @@ def download_snapshot(
         revision: branch, tag or commit (None: the main branch).
         cache_dir: the folder for downloads (None: the Hub's usual cache).
         token: for a private repository.
-
-    Returns:
-        The absolute path of the snapshot.
 
     Raises:
         ArtifactError: there is no such repository or revision, or it can neither be reached nor is in the cache.
@@ -100,9 +91,6 @@ def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> I
         repo_id: the repository.
         filename: the requested file.
         or_folder: the name may have been meant for a folder on this computer.
-
-    Raises:
-        ArtifactError: there is no such repository, revision or file, or it cannot be reached or kept.
     """
     no_folder = or_folder and not os.path.isdir(repo_id)
     try:
@@ -126,11 +114,8 @@ def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> I
 
 
 def require_repository_name(name: str, field: str = "repository") -> None:
-    """Check the name of a repository or a dataset before anything is asked of the Hub.
-
-    Raises:
-        ArtifactError: it is no valid name. Its `field` is `field`.
-    """
+    """Check the name of a repository or a dataset before anything is asked of the Hub. `field` names it in the
+    error."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -138,14 +123,8 @@ def require_repository_name(name: str, field: str = "repository") -> None:
 
 
 class Repository:
-    """An artifact on the Hub. Its files are downloaded to the cache, and their sizes checked before.
-
-    Args:
-        repo_id: the repository.
-        revision: the branch, tag or commit (None: the main branch).
-        api: the client.
-        options: `cache_dir` and `token`.
-    """
+    """An artifact on the Hub. Its files are downloaded to the cache, and their sizes checked before. The options are
+    `cache_dir` and `token`."""
 
     def __init__(self, repo_id: str, revision: str | None, api: HfApi, **options: Any):
         self._repo_id, self._revision, self._api, self._options = repo_id, revision, api, options

@@ -12,12 +12,7 @@ from ..files import open_file
 
 
 def load_pickle(path: Path, field: str, most: int) -> Any:
-    """Load a file of `torch.save` with `weights_only=True`.
-
-    Args:
-        path: the file.
-        field: its name in errors.
-        most: the most bytes of the file.
+    """Load a file of `torch.save` with at most `most` bytes, with `weights_only=True`. Errors call it `field`.
 
     Raises:
         ArtifactError: it is no file, too large, damaged, or holds more than tensors and plain values.

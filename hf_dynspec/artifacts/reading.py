@@ -103,18 +103,8 @@ def rebuild(config: DynSpecConfig, tensors: Mapping[str, torch.Tensor]) -> Stora
 
 
 def read_graph(directory_or_repo: str | os.PathLike, **options: Any) -> tuple[Any, TokenizerFingerprint | None]:
-    """Read a co-occurrence graph from an artifact that may be damaged or hostile.
-
-    Args:
-        directory_or_repo: as in `read_artifact`.
-        options: as in `read_artifact`.
-
-    Returns:
-        The `CooccurrenceGraph`, and the tokenizer of its ids.
-
-    Raises:
-        ArtifactError: as in `read_artifact`, or it is another kind of artifact.
-    """
+    """Read a co-occurrence graph from an artifact that may be damaged or hostile, with the options of `read_artifact`.
+    Returns the `CooccurrenceGraph` and the tokenizer of its ids. Another kind of artifact is an `ArtifactError`."""
     config, tensors = read_artifact(directory_or_repo, **options)
     if config.policy.name != "cooccurrence_graph":
         problem = f"is {config.policy.name!r}, which holds no co-occurrence graph"
@@ -125,14 +115,8 @@ def read_graph(directory_or_repo: str | os.PathLike, **options: Any) -> tuple[An
 
 
 def require_policy(config: DynSpecConfig) -> Mapping[str, TensorRule]:
-    """Check the names and settings of the policy and its parts before any of them is built.
-
-    Returns:
-        The rules for the policy's tensors.
-
-    Raises:
-        ArtifactError: no class of such a name is registered, or a setting is unknown, mistyped or out of range.
-    """
+    """Check the names and settings of the policy and its parts before any of them is built. Returns the rules for the
+    policy's tensors."""
     try:
         policy = stored_class(config.policy.name)
     except ConfigurationError as error:
@@ -154,11 +138,7 @@ def _naming_settings() -> Iterator[None]:
 
 
 def require_tokenizer(config: DynSpecConfig) -> TokenizerFingerprint:
-    """The tokenizer of an artifact with tensors.
-
-    Raises:
-        ArtifactError: the configuration does not name it.
-    """
+    """The tokenizer of an artifact with tensors. A configuration that does not name it is refused."""
     if config.tokenizer is None:
         problem = "is missing, so that nothing says whose ids the tensors hold"
         fix = "Write the artifact with the tokenizer's fingerprint (fingerprint_tokenizer)."

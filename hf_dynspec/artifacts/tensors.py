@@ -150,11 +150,7 @@ def serialize_tensors(
 
 
 def require_shard_size(max_shard_size: int | str) -> None:
-    """Check the limit of a shard.
-
-    Raises:
-        ConfigurationError: it is neither a positive number of bytes nor a text such as `"500MB"`.
-    """
+    """Refuse a limit that is neither a positive number of bytes nor a text such as `"500MB"`."""
     is_number = isinstance(max_shard_size, int) and not isinstance(max_shard_size, bool) and max_shard_size > 0
     if not is_number and not (isinstance(max_shard_size, str) and _SIZE.fullmatch(max_shard_size.strip())):
         problem = f"must be a number of bytes or a text such as '500MB', got {max_shard_size!r:.80}"
@@ -185,11 +181,8 @@ def digest_file(file: BinaryIO) -> WeightsDigest:
 
 
 def require_weights_sizes(weights: Mapping[str, WeightsDigest]) -> None:
-    """Check the sizes that a configuration gives its files of tensors, before any of them is fetched.
-
-    Raises:
-        ArtifactError: a file, or all of them together, are larger than the limits.
-    """
+    """Check the sizes that a configuration gives its files of tensors, alone and together, before any of them is
+    fetched."""
     for name, digest in weights.items():
         most = LONGEST_INDEX if name == INDEX_FILE else LARGEST_FILE
         if digest.size > most:
@@ -206,7 +199,8 @@ def read_tensors(
     tokenizer: TokenizerFingerprint,
     eos_token_ids: tuple[int, ...],
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of an artifact. No more memory is taken than tensors that follow the rules need.
+    """Read all tensors of an artifact, in the dtypes of the files. No more memory is taken than tensors that follow
+    the rules need.
 
     Args:
         paths: the files by the names of `weights_files`.
@@ -214,9 +208,6 @@ def read_tensors(
         rules: by tensor, see `Storable.tensor_rules_for`; a tensor without a rule is refused.
         tokenizer: the tokenizer of the token ids.
         eos_token_ids: the ids that every ranking has to hold.
-
-    Returns:
-        CPU tensors by name, in the dtypes of the files.
 
     Raises:
         ArtifactError: a file does not have its digest, its header breaks a limit or contradicts the file, a tensor is
@@ -256,11 +247,7 @@ def check_tensors(
     tokenizer: TokenizerFingerprint,
     eos_token_ids: tuple[int, ...],
 ) -> None:
-    """Hold tensors against their rules, before they are written or after they were read.
-
-    Raises:
-        ArtifactError: as `read_tensors`.
-    """
+    """Hold tensors against their rules, before they are written or after they were read."""
     for name, tensor in tensors.items():
         field = f"{filename}: {name[:80]}"
         _check_rule(field, name, TensorHeader(tuple(tensor.shape), tensor.dtype), rules, tokenizer)

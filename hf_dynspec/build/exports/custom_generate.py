@@ -29,20 +29,12 @@ _REQUIREMENTS = "torch\ntransformers>=5.20\n"  # as setup.cfg
 
 
 def write_custom_generate(folder: Path, shortlist: StaticShortlist, repo_id: str | None = None) -> int:
-    """Write the folder. Each file appears in one step, and the code last.
-
-    Args:
-        folder: made if needed.
-        shortlist: the tokens that the drafter may propose.
-        repo_id: the repository, for the usage on its card (None: not known yet).
-
-    Returns:
-        The number of tokens in the shortlist.
+    """Write the folder, which is made if needed, for a repository's name or None. Each file appears in one step, and
+    the code last. Returns the number of tokens in the shortlist.
 
     Raises:
         ConfigurationError: as `StaticShortlist.token_ids`.
         ArtifactError: the code was read back with another shortlist.
-        OSError: a file cannot be written.
     """
     ids = shortlist.token_ids().sort().values
     card = _card(shortlist, ids.numel(), repo_id)

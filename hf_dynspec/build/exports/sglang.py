@@ -13,13 +13,7 @@ from .static import StaticShortlist
 def write_token_map(path: str | Path, shortlist: StaticShortlist) -> int:
     """Write token ids as SGLang loads them, by `torch.load(path, weights_only=True)`: the rows of the target's LM head
     for an EAGLE-2 head. The file is read back by those rules before it takes its place. Equal lists give equal bytes.
-
-    Args:
-        path: the file to write; missing folders are made.
-        shortlist: the tokens.
-
-    Returns:
-        The number of ids.
+    Returns the number of ids.
 
     Raises:
         ConfigurationError: as `StaticShortlist.token_ids`.

@@ -19,23 +19,16 @@ from ...vocabulary import TokenizerFingerprint, fingerprint_tokenizer
 
 @dataclass(frozen=True)
 class StaticShortlist:
-    """A fixed list of tokens.
-
-    Args:
-        policy: the policy that drafts these tokens here.
-        tokenizer: the tokenizer of the ids, with the ids that end a text.
-        config: the artifact's configuration.
-    """
+    """A fixed list of tokens: the policy that drafts them here, the tokenizer of the ids with the ids that end a text,
+    and the artifact's configuration."""
 
     policy: FrequencyShortlist
     tokenizer: TokenizerFingerprint
     config: DynSpecConfig
 
     def token_ids(self, draftable: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-        """int64 `[n]`, in the order of the ranking: the ids that end a text and the most frequent others.
-
-        Args:
-            draftable: the ids that a head can score (None: all of them).
+        """int64 `[n]`, in the order of the ranking: the ids that end a text and the most frequent others. A head that
+        can score only some ids has them in `draftable`.
 
         Raises:
             ConfigurationError: the ranking holds fewer ids than the size, or none that the head can score.

@@ -21,12 +21,8 @@ from .static import StaticShortlist
 
 
 def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pickle: bool = False) -> EagleCheckpoint:
-    """Read a head to be trimmed for vLLM.
-
-    Args:
-        head: folder or Hub id of an EAGLE-3 head, official or of speculators.
-        revision: the branch, tag or commit of a repository.
-        allow_pickle: as `read_checkpoint`.
+    """Read an EAGLE-3 head, official or of speculators, to be trimmed for vLLM. See `read_checkpoint` for the
+    arguments.
 
     Raises:
         ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names an
@@ -99,12 +95,7 @@ def trimmed_for_vllm(
 
 
 def write_head(folder: Path, head: EagleCheckpoint) -> None:
-    """Write a head and read it back, bit for bit.
-
-    Raises:
-        ArtifactError: it was read back otherwise.
-        OSError: a file cannot be written.
-    """
+    """Write a head and read it back, bit for bit."""
     write_checkpoint(folder, head)
     found = read_checkpoint(folder)
     same = found.settings == head.settings and found.tensors.keys() == head.tensors.keys()
@@ -119,20 +110,10 @@ def require_equal_drafts(
     target: PreTrainedModel,
     texts: Sequence[torch.Tensor],
 ) -> int:
-    """Compare the drafts of the trimmed head, from its own rows and maps, with the original's from the shortlist.
+    """Compare the drafts of the trimmed head as it was written, from its own rows and maps, with the original's from
+    the shortlist. Returns the number of compared tokens, or raises a `DynSpecError` if a draft differs.
 
-    Args:
-        original: the head as it was read.
-        trimmed: the head as it was written.
-        shortlist: the policy of the same tokens.
-        target: the model, in fp32: in 16 bit more scores tie.
-        texts: token ids to draft after, each int64 `[1, n]`.
-
-    Returns:
-        The number of compared tokens.
-
-    Raises:
-        DynSpecError: a draft differs.
+    The target is in fp32: in 16 bit more scores tie. Each text to draft after is int64 `[1, n]`.
     """
     drafts = []
     for checkpoint, policy in ((original, shortlist), (trimmed, "full")):
@@ -149,10 +130,7 @@ def require_equal_drafts(
 
 
 def _require_made_for(head: EagleCheckpoint, folder: Path, rows: torch.Tensor) -> tuple[int, ...]:
-    """Compare a head's sizes with a target's.
-
-    Returns:
-        The hidden states of the target that heads read by default.
+    """Compare a head's sizes with a target's. Returns the hidden states of the target that heads read by default.
 
     Raises:
         ArtifactError: they differ, or the target has fewer layers than the head reads.
