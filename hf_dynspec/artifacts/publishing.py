@@ -60,12 +60,11 @@ def push_artifact(
         repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
-        published = _Published(api, repo_id, revision, token)
-    published.require_own()
+        commit, published, has_edited_card = _published(api, repo_id, revision, token)
     operations: list[Any] = [CommitOperationAdd(name, path) for name, path in paths.items()]
-    stale = sorted(name for name in published.names if is_weights_name(name) and name not in config.weights)
+    stale = sorted(name for name in published if is_weights_name(name) and name not in config.weights)
     operations += [CommitOperationDelete(name) for name in stale]
-    if not (published.has_edited_card() and may_replace_card(folder)):
+    if not (has_edited_card and may_replace_card(folder)):
         operations.append(CommitOperationAdd(CARD_FILE, card_to_publish(folder, config, repo_id).encode("utf-8")))
     name = config.policy.name
     title = name.replace("_", " ") if name in POLICY_DATA else f"{name} shortlist policy"
@@ -76,7 +75,7 @@ def push_artifact(
         token=token,
         revision=revision,
         create_pr=create_pr,
-        parent_commit=published.commit,  # fails if somebody else pushed meanwhile
+        parent_commit=commit,  # fails if somebody else pushed meanwhile
     )
 
 
@@ -92,34 +91,27 @@ def published_sizes(config: DynSpecConfig) -> dict[str, int]:
     return {CONFIG_FILE: len(config.to_json().encode("utf-8")), **sizes}
 
 
-class _Published:
-    """The files of a repository before it is pushed to."""
+def _published(api: HfApi, repo_id: str, revision: str | None, token: str | bool | None) -> tuple[str, set[str], bool]:
+    """The commit of a repository before it is pushed to, its files, and whether somebody edited its card. The files of
+    another library's model are not replaced."""
+    info = api.repo_info(repo_id, revision=revision, token=token)
+    names = {file.rfilename for file in info.siblings or ()}
 
-    def __init__(self, api: HfApi, repo_id: str, revision: str | None, token: str | bool | None):
-        info = api.repo_info(repo_id, revision=revision, token=token)
-        self.names = {file.rfilename for file in info.siblings or ()}
-        self.commit, self._api, self._repo_id, self._token = info.sha, api, repo_id, token
-
-    def _path(self, filename: str, most: int) -> Path | None:
+    def fetch(filename: str, most: int) -> Path | None:
         """A file's path; None if it is too large for a file of this package."""
-        options = {"revision": self.commit, "token": self._token}
-        size = self._api.hf_hub_download(self._repo_id, filename, dry_run=True, **options).file_size
-        return Path(self._api.hf_hub_download(self._repo_id, filename, **options)) if (size or 0) <= most else None
+        options = {"revision": info.sha, "token": token}
+        size = api.hf_hub_download(repo_id, filename, dry_run=True, **options).file_size
+        return Path(api.hf_hub_download(repo_id, filename, **options)) if (size or 0) <= most else None
 
-    def has_edited_card(self) -> bool:
-        if CARD_FILE not in self.names:
-            return False
-        path = self._path(CARD_FILE, LARGEST_CARD)
-        text = b"" if path is None else read_file(path, CARD_FILE, LARGEST_CARD)
-        return not is_unedited_card(text.decode("utf-8", errors="replace"))
-
-    def require_own(self) -> None:
-        """Refuse to replace the files of another library's model."""
-        if CONFIG_FILE in self.names:
-            path = self._path(CONFIG_FILE, LARGEST_CONFIG)
-            own = path is not None and is_own_config(path)
-        else:
-            own = not any(map(is_weights_name, self.names))
-        if not own:
-            problem = f"{self._repo_id} holds a model that is not an hf_dynspec artifact"
-            raise ArtifactError("repository", problem, "Push to a repository of its own.")
+    if CONFIG_FILE in names:
+        config = fetch(CONFIG_FILE, LARGEST_CONFIG)
+        is_own = config is not None and is_own_config(config)
+    else:
+        is_own = not any(map(is_weights_name, names))
+    if not is_own:
+        problem = f"{repo_id} holds a model that is not an hf_dynspec artifact"
+        raise ArtifactError("repository", problem, "Push to a repository of its own.")
+    card = fetch(CARD_FILE, LARGEST_CARD) if CARD_FILE in names else None
+    text = b"" if card is None else read_file(card, CARD_FILE, LARGEST_CARD)
+    is_edited = CARD_FILE in names and not is_unedited_card(text.decode("utf-8", errors="replace"))
+    return info.sha, names, is_edited

@@ -154,17 +154,13 @@ class _Log(BaseStreamer):
         """Begin with another text."""
         # Tokens of the text before this round, and steps before it.
         self.length = self.steps_before = 0
-        self.places: list[int] = []
-        self.depths: list[int] = []
-        # Copies, as a drafter may reuse the memory.
-        self.token_ids: list[torch.Tensor] = []
-        self.features: list[torch.Tensor] = []
-        self.hidden: list[torch.Tensor] = []
+        # Of each step: depth, place, token, features and hidden state; copies, as a drafter may reuse the memory.
+        self.steps: list[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def put(self, value: torch.Tensor) -> None:
         """See `BaseStreamer`: the prompt, or the new tokens of a round."""
         self.length += value.numel()
-        self.steps_before = len(self.depths)
+        self.steps_before = len(self.steps)
 
     def end(self) -> None:
         """See `BaseStreamer`."""
@@ -172,21 +168,16 @@ class _Log(BaseStreamer):
     def rounds(self, text: torch.Tensor, most: int, weight: torch.Tensor) -> DraftedRounds:
         """The first `most` steps, of which there may be none; `weight` `[V, d]` is the drafter's."""
         nothing = weight.new_zeros(0, weight.shape[1])
-        places, depths = torch.tensor(self.places[:most]).long(), torch.tensor(self.depths[:most]).long()
-        token_ids = torch.cat([nothing.new_zeros(0, dtype=torch.int64), *self.token_ids[:most]]).cpu()
+        empty = ([], [], [nothing.new_zeros(0, dtype=torch.int64)], [nothing.half()], [nothing])
+        depths, places, *rest = zip(*self.steps[:most], strict=True) if self.steps else empty
+        token_ids, features, hidden = map(torch.cat, rest)
+        token_ids, places = token_ids.cpu(), torch.tensor(places, dtype=torch.int64)
         is_in_text = (places < text.shape[0]) & (text[places.clamp_max(text.shape[0] - 1)] == token_ids)
         is_accepted: list[bool] = []
-        for depth, matches in zip(depths.tolist(), is_in_text.tolist(), strict=True):
+        for depth, matches in zip(depths, is_in_text.tolist(), strict=True):
             is_accepted.append(matches and (depth == 0 or is_accepted[-1]))
-        return DraftedRounds(
-            text,
-            token_ids,
-            places,
-            depths,
-            torch.tensor(is_accepted, dtype=torch.bool),
-            torch.cat([nothing.half(), *self.features[:most]]),
-            torch.cat([nothing, *self.hidden[:most]]),
-        )
+        depths, is_accepted = torch.tensor(depths, dtype=torch.int64), torch.tensor(is_accepted, dtype=torch.bool)
+        return DraftedRounds(text, token_ids, places, depths, is_accepted, features, hidden)
 
 
 class _EnoughSteps(StoppingCriteria):
@@ -220,11 +211,9 @@ class _RecordingState(ShortlistState):
         self._everything, self._log = everything, log
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self._log.features.append(features.to(torch.float16, copy=True))
+        self._read = features.to(torch.float16, copy=True)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        self._log.depths.append(depth)
-        self._log.places.append(self._log.length - 1 + depth)
-        self._log.token_ids.append(token_ids.clone())
-        self._log.hidden.append(features.clone())
+        place = self._log.length - 1 + depth
+        self._log.steps.append((depth, place, token_ids.clone(), self._read, features.clone()))
         return self._everything.select(depth, token_ids, features)

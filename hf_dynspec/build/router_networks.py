@@ -1,6 +1,5 @@
 """The networks of routers: their parameters, what they read of recorded draft steps, their labels and their loss."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -15,34 +14,22 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
 
 
-class RouterNetwork(nn.Module, ABC):
+class RouterNetwork(nn.Module):
     """The part of a `Router` that is trained. Its parameters have the names of the router's tensors.
+
+    `begin_at` starts from scores that give every context the mean of the labels of a batch. `labels` are what the
+    scores are to be, both fp32 `[m, M]`; `cluster_of`, int64 `[V]`, is `M` for tokens that need no cluster. `loss` is
+    the mean of the draft steps.
 
     Attributes:
         reads: the tensors of a shard that training needs, see `Recording`.
     """
 
     reads: ClassVar[tuple[str, ...]]
-
-    @abstractmethod
-    def begin_at(self, batch: Batch, labels: torch.Tensor) -> None:
-        """Start from scores that give every context the mean of the labels of a batch, `[m, M]`."""
-
-    @staticmethod
-    @abstractmethod
-    def inputs(batch: Batch, embed: Embed) -> tuple[torch.Tensor, ...]:
-        """The arguments of `forward`."""
-
-    @staticmethod
-    @abstractmethod
-    def labels(batch: Batch, cluster_of: torch.Tensor, count: int) -> torch.Tensor:
-        """fp32 `[m, M]`: what the scores are to be. `cluster_of`, int64 `[V]`, is `M` for tokens that need no
-        cluster."""
-
-    @staticmethod
-    @abstractmethod
-    def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the draft steps, for scores and labels `[m, M]`."""
+    begin_at: Callable[[Batch, torch.Tensor], None]
+    inputs: Callable[[Batch, Embed], tuple[torch.Tensor, ...]]
+    labels: Callable[[Batch, torch.Tensor, int], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def router(self, clusters: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> Router:
         """The router with these weights, in fp32 on the CPU."""
@@ -50,13 +37,8 @@ class RouterNetwork(nn.Module, ABC):
 
 
 class DynaSpecNetwork(RouterNetwork):
-    """Predicts which clusters hold the drafter's likely tokens (DynaSpec, section 4.2, "Training the router").
-
-    Args:
-        width: numbers of a feature, `d`.
-        clusters: how many there are, `M`.
-        hidden: width of the hidden layer.
-    """
+    """Predicts which clusters hold the drafter's likely tokens (DynaSpec, section 4.2, "Training the router"), from
+    features of `width` numbers and by a hidden layer of `hidden`."""
 
     reads = ("token_ids", "features", "top_ids")
 
@@ -73,9 +55,8 @@ class DynaSpecNetwork(RouterNetwork):
 
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """The logits `[m, M]`, see `Router.scores`."""
-        return network_scores(
-            embeddings, features, self.input_weight, self.input_bias, self.output_weight, self.output_bias
-        )
+        weights = (self.input_weight, self.input_bias, self.output_weight, self.output_bias)
+        return network_scores(embeddings, features, *weights)
 
     @staticmethod
     def inputs(batch: Batch, embed: Embed) -> tuple[torch.Tensor, ...]:
@@ -99,10 +80,6 @@ class CoralNetwork(RouterNetwork):
 
     One layer on the drafter's hidden states. In training they are divided by their usual root mean square, so that one
     learning rate serves all drafters.
-
-    Args:
-        width: numbers of a hidden state, `d`.
-        clusters: how many groups there are, `M`.
     """
 
     reads = ("hidden", "top_ids", "top_shares")

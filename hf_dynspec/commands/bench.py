@@ -1,12 +1,13 @@
 """`hf-dynspec bench`: what drafting with shortlists gains on your models and prompts."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
-from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
+from .common import about, claim_results, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.bench.benchmark import BenchmarkResult
@@ -90,23 +91,18 @@ def bench(
     )
     results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
-    words = command_line(context)
 
     def save(measured: "BenchmarkResult") -> None:
         # An earlier run's results are worth more than none.
         if measured.generations:
-            results.save(lambda: to_dict(measured, words))
+            results.save(partial(to_dict, measured))
 
     with progress_bar() as report:
         result = run_benchmark(settings, prompts=workload, report=report, save=save)
     _print(result, by_domain)
-    if plot is not None:
-        values = to_dict(result, words)
-        if has_speeds(values):
-            write_speed_chart(plot, values)
-    results.require_saved()
-    if not result.complete:
-        results.end_interrupted(is_empty=not result.generations)
+    if plot is not None and has_speeds(values := to_dict(result, results.words)):
+        write_speed_chart(plot, values)
+    results.end(result.complete, is_empty=not result.generations)
 
 
 def _print(result: "BenchmarkResult", by_domain: bool) -> None:

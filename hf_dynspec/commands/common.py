@@ -19,54 +19,46 @@ WIDTH_OF_FILES = 180
 
 
 def claim_results(context: typer.Context, json_file: Path | None, plot: Path | None = None) -> "ResultsFile":
-    """The file of a measurement's results. It and its plot are locked, or refused, before any work.
-
-    Raises:
-        ConfigurationError: see `claim_file` and `require_plot_file`.
-    """
+    """The file of a measurement's results. It and its plot are locked, or refused, before any work."""
     from ..evaluation.plots import require_plot_file
 
     claim_file(context, json_file, "--json")
     claim_file(context, plot, "--plot")
     if plot is not None:
         require_plot_file(plot, "leave --plot out")
-    return ResultsFile(json_file)
+    return ResultsFile(context, json_file)
 
 
 class ResultsFile:
-    """The file that holds what was measured so far. A full disk does not end a measurement.
+    """The file that holds what a command has measured so far; None keeps nothing. A full disk does not end a
+    measurement."""
 
-    Args:
-        path: the file; None keeps nothing.
-    """
-
-    def __init__(self, path: Path | None):
-        self._path = path
+    def __init__(self, context: typer.Context, path: Path | None):
+        self.words, self._path = command_line(context), path
         self._problem: OSError | None = None
 
-    def save(self, values: Callable[[], dict[str, Any]]) -> None:
-        """Replace the file by JSON values, if it can be written."""
+    def save(self, to_dict: Callable[[list[str]], dict[str, Any]]) -> None:
+        """Replace the file, if it can be written, by the JSON values of a function that takes the command's words."""
         from ..files import write_json
 
         if self._path is None:
             return
         try:
-            write_json(self._path, values())
+            write_json(self._path, to_dict(self.words))
             self._problem = None
         except OSError as error:
             self._problem = error
 
-    def require_saved(self) -> None:
-        """Raise a `DynSpecError` if the last values could not be written."""
+    def end(self, is_complete: bool = True, is_empty: bool = False) -> None:
+        """Raise a `DynSpecError` if the last values could not be written. After an interrupt, say where the figures
+        are, and exit with its status."""
         if self._problem is not None:
             problem = describe_os_error(self._problem)
             raise DynSpecError(f"{self._path} lacks what was measured, which is above: {problem}")
-
-    def end_interrupted(self, is_empty: bool) -> None:
-        """Say where an interrupted measurement's figures are, and exit with the status of an interrupt."""
-        where = "above" if self._path is None else f"above and in {self._path}"
-        kept = "nothing was measured yet" if is_empty else f"what was measured until then is {where}"
-        end_interrupted(f"{kept}; the same command begins anew")
+        if not is_complete:
+            where = "above" if self._path is None else f"above and in {self._path}"
+            kept = "nothing was measured yet" if is_empty else f"what was measured until then is {where}"
+            end_interrupted(f"{kept}; the same command begins anew")
 
 
 def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> list[str]:
@@ -78,15 +70,14 @@ def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> l
         if source is None or source.name != "COMMANDLINE":
             continue
         value = context.params[parameter.name]
+        option = [parameter.opts[0]] if parameter.param_type_name == "option" else []
         if isinstance(value, bool):
             words.append(parameter.opts[0] if value else (parameter.secondary_opts or parameter.opts)[0])
-            continue
-        if parameter.nargs > 1:
-            words += [parameter.opts[0], *map(shown, value)]
-            continue
-        for item in value if isinstance(value, list | tuple) else [value]:
-            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
-            words.append(shown(item))
+        elif parameter.nargs > 1:
+            words += [*option, *map(shown, value)]
+        else:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [*option, shown(item)]
     return words
 
 

@@ -1,12 +1,13 @@
 """`hf-dynspec coverage`: what shortlists cover of your target's distribution, and the acceptance that follows."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options
-from .common import about, claim_results, command_line, progress_bar, tell_notes, wide_console
+from .common import about, claim_results, progress_bar, tell_notes, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.coverage.result import CoverageResult
@@ -60,12 +61,11 @@ def coverage(
     settings = options.settings_of(context, CoverageSettings, prompts=files, policies=policy or DEFAULT_POLICIES)
     results = claim_results(context, json_file, plot)
     workload = read_workload(files, limit)
-    words = command_line(context)
 
     def save(measured: "CoverageResult") -> None:
         # An earlier run's results are worth more than none.
         if measured.measured:
-            results.save(lambda: to_dict(measured, words))
+            results.save(partial(to_dict, measured))
 
     with progress_bar() as report:
         result = measure_coverage(settings, prompts=workload, report=report, save=save)
@@ -79,6 +79,4 @@ def coverage(
             console.print(table)
         if plot is not None:
             write_plot(plot, result)
-    results.require_saved()
-    if not result.complete:
-        results.end_interrupted(is_empty=not result.measured)
+    results.end(result.complete, is_empty=not result.measured)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .common import ResultsFile, about, claim_results, command_line, progress_bar, wide_console
+from .common import ResultsFile, about, claim_results, progress_bar, wide_console
 
 if TYPE_CHECKING:
     from ..evaluation.doctor.settings import DoctorSettings
@@ -86,21 +86,17 @@ def doctor(
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
-        _require_two(config)
-        results = claim_results(context, json_file)
-        _require_estimate(given)
-        estimate = {"acceptance": tuple(acceptance)} if acceptance else {}
+        _require_estimate(config, given)
+        changed = {"policies": policy or None, "acceptance": tuple(acceptance or ()) or None}
         _print_estimate(
             config,
             (device_memory_bandwidth, launch_latency, device_flops),
-            results,
-            command_line(context),
+            claim_results(context, json_file),
             num_assistant_tokens=num_assistant_tokens,
             cached_tokens=cached_tokens,
             temperature=temperature,
             dtype=dtype,
-            **({"policies": policy} if policy else {}),
-            **estimate,
+            **{name: value for name, value in changed.items() if value},
         )
         return
     for name in _OF_ESTIMATES:
@@ -111,30 +107,17 @@ def doctor(
     files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree
     settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
-    _print_diagnosis(settings, claim_results(context, json_file), command_line(context))
+    _print_diagnosis(settings, claim_results(context, json_file))
 
 
-def _require_two(config: tuple[str, str]) -> None:
-    """Refuse an option in the place of a configuration.
-
-    Args:
-        config: what was given for the target and the drafter.
-    """
+def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
+    """Refuse an option in the place of a configuration, an estimate without a device, and options that say how to
+    measure; `given` holds how the options that were given are written, by their names."""
     from ..errors import ConfigurationError
 
     for name in config:
         if name.startswith("--"):
             raise ConfigurationError(f"--config takes two configurations, the target's and the drafter's, got {name}")
-
-
-def _require_estimate(given: dict[str, str]) -> None:
-    """Refuse --config without a device, and with what says how to measure.
-
-    Args:
-        given: how the options that were given are written, by their names.
-    """
-    from ..errors import ConfigurationError
-
     measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:
         raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
@@ -143,7 +126,7 @@ def _require_estimate(given: dict[str, str]) -> None:
         raise ConfigurationError(f"--config needs {' and '.join(missing)}: say what device to estimate for")
 
 
-def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: list[str]) -> None:
+def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile) -> None:
     from ..assistant import DynSpecAssistant
     from ..evaluation.doctor.measure import diagnose_pair
     from ..evaluation.prompts import read_workload
@@ -151,23 +134,22 @@ def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile, words: li
     workload = read_workload(settings.prompts, settings.limit) if settings.prompts else None
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
-    results.save(lambda: diagnosis.to_dict(words))
+    results.save(diagnosis.to_dict)
     console = wide_console()
     console.print(about(diagnosis.models, diagnosis.threads, settings.max_new_tokens, None), highlight=False)
     console.print(diagnosis)
-    results.require_saved()
+    results.end()
 
 
 def _print_estimate(
-    config: tuple[str, str], machine: tuple[float | None, ...], results: ResultsFile, words: list[str], **settings: Any
+    config: tuple[str, str], machine: tuple[float | None, ...], results: ResultsFile, **settings: Any
 ) -> None:
     from ..evaluation.doctor.estimate import EstimateSettings, Machine, estimate_speed
 
-    estimated = EstimateSettings(*config, Machine(*machine), **settings)
     with progress_bar() as report:
-        estimate = estimate_speed(estimated, report=report)
-    results.save(lambda: estimate.to_dict(words))
+        estimate = estimate_speed(EstimateSettings(*config, Machine(*machine), **settings), report=report)
+    results.save(estimate.to_dict)
     console = wide_console()
     for part in estimate.report():
         console.print(part)
-    results.require_saved()
+    results.end()

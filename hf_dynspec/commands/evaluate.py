@@ -128,10 +128,11 @@ def evaluate(
         if spec is not None:
             _tell_what_is_left_out(spec, given)
     had_to_run = _run(settings, out, launched, command_line(context))
-    if launched.is_main:
-        if not had_to_run:
-            typer.echo(f"{out}: all of it was measured before; nothing is run", err=True)
-        write_results(out, figures)
+    if not launched.is_main:
+        return
+    if not had_to_run:
+        typer.echo(f"{out}: all of it was measured before; nothing is run", err=True)
+    write_results(out, figures)
 
 
 def _tell_what_is_left_out(table: "PaperTable", given: dict[str, str]) -> None:
@@ -163,15 +164,7 @@ def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[s
 
 
 def write_results(folder: Path, figures: bool = True) -> None:
-    """Write and show the tables of an evaluation, and draw its figures.
-
-    Args:
-        folder: of the evaluation.
-        figures: whether to draw.
-
-    Raises:
-        ConfigurationError: the folder holds no evaluation, or matplotlib is not installed.
-    """
+    """Write and show the tables of an evaluation, and draw its figures."""
     from ..evaluation.suites.charts import write_charts
     from ..evaluation.suites.figures import Evaluation
     from ..evaluation.suites.report import shown_tables, write_tables

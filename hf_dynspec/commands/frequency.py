@@ -1,7 +1,7 @@
 """`hf-dynspec build frequency` and `frequency-import`: the vocabulary by how often its tokens occur."""
 
-import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +64,7 @@ def frequency(
     The end-of-sequence token, other special tokens and single bytes come first, so that every shortlist has them. A
     run that was stopped continues where it was when the same command is run again.
     """
+    from ..assistant.models import model_reference
     from ..build.corpus import CorpusError
     from ..build.frequency import Tally, count_generated, count_tokens
     from ..build.jobs import begin_job, describe_model
@@ -99,7 +100,10 @@ def frequency(
     if from_target:
         model = load_model(from_target, device=device, dtype=dtype, role="target")
         job |= {"target": describe_model(model), "generation": {**generation, "dtype": str(model.dtype)}}
-        inputs["prompts"], models["target"] = prompt_count, _reference(from_target, model)
+        inputs["prompts"], models["target"] = prompt_count, model_reference(model)
+        if models["target"].local:
+            # An artifact does not name its author's folders.
+            models["target"] = replace(models["target"], name_or_path=shorten_name(from_target))
     begin_job(folder, job, fresh=overwrite)
     tally = Tally(vocabulary_size(loaded), folder)
     keeps(context, lambda: _describe_kept(tally, going_on(out, overwrite)))
@@ -155,18 +159,6 @@ def frequency_import(
     _write(out, ranking, size or len(leading), fingerprint_tokenizer(loaded, eos_token_ids), provenance)
     typer.echo(f"{out}: a ranking of {len(leading):,} listed tokens and all others after them")
     _print_use(out, len(ranking), size or len(leading))
-
-
-def _reference(name: str, model: Any) -> Any:
-    from ..artifacts.config import ModelReference
-
-    return ModelReference(
-        shorten_name(name),
-        commit=getattr(model.config, "_commit_hash", None),
-        architecture=type(model).__name__,
-        vocab_size=model.config.get_text_config().vocab_size,
-        local=os.path.isdir(name),
-    )
 
 
 def _write(out: Path, ranking: Any, size: int, tokenizer: Any, provenance: dict[str, Any], **models: Any) -> None:

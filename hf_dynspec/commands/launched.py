@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ _PATIENCE = timedelta(days=7)
 
 
 class Launched:
-    """The processes that a launcher started, of which this is one; this one alone where there is no launcher."""
+    """The processes that a launcher started, of which this is one; this one alone if there is no launcher."""
 
     def __init__(self) -> None:
         self.index, self.count, self._state = 0, 1, None
@@ -29,11 +30,8 @@ class Launched:
         return self.index == 0
 
     def own_device(self, name: str) -> str:
-        """The device that this process runs models on, where `name` is what all of them were told.
-
-        Args:
-            name: of a device; "auto" gives each process a GPU of its own, if there are any.
-        """
+        """The device that this process runs models on, if all of them were told `name`: "auto" and "cuda" give each
+        process a GPU of its own, if there are any."""
         import torch
 
         if self.count == 1 or name not in ("auto", "cuda") or not torch.cuda.is_available():
@@ -47,11 +45,8 @@ class Launched:
 
     def main_first(self, function: Callable[[], Any]) -> Any:
         """Call a function, in the main process before the others, and go on when all have."""
-        if not self.is_main:
-            self.wait()
-        result = function()
-        if self.is_main:
-            self.wait()
+        with nullcontext() if self._state is None else self._state.main_process_first():
+            result = function()
         self.wait()
         return result
 
@@ -63,8 +58,8 @@ class Launched:
 
 def before_connecting() -> None:
     """To be called before this process is connected with others. The functions of `torch.distributed.nn` hold on to
-    the group of processes that is there when they are first imported, which almost anything may do, and a group that
-    is held does not end its threads when it is destroyed."""
+    the group of processes that is there when they are first imported, and a group that is held does not end its
+    threads when it is destroyed."""
     from torch import distributed
 
     if distributed.is_available():
@@ -72,8 +67,8 @@ def before_connecting() -> None:
 
 
 def part_from_launched() -> None:
-    """End what connects this process with others that a launcher started. An interpreter that ends with it aborts now
-    and then, as its threads are still running, and the launcher then ends the other processes too."""
+    """Disconnect this process from the others. An interpreter that ends while connected aborts now and then, as its
+    threads still run, and the launcher then ends the other processes too."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

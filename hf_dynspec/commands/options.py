@@ -100,15 +100,7 @@ Settings = TypeVar("Settings")
 
 
 def settings_of(context: typer.Context, kind: type[Settings], **others: Any) -> Settings:
-    """The settings of a measurement, as the options of its command say.
-
-    A field that has the name of an option takes its value. Only plain values are taken in that way: what becomes a
-    list or a path is still text in the context.
-
-    Args:
-        context: of the command.
-        kind: the dataclass of the settings.
-        others: all other fields that the command has a word in, lists and paths among them.
-    """
+    """The settings of a measurement: a field that has the name of an option takes its value. Only plain values are
+    taken in that way: what becomes a list or a path is still text in the context, and belongs to `others`."""
     names = {field.name for field in fields(kind)} - others.keys()
     return kind(**{name: value for name, value in context.params.items() if name in names}, **others)

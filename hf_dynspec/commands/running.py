@@ -180,9 +180,6 @@ def claim_folder(
     Args:
         own: names of files that an earlier run leaves. A folder without any of them must hold only hidden files (None:
             it may hold anything).
-
-    Raises:
-        ConfigurationError: it holds somebody else's files, it cannot be written, or another process is writing to it.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     others = [name for name in names if not name.startswith(".")]
@@ -191,26 +188,19 @@ def claim_folder(
             f"{option} {folder} holds files that are not of this command, such as {others[0]}; name a new folder, or "
             "an empty one"
         )
-    _make_writable(context, folder, f"{option} {folder}")
-    context.with_resource(_locked(folder / ".hf-dynspec.lock", f"{option} {folder}"))
+    context.meta[_PLACE] = folder
+    context.with_resource(_claimed(folder, ".hf-dynspec.lock", f"{option} {folder}"))
 
 
 def claim_file(context: typer.Context, path: Path | None, option: str, make_folder: bool = False) -> None:
-    """Lock a file that is going to be written, if there is one, until the command ends.
-
-    Args:
-        make_folder: make its folder, which is removed if nothing was written when the command ends.
-
-    Raises:
-        ConfigurationError: it is a folder or a device, its folder is missing or cannot be written, or another process
-            is writing it.
-    """
+    """Lock a file that is going to be written, if there is one, until the command ends. `make_folder` makes its
+    folder, which is removed if nothing was written by then."""
     if path is None:
         return
     if (path.exists() and not path.is_file()) or not (make_folder or path.parent.is_dir()):
         raise ConfigurationError(f"{path} cannot be written: {option} takes a file in an existing folder")
-    _make_writable(context, path.parent, f"{option} {path}")
-    context.with_resource(_locked(path.with_name(f".{path.name}.lock"), f"{option} {path}"))
+    context.meta[_PLACE] = path.parent
+    context.with_resource(_claimed(path.parent, f".{path.name}.lock", f"{option} {path}"))
 
 
 def require_space(folder: Path, needed: float, what: str) -> None:
@@ -221,33 +211,24 @@ def require_space(folder: Path, needed: float, what: str) -> None:
         raise ConfigurationError(f"{problem}; {_NO_SPACE}")
 
 
-def _make_writable(context: typer.Context, folder: Path, what: str) -> None:
-    """Make a folder and write to it. Permissions alone do not tell: disks may be full or read-only."""
-    context.meta[_PLACE] = folder
-    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
-    context.call_on_close(lambda: _remove_empty(made))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hf-dynspec-") as file:
-            file.write(b"\0")
-            file.flush()
-    except OSError as error:
-        raise ConfigurationError(f"{what} cannot be written: {describe_os_error(error, says_where=False)}") from error
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
-
-
 @contextmanager
-def _locked(lock_file: Path, what: str) -> Iterator[None]:
-    """Hold a lock, which ends with this process however that ends. Leaves no file behind."""
+def _claimed(folder: Path, lock_name: str, what: str) -> Iterator[None]:
+    """Make a folder and hold a lock in it, which ends with this process however that ends. Leaves neither the lock's
+    file nor a folder that is empty."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(lock_file)
+    made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    lock = FileLock(folder / lock_name)
     try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Permissions alone do not tell: disks may be full or read-only.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".hf-dynspec-") as file:
+                file.write(b"\0")
+                file.flush()
+        except OSError as error:
+            problem = describe_os_error(error, says_where=False)
+            raise ConfigurationError(f"{what} cannot be written: {problem}") from error
         lock.acquire(timeout=0)
         yield
     except Timeout:
@@ -258,5 +239,8 @@ def _locked(lock_file: Path, what: str) -> Iterator[None]:
         if lock.is_locked:
             # Removed while it is held: who opened the file before sees that it is gone, and makes a new one.
             with suppress(OSError):
-                lock_file.unlink()
+                (folder / lock_name).unlink()
             lock.release()
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()

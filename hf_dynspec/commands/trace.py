@@ -1,12 +1,13 @@
 """`hf-dynspec trace`: what a policy did for one prompt, token by token."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import options
-from .common import ResultsFile, about, command_line, progress_bar
+from .common import ResultsFile, about, progress_bar
 from .running import claim_file
 
 
@@ -64,15 +65,14 @@ def trace(
     if timeline is not None and timeline.suffix != ".json":
         raise ConfigurationError(f"--timeline writes the JSON of a profile: name a .json file, not {timeline}")
     given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
-    words = command_line(context)
     with progress_bar() as report:
         result = trace_prompt(settings, prompts=given, timeline=timeline, report=report)
     console, chain_length = Console(), None if tree is not None else num_assistant_tokens
     console.print(about(result.models, result.threads, max_new_tokens, chain_length), highlight=False)
     for part in text_report(result):
         console.print(part)
-    results = ResultsFile(json_file)
-    results.save(lambda: to_dict(result, words))
+    results = ResultsFile(context, json_file)
+    results.save(partial(to_dict, result))
     if html is not None:
         write_page(html, result)
-    results.require_saved()
+    results.end()

@@ -15,7 +15,6 @@ from .running import CommandApp, keeps
 
 if TYPE_CHECKING:
     from ..build.recording import Recording
-    from ..build.router_judging import HeldOutFigures
     from ..shortlists.router import Router
     from ..shortlists.router.clusters import ClusterShortlist
 
@@ -183,10 +182,8 @@ def router(
             return CoralShortlist(one, first_budget)
         return RouterShortlist(one, first_budget, "fixed", mass, ranking, pinned)
 
-    def judge(one: "Router") -> "HeldOutFigures":
-        return judging.figures(policy_of(one))
-
-    trained = job.train(recording, parts, ranking[: 0 if is_coral else pinned], training_settings, judge)
+    pinned_ids = ranking[: 0 if is_coral else pinned]
+    trained = job.train(recording, parts, pinned_ids, training_settings, lambda one: judging.figures(policy_of(one)))
     if not job.is_main:
         return
     judged = [(shorten_name(name), other) for name, other in others.items()]
@@ -208,21 +205,19 @@ def router(
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
     """Raise a `ConfigurationError` if options are out of range, or not for the method."""
+    from ..fields import OneOf, Share
     from ..shortlists.router.policy import SCHEDULES
 
-    if method not in _METHODS:
-        raise ConfigurationError(f"--method must be one of {', '.join(_METHODS)}, got {method!r}")
+    OneOf(_METHODS).require("method", method)
     given = [name for name in _NOT_CORAL if context.get_parameter_source(name).name != "DEFAULT"]
     if method == "coral" and given:
         raise ConfigurationError(
             f"--{given[0]} is not for --method coral: its router is one layer, which chooses as many groups at every "
             "draft step, and pins no token. Leave it out"
         )
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    for option, value in (("--share", share), ("--mass", mass)):
-        if not 0 < value <= 1:
-            raise ConfigurationError(f"{option} must be a share above 0 and up to 1, got {value}")
+    OneOf(SCHEDULES).require("schedule", schedule)
+    Share().require("share", share)
+    Share().require("mass", mass)
 
 
 def _require_enough(recording: "Recording", batch_size: int) -> int:

@@ -37,20 +37,11 @@ _WINDOWS, _CLUSTERS, _TRAINING = "windows.npz", "clusters.safetensors", "trainin
 
 
 class TrainingJob:
-    """The stages of one training.
-
-    Args:
-        accelerator: of the processes that train.
-        target, drafter, tokenizer: the pair.
-        work: the folder that keeps what is finished.
-        seed: of clusters.
-
-    Attributes:
-        vocabulary_size: how many token ids both models and the tokenizer know.
-    """
+    """The stages of one training, which keeps what is finished in a folder. `seed` is of clusters."""
 
     def __init__(self, accelerator: Accelerator, target: Any, drafter: Drafter, tokenizer: Any, work: Path, seed: int):
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        # How many token ids both models and the tokenizer know.
         self.vocabulary_size = shared_vocabulary_size(target, drafter, tokenizer)
         self._accelerator, self._work, self._seed = accelerator, work, seed
 
@@ -76,21 +67,14 @@ class TrainingJob:
             "format": STEPS_FORMAT,
         }
         with self._progress() as report:
-
-            def sample() -> Windows:
-                return sample_windows(
-                    corpus, self.tokenizer, self.vocabulary_size, settings, partial(report, "reading texts")
-                )
-
+            read = partial(report, "reading texts")
+            sample = partial(sample_windows, corpus, self.tokenizer, self.vocabulary_size, settings, read)
             with self._accelerator.main_process_first():
                 begin_job(self._work, job, is_main=self.is_main)
                 windows = kept_windows(self._work / _WINDOWS, sample)
-            recording = self._recorder(settings, rounds).record(
-                windows,
-                process=self._accelerator.process_index,
-                processes=self._accelerator.num_processes,
-                report=partial(report, "recording draft steps"),
-            )
+            share = {"process": self._accelerator.process_index, "processes": self._accelerator.num_processes}
+            steps = partial(report, "recording draft steps")
+            recording = self._recorder(settings, rounds).record(windows, **share, report=steps)
         self._accelerator.wait_for_everyone()
         return windows, recording
 
