@@ -58,15 +58,9 @@ def download_snapshot(
     cache_dir: str | os.PathLike | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Fetch files of a repository, all of one commit, into the Hub's cache. A folder of that name is never looked at.
-    Returns the absolute path of the snapshot.
-
-    Args:
-        repo_id: the repository.
-        filenames: patterns of files at its top.
-        revision: branch, tag or commit (None: the main branch).
-        cache_dir: the folder for downloads (None: the Hub's usual cache).
-        token: for a private repository.
+    """Fetch files of a repository, all of one commit, into the Hub's cache (`cache_dir`, or the usual one). A folder
+    of that name is never looked at. `filenames` are patterns of files at the repository's top. Returns the absolute
+    path of the snapshot.
 
     Raises:
         ArtifactError: there is no such repository or revision, or it can neither be reached nor is in the cache.
@@ -85,13 +79,8 @@ def download_snapshot(
 
 @contextmanager
 def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> Iterator[None]:
-    """Name in this package's words what a user can mend. Other network errors stay the Hub client's.
-
-    Args:
-        repo_id: the repository.
-        filename: the requested file.
-        or_folder: the name may have been meant for a folder on this computer.
-    """
+    """Name in this package's words what a user can mend about a repository and a requested file. Other network errors
+    stay the Hub client's. If `or_folder`, the name may have been meant for a folder on this computer."""
     no_folder = or_folder and not os.path.isdir(repo_id)
     try:
         yield

@@ -115,12 +115,8 @@ def read_headers(files: Iterable[Path], most_tensors: int, most_bytes: int) -> d
 def serialize_tensors(
     tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = DEFAULT_SHARD_SIZE
 ) -> dict[str, bytes]:
-    """The contents of the files for these tensors, by the names of `weights_files`. Equal tensors give equal bytes.
-
-    Args:
-        tensors: by name.
-        max_shard_size: the most bytes of tensors in one file, or a text such as `"500MB"`. A larger tensor gets a file
-            of its own.
+    """The contents of the files for these tensors, by the names of `weights_files`. Equal tensors give equal bytes. A
+    tensor larger than a shard gets a file of its own.
 
     Raises:
         ArtifactError: a value is not a tensor that safetensors can hold.
@@ -208,11 +204,6 @@ def read_tensors(
         rules: by tensor, see `Storable.tensor_rules_for`; a tensor without a rule is refused.
         tokenizer: the tokenizer of the token ids.
         eos_token_ids: the ids that every ranking has to hold.
-
-    Raises:
-        ArtifactError: a file does not have its digest, its header breaks a limit or contradicts the file, a tensor is
-            in two shards, the index contradicts the shards, or a tensor has an unknown name, a wrong dtype or shape,
-            or contents that its rule refuses.
     """
     require_weights_sizes(weights)
     for name, digest in weights.items():

@@ -61,7 +61,8 @@ def cluster_tokens(
     balanced: bool = False,
     report: Report = lambda activity, done, total: None,
 ) -> TokenClusters:
-    """Divide tokens into clusters by the directions of their rows in an LM head.
+    """Divide tokens into clusters by the directions of their rows in an LM head, `[V, d]`. A token whose row is zero
+    is in an arbitrary cluster.
 
     Unbalanced, as in the paper: spherical k-means by faiss over all rows. A cluster that is left empty starts again
     from the row farthest from its centroid. If rows have fewer than `num_clusters` directions, there are fewer
@@ -70,16 +71,12 @@ def cluster_tokens(
     Balanced: sizes differ by at most one. The vocabulary is halved repeatedly by spherical 2-means whose halves have
     given sizes. That is fast for any number of clusters, but greedy: no token comes back over an earlier cut.
 
-    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again. A token whose
-    row is zero is in an arbitrary cluster.
+    An fp32 copy of the rows is held, `4 · n · d` bytes, and for balanced clusters half as much again.
 
     Args:
-        weight: `[V, d]`, floating-point. Row `i` scores token `i`.
-        num_clusters: `M`, from 1 to the number of tokens.
         vocabulary_size: rows from here on are padding and belong to no cluster (None: there is none).
-        seed: from 0 to 2³¹ − 1. The same seed, weights and number of threads give the same clusters.
+        seed: the same seed, weights and number of threads give the same clusters.
         iterations: of k-means; if balanced, at most so many for each split.
-        balanced: make groups of equal size.
         report: takes the activity, how much of it is done, and how much there is.
     """
     tokens = _checked_size(weight, vocabulary_size)
@@ -284,12 +281,9 @@ def neighbour_spread(
     of neighbours: the mean number of their clusters, and the same for a random partition of the same sizes.
 
     Args:
-        weight: `[V, d]`, as in `cluster_tokens`.
-        clusters: int32 or int64 `[n]`, `n <= V`.
         neighbours: how many neighbours of a token are counted. Numbers that the vocabulary has not are left out.
         samples: tokens to look at, drawn without repeats from all whose row is not zero.
         seed: of the sample and of the random partition.
-        report: as in `cluster_tokens`.
     """
     tokens = clusters.shape[0]
     rows = _unit_rows(weight[:tokens])

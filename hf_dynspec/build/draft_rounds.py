@@ -55,16 +55,11 @@ class DraftedRounds:
 
 
 class RoundRecorder(StepRecorder):
-    """Records the steps of rounds in which the target continues the beginnings of windows.
+    """Records the steps of rounds in which the target continues the beginnings of windows. `depth` tokens are drafted
+    in each round, sampled as the target is.
 
     A window of `n` tokens gives `n - 1` steps; fewer if the target ends its text early, or if so many drafts are
     accepted that the text reaches the length of the window.
-
-    Args:
-        target, drafter, vocabulary_size, settings, folder: as for `StepRecorder`; `depth` tokens are drafted in each
-            round.
-        tokenizer: of both models.
-        generation_config: how the target generates. Drafts are sampled likewise.
     """
 
     # Minutes of generation on a CPU.

@@ -28,15 +28,8 @@ _LARGEST_RATIO = 1e4
 
 
 class StepRecorder:
-    """Records the draft steps of a pair into a folder, shard by shard. Shards that are there are kept.
-
-    Args:
-        target: a loaded model.
-        drafter: drafts for it.
-        vocabulary_size: ids below it are tokens that both models score.
-        settings: what to record.
-        folder: made if needed.
-    """
+    """Records the draft steps of a pair into a folder, shard by shard. Shards that are there are kept. Both models
+    score the tokens of ids below `vocabulary_size`."""
 
     shard_steps = 1 << 14
 
@@ -63,14 +56,8 @@ class StepRecorder:
         processes: int = 1,
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> Recording:
-        """Record all shards, or every `processes`-th of them.
-
-        Args:
-            windows: the texts. The first ones are held out, a fifth of them at most.
-            process: the number of this process.
-            processes: how many share the work.
-            report: called before each window with how many come before it and how many there are.
-        """
+        """Record all shards, or every `processes`-th of them. The first windows are held out, a fifth of them at most.
+        `report` is called before each window with how many come before it and how many there are."""
         held_out_end = min(windows.covering(self.settings.held_out), max(1, len(windows) // 5))
         end = windows.covering(self.settings.steps, held_out_end)
         held_out = self._cut(windows, 0, held_out_end)
@@ -152,16 +139,16 @@ class StepRecorder:
             steps["features"] = features.to(device="cpu", dtype=torch.float16)
         if is_held_out or self.settings.of_hidden:
             steps["hidden"] = hidden.to(device="cpu", dtype=torch.float16)
-        most = min(self.settings.top_k, self._everything.width)
-        ids, shares = [torch.empty(0, most, dtype=torch.int32)], [torch.empty(0, most, dtype=torch.float16)]
+        most, ids, shares = min(self.settings.top_k, self._everything.width), [], []
         for rows in hidden.split(_CHUNK):
             scores = self._scores(rows)
             best = top_k_ids(scores, most)
-            ids.append(self._everything.slots[best].to(device="cpu", dtype=torch.int32))
-            logits = scores.gather(1, best).float() / (self.settings.temperature or 1.0)
-            shares.append(logits.softmax(-1).to(device="cpu", dtype=torch.float16))
-        steps["top_ids"] = torch.cat(ids)
-        return {**steps, "top_shares": torch.cat(shares)} if self.settings.of_hidden else steps
+            ids.append(self._everything.slots[best])
+            shares.append((scores.gather(1, best).float() / (self.settings.temperature or 1.0)).softmax(-1))
+        steps["top_ids"] = torch.cat(ids).to(device="cpu", dtype=torch.int32)
+        if self.settings.of_hidden:
+            steps["top_shares"] = torch.cat(shares).to(device="cpu", dtype=torch.float16)
+        return steps
 
     def _target_part(self, hidden: torch.Tensor, states: torch.Tensor, index: int) -> dict[str, torch.Tensor]:
         """The tensors of a held-out shard about the target, from the drafter's hidden states `[n, d]` and the target's
@@ -170,12 +157,7 @@ class StepRecorder:
         temperature = settings.temperature or 1.0
         most = min(settings.target_top_k, self._vocabulary_size)
         random = torch.Generator(hidden.device).manual_seed(settings.seed * 1_000_003 + index)
-        parts = {
-            "target_ids": [torch.empty(0, most, dtype=torch.int32)],
-            "target_probabilities": [torch.empty(0, most, dtype=torch.float16)],
-            "drawn_ids": [torch.empty(0, settings.draws, dtype=torch.int32)],
-            "drawn_ratios": [torch.empty(0, settings.draws, dtype=torch.float16)],
-        }
+        parts = []
         for drafters, targets in zip(hidden.split(_CHUNK), states.split(_CHUNK), strict=True):
             logits = finish_logits(head(targets).float(), *scale_and_cap(self.target))
             likely = logits.softmax(-1)[:, : self._vocabulary_size].topk(most)
@@ -184,10 +166,10 @@ class StepRecorder:
             drawn = of_drafter.multinomial(settings.draws, replacement=True, generator=random)
             ids = self._everything.slots[drawn]
             ratios = of_target.gather(1, ids.to(of_target.device)).to(drawn.device) / of_drafter.gather(1, drawn)
-            values = (likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO))
-            for part, value in zip(parts.values(), values, strict=True):
-                part.append(value.to(device="cpu", dtype=part[0].dtype))
-        return {name: torch.cat(part) for name, part in parts.items()}
+            parts.append((likely.indices, likely.values, ids, ratios.clamp_max(_LARGEST_RATIO)))
+        names = ("target_ids", "target_probabilities", "drawn_ids", "drawn_ratios")
+        whole = zip(names, map(torch.cat, zip(*parts, strict=True)), (torch.int32, torch.float16) * 2, strict=True)
+        return {name: values.to(device="cpu", dtype=dtype) for name, values, dtype in whole}
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[n, V]`: the drafter's logits of all tokens that its head scores."""

@@ -82,14 +82,9 @@ class Tally:
 def count_tokens(
     corpus: Corpus, tokenizer: Any, tally: Tally, report: Callable[[int, int], None] = lambda read, tokens: None
 ) -> None:
-    """Count the tokens of a corpus, without special tokens that the tokenizer would add.
-
-    Args:
-        corpus: from `find_corpus`.
-        tokenizer: a transformers tokenizer.
-        tally: takes the counts, after those that it has. Saved even when this raises.
-        report: called after each batch with bytes that were read and tokens that were counted.
-    """
+    """Count the tokens of a corpus, without special tokens that the tokenizer would add. The tally is saved even when
+    this raises, and batches that it has are skipped. `report` takes bytes that were read and tokens that were
+    counted."""
     encode, size = text_encoder(tokenizer), len(tally.counts)
     try:
         for batch in islice(text_batches(corpus.pieces()), tally.done, None):
@@ -112,13 +107,12 @@ def count_generated(
     use_chat_template: bool = True,
     report: Callable[[int, int], None] = lambda prompts, tokens: None,
 ) -> None:
-    """Count what a target generates on prompts, which VocabTrim finds to be the best calibration. Batch size 1.
+    """Count what a target generates on prompts, which VocabTrim finds to be the best calibration. Batch size 1. The
+    tally is saved even when this raises, and prompts that it has are skipped.
 
     Args:
         model: a transformers causal language model. Its own generation settings apply, temperature aside.
-        tokenizer: its tokenizer.
         prompts: the turns of each prompt, from `read_prompts`. Later turns follow on the target's own answers.
-        tally: takes the counts, after those of the prompts that it has. Saved even when this raises.
         max_new_tokens: limit for each turn. A conversation ends early when the model's context is full.
         temperature: 0 decodes greedily.
         seed: for sampling. Each prompt has a seed of its own, so that a run that goes on generates the same.

@@ -25,13 +25,11 @@ def import_frequency_list(
 ) -> list[int]:
     """Read a `.pt` frequency list without running any code of the file: a list of ids or an integer tensor `[n]`, most
     frequent first, or speculators' `{id: count}`, which is sorted by falling count and rising id. Returns the ids
-    without repeats (FR-Spec's lists can hold one), each at its first place.
+    without repeats (FR-Spec's lists can hold one), each at its first place. Errors call the file `field`.
 
     Args:
-        path: the file.
         vocabulary_size: every id must lie below it.
         eos_token_ids: ids that the list must hold. Missing ones are put in front, as FR-Spec forces them in.
-        field: the file's name in errors (None: its own).
 
     Raises:
         ArtifactError: the file is missing, damaged, too large for the vocabulary, or tries to run code; it holds

@@ -111,14 +111,9 @@ class BigramCounts:
         share: tuple[int, int] = (0, 1),
         report: Callable[[int, int], None] = lambda read, tokens: None,
     ) -> None:
-        """Count the bigrams of all parts that are not finished. Special tokens take no part.
-
-        Args:
-            corpus: from `find_corpus`.
-            tokenizer: a transformers tokenizer.
-            share: the number of this process among those that share the folder, and how many there are.
-            report: called after each batch with bytes that were read and tokens that were counted.
-        """
+        """Count the bigrams of all parts that are not finished. Special tokens take no part. `share` is the number of
+        this process among those that share the folder, and how many there are; `report` takes bytes that were read and
+        tokens that were counted."""
         encode = text_encoder(tokenizer)
         takes_part = np.ones(self.vocabulary_size + 1, bool)  # the last one stands for all ids past the vocabulary
         takes_part[[*special_ids(tokenizer), self.vocabulary_size]] = False

@@ -39,14 +39,9 @@ def describe_model(model: Any) -> str:
 
 
 def begin_job(folder: Path, job: dict[str, Any], *, fresh: bool = False, is_main: bool = True) -> None:
-    """Prepare the folder that keeps what a job has finished: make it, or check that it is of the same job.
-
-    Args:
-        folder: the folder.
-        job: JSON values that decide the job's results.
-        fresh: drop what the folder holds.
-        is_main: of several processes, this is the one that prepares the folder before the others check it.
-    """
+    """Prepare the folder that keeps what a job has finished: make it, or check that it is of the same job, which is
+    JSON values that decide the results. `fresh` drops what the folder holds. Of several processes the main one
+    prepares the folder before the others check it."""
     file, job = folder / JOB_FILE, json.loads(json.dumps(job))
     if is_main:
         if fresh:

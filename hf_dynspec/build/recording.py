@@ -36,9 +36,6 @@ class RecordingSettings:
         seed: of the windows, the depths and the draws.
         of_hidden: record for training what CORAL's router reads, the drafter's hidden states and the shares of its
             probability, instead of what DynaSpec's reads, the features that a draft step starts from.
-
-    Raises:
-        ConfigurationError: a number is out of range.
     """
 
     steps: int = 500_000

@@ -39,13 +39,8 @@ class HeldOutFigures:
 
 
 class HeldOutSteps:
-    """The held-out draft steps of a recording, at which policies with trained routers are judged.
-
-    Args:
-        recording: draft steps of the pair.
-        embed: gives the drafter's embeddings `[m, d]` of tokens, int64 `[m]`.
-        draftable: int64 `[n]`: the only token ids that the drafter's head can score (None: all).
-    """
+    """The held-out draft steps of a recording, at which policies with trained routers are judged. `draftable`, int64
+    `[n]`, are the only token ids that the drafter's head can score (None: all)."""
 
     def __init__(self, recording: Recording, embed: Embed, draftable: torch.Tensor | None = None):
         self._recording, self._embed, self._draftable = recording, embed, draftable
@@ -120,15 +115,9 @@ class HeldOutSteps:
     def settle(
         self, policy: ClusterShortlist, schedule: str, size: float, others: Iterable[tuple[str, ClusterShortlist]]
     ) -> tuple[ClusterShortlist, dict[str, Any]]:
-        """Give a policy its budgets, and judge it beside its other schedules and other routers with equal shortlists.
-        Returns the policy with budgets, and all figures as JSON values.
-
-        Args:
-            policy: its own budgets do not matter.
-            schedule: see `RouterShortlist`; for CORAL's router it does not matter.
-            size: how many tokens the mean shortlist may have.
-            others: routers to judge too, with the names to show.
-        """
+        """Give a policy budgets for a mean shortlist of `size` tokens, and judge it beside its other schedules and
+        `others`, routers by the names to show, with equal shortlists. Returns the policy with budgets, and all figures
+        as JSON values."""
 
         def fill(one: ClusterShortlist) -> ClusterShortlist:
             return one.with_budget(self.largest_budget(one, size))

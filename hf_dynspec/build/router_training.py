@@ -146,12 +146,8 @@ class RouterTraining:
         report: Callable[[TrainingState], None] = lambda state: None,
         progress: Callable[[int, int], None] = lambda done, most: None,
     ) -> Router:
-        """Train until the held-out loss no longer falls, or `max_steps`. Returns `best`.
-
-        Args:
-            report: called after each evaluation at the held-out steps.
-            progress: called every few batches with how many are done and how many there are at most.
-        """
+        """Train until the held-out loss no longer falls, or `max_steps`. Returns `best`. `report` is called after each
+        evaluation, and `progress` every few batches with how many are done and how many there are at most."""
         state, most = self.state, self._settings.max_steps
         losses, batches = [], self._batches()
         progress(state.step, most)

@@ -12,12 +12,8 @@ BATCH_CHARACTERS = 1 << 21
 
 
 class TextBatch(NamedTuple):
-    """Pieces of text that follow on one another.
-
-    Args:
-        pieces: at least one.
-        before: the text of the piece before them, if they go on with it; else empty.
-    """
+    """Pieces of text that follow on one another, at least one; and the text of the piece before them if they go on
+    with it, else nothing."""
 
     pieces: list[Piece]
     before: str

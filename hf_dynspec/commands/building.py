@@ -1,6 +1,5 @@
 """What commands share that build and train artifacts: their folder, their texts, and what provenance says."""
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,7 @@ _ARTIFACT_FILES = ("config.json", "model.safetensors")
 
 def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
     """Lock the folder of an artifact, or raise a `ConfigurationError` if it cannot be written after the work."""
-    from ..artifacts.config import LIBRARY_NAME
+    from ..artifacts.folder import is_own_config
 
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{out} is a file; give --out a folder")
@@ -38,11 +37,7 @@ def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> N
         if not overwrite:
             problem = "already holds an artifact or a model; choose another --out or --overwrite it"
             raise ConfigurationError(f"{out} {problem}")
-        try:
-            is_ours = json.loads((out / "config.json").read_bytes()).get("library_name") == LIBRARY_NAME
-        except (OSError, ValueError, AttributeError):
-            is_ours = False
-        if not is_ours:
+        if not is_own_config(out / "config.json"):
             raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
     claim_folder(context, out, own=(*_ARTIFACT_FILES, UNFINISHED))
 

@@ -1,13 +1,12 @@
 """`hf-dynspec push`: publish an artifact on the Hugging Face Hub."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import counted
+from ..errors import ConfigurationError, counted
 from .running import keeps
 
 
@@ -43,6 +42,8 @@ def push(
     The artifact is checked as on loading. --results, --dataset and --license are noted in its folder first. A model
     card that somebody edited is kept.
     """
+    from huggingface_hub.errors import HfHubHTTPError
+
     from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild
     from ..artifacts.card import card_to_publish
     from ..artifacts.hub import require_repository_name
@@ -74,14 +75,17 @@ def push(
     )
     _show(published_sizes(config), "to", repo_id)
     options = {"private": private, "revision": revision, "create_pr": create_pr, "commit_message": commit_message}
-    with _hub_errors_in_one_line():
+    try:
         commit = push_artifact(directory, repo_id, **options)
+    # The base class of the HTTP library's errors, whose name differs between versions of the Hub's client.
+    except (HfHubHTTPError.__bases__[0], OSError) as error:
+        typer.echo(f"error: the Hub did not take the artifact: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(commit.pr_url or commit.commit_url)
 
 
 def _require_artifact(directory: Path, repo_id: str) -> None:
     from ..build.exports.custom_generate import FILES
-    from ..errors import ConfigurationError
 
     if not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; give one that holds an artifact")
@@ -97,16 +101,3 @@ def _show(sizes: Mapping[str, int], preposition: str, repo_id: str) -> None:
     for name, size in sizes.items():
         typer.echo(f"{name}: {size:,} bytes", err=True)
     typer.echo(f"{counted(len(sizes), 'file')} and the model card {preposition} {repo_id}", err=True)
-
-
-@contextmanager
-def _hub_errors_in_one_line() -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # The base class of the HTTP library's errors, whose name differs between versions of the Hub's client.
-    http_error = HfHubHTTPError.__bases__[0]
-    try:
-        yield
-    except (http_error, OSError) as error:
-        typer.echo(f"error: the Hub did not take the artifact: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from None

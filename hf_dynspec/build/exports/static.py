@@ -62,20 +62,16 @@ def read_static_shortlist(
     take_core: bool = False,
     target: str | os.PathLike | None = None,
 ) -> StaticShortlist:
-    """Read the static shortlist of an artifact.
+    """Read the static shortlist of an artifact, a folder or a repository on the Hub. A policy that is not static is
+    refused with the nearest static thing.
 
     Args:
-        artifact: a folder, or a repository on the Hub.
+        artifact: the artifact.
         engine: the engine's name, for errors.
         size: number of tokens (None: the artifact's).
         take_core: of a policy that follows the text, take its static core.
         target: folder or Hub id of the target. Its tokenizer is compared with the artifact's, and its end-of-sequence
             ids are the list's (None: the artifact's own).
-
-    Raises:
-        ArtifactError: as `read_artifact`; the policy is not static, and the message names the nearest static thing; or
-            the tokenizer is not known.
-        ConfigurationError: the target has no tokenizer, or the size is no number of tokens.
     """
     fingerprint = None
     if target is not None:

@@ -20,16 +20,10 @@ from ...shortlists import FrequencyShortlist
 from .static import StaticShortlist
 
 
-def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pickle: bool = False) -> EagleCheckpoint:
-    """Read an EAGLE-3 head, official or of speculators, to be trimmed for vLLM. See `read_checkpoint` for the
-    arguments.
-
-    Raises:
-        ArtifactError: as `read_checkpoint`; or it is an EAGLE-2 head or a whole model, and the message names an
-            alternative.
-    """
-    folder = local_folder(head, [CONFIG_FILE], revision=revision)
-    config = read_json(folder, CONFIG_FILE)
+def read_head(head: str | os.PathLike, *, allow_pickle: bool = False) -> EagleCheckpoint:
+    """Read an EAGLE-3 head, official or of speculators, to be trimmed for vLLM. An EAGLE-2 head or a whole model is
+    refused with an alternative."""
+    config = read_json(local_folder(head, [CONFIG_FILE]), CONFIG_FILE)
     whole = (
         "vLLM drafts with such a model from its whole vocabulary, and takes it as it is: there is nothing to export "
         '(--speculative-config \'{"method": "draft_model", "model": …}\').'
@@ -37,7 +31,7 @@ def read_head(head: str | os.PathLike, *, revision: str | None = None, allow_pic
     if config.get("num_hidden_layers", 1) != 1 and "speculators_model_type" not in config:
         raise ArtifactError(str(head), "is a model of its own, and no EAGLE head", whole)
     try:
-        checkpoint = read_checkpoint(head, revision=revision, allow_pickle=allow_pickle)
+        checkpoint = read_checkpoint(head, allow_pickle=allow_pickle)
     except ArtifactError as error:
         if NO_HEAD not in str(error):
             raise
@@ -60,17 +54,11 @@ def trimmed_for_vllm(
     verifier: str | None = None,
     speculative_tokens: int = 5,
 ) -> EagleCheckpoint:
-    """The head with no more tokens than a shortlist's, in speculators' layout.
+    """The head with no more tokens than a shortlist's, in speculators' layout. `target` is the folder or Hub id of its
+    target, and `verifier` another name for that in the configuration.
 
     Its `lm_head` holds its own rows of these tokens, or the target's if it has none. A head with rows of its own may
     lack some of the shortlist's tokens; `size` of the others are taken.
-
-    Args:
-        head: see `read_head`.
-        shortlist: the tokens.
-        target: folder or Hub id of the head's target.
-        verifier: the target's name in the configuration (None: `target`).
-        speculative_tokens: tokens to draft by default.
 
     Raises:
         ArtifactError: the head was made for another target, or speculators' layout cannot express it.
@@ -111,10 +99,8 @@ def require_equal_drafts(
     texts: Sequence[torch.Tensor],
 ) -> int:
     """Compare the drafts of the trimmed head as it was written, from its own rows and maps, with the original's from
-    the shortlist. Returns the number of compared tokens, or raises a `DynSpecError` if a draft differs.
-
-    The target is in fp32: in 16 bit more scores tie. Each text to draft after is int64 `[1, n]`.
-    """
+    the shortlist, after texts that are each int64 `[1, n]`. Returns the number of compared tokens. The target is in
+    fp32: in 16 bit more scores tie."""
     drafts = []
     for checkpoint, policy in ((original, shortlist), (trimmed, "full")):
         drafter = EagleDrafter(checkpoint, target, only_own_tokens=checkpoint is trimmed)
