@@ -112,9 +112,9 @@ def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corp
 
 
 @contextmanager
-def counting_bar(title: str, total: int, tokens: int) -> Iterator[Callable[[int, int], None]]:
+def counting_bar(title: str, total: int, tokens: int, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """A bar; yields a function that takes how much of `total` is done and how many tokens were counted."""
-    if tokens:
+    if tokens and is_shown:
         typer.echo(f"continuing: {tokens:,} tokens were counted before", err=True)
-    with progress_bar() as report:
+    with progress_bar(is_shown) as report:
         yield lambda done, tokens: report(f"{title}: {tokens:,} tokens", done, total)

@@ -82,8 +82,9 @@ def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> l
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed."""
+def progress_bar(is_shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed. Of several processes
+    one shows it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn
@@ -97,6 +98,8 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     def report(activity: str, done: int, total: int) -> None:
         nonlocal before
         raise_lost_interrupt()
+        if not is_shown:
+            return
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
         if done < before:

@@ -13,7 +13,6 @@ from .running import claim_folder, keeps
 
 if TYPE_CHECKING:
     from ..evaluation.suites.paper_tables import PaperTable
-    from ..evaluation.suites.settings import SuiteSettings
 
 
 def evaluate(
@@ -93,7 +92,8 @@ def evaluate(
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods
     from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
-    from ..evaluation.suites.runs import RUNS, SETTINGS
+    from ..evaluation.suites.runner import Share, run_suite
+    from ..evaluation.suites.runs import RUNS, SETTINGS, RunFolder
     from ..evaluation.suites.settings import SuiteSettings
 
     folders = zip(GIVEN, (ranking, vocabtrim, router, coral, graph), strict=True)
@@ -127,7 +127,16 @@ def evaluate(
         keeps(context, f"what was measured until then is in {out}; the same command goes on")
         if spec is not None:
             _tell_what_is_left_out(spec, given)
-    had_to_run = _run(settings, out, launched, command_line(context))
+    with progress_bar(launched.is_main) as report:
+        had_to_run = run_suite(
+            settings,
+            RunFolder(out),
+            settings.read_prompts(),
+            share=Share(launched.index, launched.count, launched.wait),
+            command=command_line(context),
+            report=report,
+            go_on=lambda done: typer.echo(f"{out}: goes on after {counted(done, 'measurement')}", err=True),
+        )
     if not launched.is_main:
         return
     if not had_to_run:
@@ -145,22 +154,6 @@ def _tell_what_is_left_out(table: "PaperTable", given: dict[str, str]) -> None:
             typer.echo(f"{row.label} is left out: {reason}", err=True)
         elif "ranking" not in given and any(name in (row.policy or "") for name in ("${ranking}", "${core}")):
             typer.echo(f"{row.label} goes by the tokenizer's merge order: no --ranking was given", err=True)
-
-
-def _run(settings: "SuiteSettings", out: Path, launched: Launched, words: list[str]) -> bool:
-    from ..evaluation.suites.runner import Share, run_suite
-    from ..evaluation.suites.runs import RunFolder
-
-    prompts = settings.read_prompts()
-    share = Share(launched.index, launched.count, launched.wait)
-    with progress_bar() as bar:
-        # A bar for each process would be drawn over the others'.
-        report = bar if launched.is_main else lambda *_: None
-
-        def go_on(done: int) -> None:
-            typer.echo(f"{out}: goes on after {counted(done, 'measurement')}", err=True)
-
-        return run_suite(settings, RunFolder(out), prompts, share=share, command=words, report=report, go_on=go_on)
 
 
 def write_results(folder: Path, figures: bool = True) -> None:

@@ -1,7 +1,7 @@
 """`hf-dynspec build graph`: which tokens follow on which in text."""
 
 import shutil
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from .building import (
 )
 from .common import progress_bar, wide_console
 from .launched import Launched
-from .running import keeps, raise_lost_interrupt, require_space
+from .running import keeps, require_space
 
 if TYPE_CHECKING:
     from ..build.corpus import Corpus
@@ -89,7 +89,7 @@ def graph(
         keeps(context, lambda: _describe_kept(counts, going_on(out, overwrite)))
         needed = DISK_BYTES_PER_TEXT_BYTE * sum(file.text_bytes for file in corpus.files)
         require_space(folder, needed - sum(path.stat().st_size for path in folder.glob("*.parquet")), "the counts")
-    _count("counting", corpus, loaded, counts, launched)
+    _count("counting", corpus, loaded, counts, (launched.index, launched.count))
     launched.wait()
     if not launched.is_main:
         return
@@ -122,12 +122,10 @@ def graph(
 
 
 def _count(
-    title: str, corpus: "Corpus", tokenizer: Any, counts: "BigramCounts", launched: Launched | None = None
+    title: str, corpus: "Corpus", tokenizer: Any, counts: "BigramCounts", share: tuple[int, int] = (0, 1)
 ) -> None:
     """Count this process's share of a corpus, below a bar in the first process."""
-    share = (launched.index, launched.count) if launched else (0, 1)
-    bar = nullcontext(lambda *_: raise_lost_interrupt())
-    with counting_bar(title, corpus.size, counts.tokens) if share[0] == 0 else bar as report:
+    with counting_bar(title, corpus.size, counts.tokens, is_shown=share[0] == 0) as report:
         counts.count(corpus, tokenizer, share=share, report=report)
 
 

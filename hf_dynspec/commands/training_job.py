@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class TrainingJob:
             "rounds": rounds,
             "format": STEPS_FORMAT,
         }
-        with self._progress() as report:
+        with progress_bar(self.is_main) as report:
             read = partial(report, "reading texts")
             sample = partial(sample_windows, corpus, self.tokenizer, self.vocabulary_size, settings, read)
             with self._accelerator.main_process_first():
@@ -100,7 +99,7 @@ class TrainingJob:
         weight = head.weight if head.token_ids is None else self.target.get_output_embeddings().weight
         clusters = torch.zeros(self.vocabulary_size, dtype=torch.int64)
         if self.is_main:
-            with self._progress() as report:
+            with progress_bar() as report:
                 file = self._work / _CLUSTERS
                 clusters = kept_clusters(file, weight, count, self.vocabulary_size, self._seed, report, balanced)
         return broadcast(clusters.to(self._accelerator.device)).cpu()
@@ -157,7 +156,7 @@ class TrainingJob:
             best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"
             self._say(f"batch {state.step:,} of at most {settings.max_steps:,}: {losses}; {best}")
 
-        with self._progress() as report:
+        with progress_bar(self.is_main) as report:
             trained = training.run(show, partial(report, "training"))
         self._say(f"the router of batch {training.state.best_step:,} is kept, whose held-out loss was the lowest")
         return trained
@@ -166,9 +165,6 @@ class TrainingJob:
         """Write the artifact."""
         assistant = DynSpecAssistant(self.drafter, policy, target=self.target, tokenizer=self.tokenizer)
         assistant.save_pretrained(out, provenance=provenance)
-
-    def _progress(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
-        return progress_bar() if self.is_main else nullcontext(lambda *_: None)
 
     def _say(self, text: str) -> None:
         if self.is_main:
