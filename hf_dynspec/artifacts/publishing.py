@@ -28,7 +28,8 @@ def push_artifact(
     create_pr: bool = False,
     api: HfApi | None = None,
 ) -> CommitInfo:
-    """Publish a folder that `write_artifact` made, in one commit. The repository is made if needed.
+    """Publish a folder that `write_artifact` made, in one commit. The repository is made if needed. Returns the
+    commit, with `pr_url` set for a pull request.
 
     Only the artifact's own files are uploaded. A generated model card is rewritten to name the repository. An edited
     card is kept, the folder's rather than the Hub's.
@@ -42,9 +43,6 @@ def push_artifact(
         revision: the branch, made if needed (None: the main branch).
         create_pr: open a pull request instead of committing to the branch.
         api: the client of another Hub.
-
-    Returns:
-        The commit, with `pr_url` set for a pull request.
 
     Raises:
         ArtifactError: the folder does not hold a sound artifact, or the repository belongs to something else.

@@ -205,7 +205,6 @@ def read_tensors(
         tokenizer: the tokenizer of the token ids.
         eos_token_ids: the ids that every ranking has to hold.
     """
-    require_weights_sizes(weights)
     for name, digest in weights.items():
         with open_file(paths[name], name) as file:
             size = file.seek(0, 2)

@@ -36,7 +36,8 @@ def write_artifact(
     card: str | None = None,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
 ) -> Path:
-    """Write an artifact. Even if the process is killed meanwhile, the folder holds either the old one or the new one.
+    """Write an artifact, and return its folder. Even if the process is killed meanwhile, the folder holds either the
+    old one or the new one.
 
     Nothing is written that `read_artifact` would refuse. An edited model card is kept, a generated one replaced.
 
@@ -47,9 +48,6 @@ def write_artifact(
         card: the text of the model card (None: `render_card(config)`).
         max_shard_size: the most bytes of tensors in one file, or a text such as `"500MB"`. Larger artifacts are split
             into shards, but never a single tensor.
-
-    Returns:
-        The folder.
 
     Raises:
         ArtifactError: the tensors or the policy would be refused on reading, or the folder belongs to something else.
@@ -80,15 +78,11 @@ def annotate_artifact(
     provenance: Mapping[str, Any] | None = None,
 ) -> DynSpecConfig:
     """Add measurements and provenance to an artifact in a folder, and to its model card unless somebody edited it.
-    `config.json` is replaced in one step; the tensors stay.
+    `config.json` is replaced in one step; the tensors stay. Returns the new configuration.
 
     Args:
-        directory: the folder.
         results: rows as in `DynSpecConfig`, see `merge_results`.
         provenance: JSON values, which replace earlier ones of the same name.
-
-    Returns:
-        The new configuration.
 
     Raises:
         ArtifactError: the folder does not hold a sound artifact, or its `config.json` would become too long.

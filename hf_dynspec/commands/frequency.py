@@ -85,12 +85,8 @@ def frequency(
     name = tokenizer or str(from_target)
     loaded = load_tokenizer(name)
     paths, folder = [*(text or prompts or []), *(more or [])], out / UNFINISHED
-    generation = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "use_chat_template": chat_template,
-    }
+    generation = {name: context.params[name] for name in ("max_new_tokens", "temperature", "seed")}
+    generation["use_chat_template"] = chat_template
     # Read once, so that a malformed line is found before a target is loaded and anything generated.
     prompt_count = sum(1 for _ in read_prompts(paths, text_field)) if from_target else 0
     if from_target and not prompt_count:

@@ -130,12 +130,9 @@ def router(
 
     _require_options(context, method, schedule, share, mass)
     is_coral = method == "coral"
-    recording_settings = RecordingSettings(
-        steps, held_out, window, depth, top_k, temperature=temperature, seed=seed, of_hidden=is_coral
-    )
-    training_settings = TrainingSettings(
-        None if is_coral else hidden, batch_size, learning_rate, max_batches, evaluate_every, seed=seed
-    )
+    recording_settings = options.settings_of(context, RecordingSettings, of_hidden=is_coral)
+    hidden = None if is_coral else hidden
+    training_settings = options.settings_of(context, TrainingSettings, hidden=hidden, max_steps=max_batches)
     corpus = find_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
     if stored is not None and is_coral:
