@@ -34,15 +34,11 @@ _MOST_REFILLS = 10
 
 @dataclass(frozen=True, eq=False)
 class TokenClusters:
-    """A partition of a vocabulary.
+    """A partition of a vocabulary."""
 
-    Args:
-        clusters: int32 `[n]`: the cluster of each token id, numbered from 0 without gaps.
-        centroids: fp32 `[M, d]`: the mean of each cluster's rows, not normalised. Multiplied with hidden states they
-            score each cluster as if it were one token.
-    """
-
-    clusters: torch.Tensor
+    clusters: torch.Tensor  # int32 `[n]`: the cluster of each token id, numbered from 0 without gaps
+    # fp32 `[M, d]`: the mean of each cluster's rows, not normalised. Multiplied with hidden states they score
+    # each cluster as if it were one token.
     centroids: torch.Tensor
 
     @property

@@ -52,23 +52,14 @@ class TextFile:
 
 
 class Row(NamedTuple):
-    """A row of a JSON lines or Parquet file.
-
-    Args:
-        file: the file.
-        number: the line or row, from 1.
-        field: the field that holds its text.
-        turns: its texts: one, several turns of a conversation, or none. Any may be empty.
-        values: its fields; of a Parquet file, the columns that were asked for.
-        read: bytes of the file that were read so far.
-    """
+    """A row of a JSON lines or Parquet file."""
 
     file: Path
-    number: int
-    field: str
-    turns: tuple[str, ...]
-    values: Mapping[str, Any]
-    read: int
+    number: int  # the line or row, from 1
+    field: str  # the field that holds its text
+    turns: tuple[str, ...]  # its texts: one, several turns of a conversation, or none. Any may be empty.
+    values: Mapping[str, Any]  # its fields; of a Parquet file, the columns that were asked for
+    read: int  # bytes of the file that were read so far
 
     @property
     def file_name(self) -> str:
@@ -82,19 +73,12 @@ class Row(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of text that is not empty.
+    """A piece of text that is not empty."""
 
-    Args:
-        text: at most `PIECE_CHARACTERS` characters.
-        begins_text: a text begins with it. A plain text file is one text, and so is each turn of a conversation.
-        begins_document: a document begins with it: a row, or a plain text file.
-        read: bytes of all files that were read so far.
-    """
-
-    text: str
-    begins_text: bool
-    begins_document: bool
-    read: int
+    text: str  # at most `PIECE_CHARACTERS` characters
+    begins_text: bool  # a text begins with it. A plain text file is one text, and so is each turn of a conversation.
+    begins_document: bool  # a document begins with it: a row, or a plain text file
+    read: int  # bytes of all files that were read so far
 
 
 @dataclass(frozen=True)

@@ -33,25 +33,15 @@ _PROMPT_SHARE = 4
 @dataclass(frozen=True, eq=False)
 class DraftedRounds:
     """The draft steps of some rounds, one after another, and the resulting text. All but features and hidden are on
-    the CPU.
+    the CPU."""
 
-    Args:
-        text: int64 `[n]`: the prompt, and the target's continuation.
-        token_ids: int64 `[m]`: the newest token before each step.
-        places: int64 `[m]`: the token's place in the text if it is accepted.
-        depths: int64 `[m]`.
-        is_accepted: bool `[m]`: all tokens that were drafted before the step in its round are in the text.
-        features: fp16 `[m, d]`: see `ShortlistState.observe_draft_inputs`.
-        hidden: `[m, d]`: what the step's logits are computed from.
-    """
-
-    text: torch.Tensor
-    token_ids: torch.Tensor
-    places: torch.Tensor
-    depths: torch.Tensor
-    is_accepted: torch.Tensor
-    features: torch.Tensor
-    hidden: torch.Tensor
+    text: torch.Tensor  # int64 `[n]`: the prompt, and the target's continuation
+    token_ids: torch.Tensor  # int64 `[m]`: the newest token before each step
+    places: torch.Tensor  # int64 `[m]`: the token's place in the text if it is accepted
+    depths: torch.Tensor  # int64 `[m]`
+    is_accepted: torch.Tensor  # bool `[m]`: all tokens that were drafted before the step in its round are in the text
+    features: torch.Tensor  # fp16 `[m, d]`: see `ShortlistState.observe_draft_inputs`
+    hidden: torch.Tensor  # `[m, d]`: what the step's logits are computed from
 
 
 class RoundRecorder(StepRecorder):

@@ -45,16 +45,11 @@ _BREAK = -1
 
 @dataclass(frozen=True)
 class Pruning:
-    """Which bigrams become edges.
+    """Which bigrams become edges."""
 
-    Args:
-        minimum_count: how often one was seen at least.
-        threshold: its probability `p(v | u)` at least.
-        largest_degree: edges of one source at most: the likeliest; of equally likely ones those with the lower ids.
-    """
-
-    minimum_count: int = 5
-    threshold: float = 1e-4
+    minimum_count: int = 5  # how often one was seen at least
+    threshold: float = 1e-4  # its probability `p(v | u)` at least
+    # Edges of one source at most: the likeliest; of equally likely ones those with the lower ids.
     largest_degree: int = 64
 
     def __post_init__(self):

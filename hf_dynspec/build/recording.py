@@ -22,31 +22,19 @@ STEPS_FORMAT = 3
 
 @dataclass(frozen=True)
 class RecordingSettings:
-    """How draft steps are recorded.
+    """How draft steps are recorded."""
 
-    Args:
-        steps: how many draft steps to record for training, at most.
-        held_out: how many besides, from other windows, to judge by.
-        window: tokens of a window, at most. A window of `n` tokens gives `n - 1` steps.
-        depth: draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
-        top_k: how many of the drafter's most probable tokens are recorded, `L` in section 4.2.
-        target_top_k: how many of the target's most probable tokens are recorded at held-out steps.
-        draws: how many tokens are drawn there from the drafter's distribution, to estimate acceptance.
-        temperature: at which the pair is going to sample, and of those draws. 0 draws at temperature 1.
-        seed: of the windows, the depths and the draws.
-        of_hidden: record for training what CORAL's router reads, the drafter's hidden states and the shares of its
-            probability, instead of what DynaSpec's reads, the features that a draft step starts from.
-    """
-
-    steps: int = 500_000
-    held_out: int = 16_384
-    window: int = 384
-    depth: int = 5
-    top_k: int = 10
-    target_top_k: int = 64
-    draws: int = 64
-    temperature: float = 0.8
-    seed: int = 0
+    steps: int = 500_000  # how many draft steps to record for training, at most
+    held_out: int = 16_384  # how many besides, from other windows, to judge by
+    window: int = 384  # tokens of a window, at most. A window of `n` tokens gives `n - 1` steps.
+    depth: int = 5  # draft steps after each prefix. Teacher-forced, a depth below this is drawn for each prefix.
+    top_k: int = 10  # how many of the drafter's most probable tokens are recorded, `L` in section 4.2
+    target_top_k: int = 64  # how many of the target's most probable tokens are recorded at held-out steps
+    draws: int = 64  # how many tokens are drawn there from the drafter's distribution, to estimate acceptance
+    temperature: float = 0.8  # at which the pair is going to sample, and of those draws. 0 draws at temperature 1.
+    seed: int = 0  # of the windows, the depths and the draws
+    # Record for training what CORAL's router reads, the drafter's hidden states and the shares of its
+    # probability, instead of what DynaSpec's reads, the features that a draft step starts from.
     of_hidden: bool = False
 
     def __post_init__(self):

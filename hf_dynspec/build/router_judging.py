@@ -19,22 +19,17 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class HeldOutFigures:
-    """Means over the held-out draft steps.
+    """Means over the held-out draft steps."""
 
-    Args:
-        size: tokens of a shortlist.
-        cluster_recall: share of the clusters with likely tokens of the drafter (its `L` most probable ones, without
-            pinned ones) that are chosen.
-        likeliest_recall: share of steps whose shortlist holds the drafter's most probable token.
-        target_mass: share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
-        relative_acceptance_length: expected tokens per round, as a share of those with the whole vocabulary, if the
-            draft at each depth is accepted with the mean probability of the steps there (DynaSpec, equation 3).
-    """
-
-    size: float
+    size: float  # tokens of a shortlist
+    # Share of the clusters with likely tokens of the drafter (its `L` most probable ones, without pinned ones)
+    # that are chosen.
     cluster_recall: float
-    likeliest_recall: float
+    likeliest_recall: float  # share of steps whose shortlist holds the drafter's most probable token
+    # Share of the target's probability, of its `target_top_k` most probable tokens, on the shortlist.
     target_mass: float
+    # Expected tokens per round, as a share of those with the whole vocabulary, if the draft at each depth is
+    # accepted with the mean probability of the steps there (DynaSpec, equation 3).
     relative_acceptance_length: float
 
 

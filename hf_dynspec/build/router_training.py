@@ -37,25 +37,16 @@ _DECAYS = 2
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a router is trained.
+    """How a router is trained."""
 
-    Args:
-        hidden: width of the network's hidden layer (None: CORAL's router, which has none).
-        batch_size: draft steps of a batch, over all processes together.
-        learning_rate: of AdamW, at first.
-        max_steps: batches to train on, at most.
-        evaluate_every: batches between two evaluations at the held-out steps, after which the state is saved.
-        patience: evaluations without improvement after which the learning rate falls; the third time training ends.
-        seed: of the first weights and of the order.
-    """
-
-    hidden: int | None = 512
-    batch_size: int = 1024
-    learning_rate: float = 2e-3
-    max_steps: int = 20_000
-    evaluate_every: int = 200
+    hidden: int | None = 512  # width of the network's hidden layer (None: CORAL's router, which has none)
+    batch_size: int = 1024  # draft steps of a batch, over all processes together
+    learning_rate: float = 2e-3  # of AdamW, at first
+    max_steps: int = 20_000  # batches to train on, at most
+    evaluate_every: int = 200  # batches between two evaluations at the held-out steps, after which the state is saved
+    # Evaluations without improvement after which the learning rate falls; the third time training ends.
     patience: int = 2
-    seed: int = 0
+    seed: int = 0  # of the first weights and of the order
 
     def __post_init__(self):
         for name in ("hidden", "batch_size", "max_steps", "evaluate_every", "patience"):
@@ -66,20 +57,13 @@ class TrainingSettings:
 
 @dataclass
 class TrainingState:
-    """The progress of a training, without weights and moments.
+    """The progress of a training, without weights and moments."""
 
-    Args:
-        step: batches done.
-        best: the lowest held-out loss.
-        stale: evaluations since then.
-        decays: how often the learning rate fell.
-        history: step, training loss and held-out loss at each evaluation.
-    """
-
-    step: int = 0
-    best: float = math.inf
-    stale: int = 0
-    decays: int = 0
+    step: int = 0  # batches done
+    best: float = math.inf  # the lowest held-out loss
+    stale: int = 0  # evaluations since then
+    decays: int = 0  # how often the learning rate fell
+    # Step, training loss and held-out loss at each evaluation.
     history: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property

@@ -17,17 +17,11 @@ from .tokens import text_batches, text_encoder
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A sample of the windows of a corpus, in random order, and how often each token occurs in the corpus.
+    """A sample of the windows of a corpus, in random order, and how often each token occurs in the corpus."""
 
-    Args:
-        token_ids: int32 `[n]`: the windows, one after another.
-        ends: int64 `[w]`: one past the last token of each.
-        counts: int64 `[V]`: of all texts, sampled or not.
-    """
-
-    token_ids: np.ndarray
-    ends: np.ndarray
-    counts: np.ndarray
+    token_ids: np.ndarray  # int32 `[n]`: the windows, one after another
+    ends: np.ndarray  # int64 `[w]`: one past the last token of each
+    counts: np.ndarray  # int64 `[V]`: of all texts, sampled or not
 
     def __len__(self) -> int:
         return len(self.ends)
