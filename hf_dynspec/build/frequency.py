@@ -22,23 +22,18 @@ SAVE_EVERY_SECONDS = 20.0
 
 
 class Tally:
-    """How often tokens were seen so far in a sequence of texts or prompts.
+    """How often tokens were seen so far in a sequence of texts or prompts. `vocabulary_size` is one past the largest
+    token id.
 
     Args:
-        vocabulary_size: `V`, one past the largest token id.
         folder: where the counts are kept. If there are some, counting goes on after them. None: only in memory.
-
-    Attributes:
-        counts: int64 `[V]`.
-        done: batches of text, or prompts, that were counted.
-        documents: documents that were counted.
-        read: bytes of the corpus that were read for it.
     """
 
     FILE = "counts.npz"
 
     def __init__(self, vocabulary_size: int, folder: Path | None = None):
         self.counts = np.zeros(vocabulary_size, np.int64)
+        # Batches of text, or prompts, that were counted; documents in them; bytes of the corpus that were read for it.
         self.done = self.documents = self.read = 0
         self.file = None if folder is None else folder / self.FILE
         self._saved_at = time.monotonic()

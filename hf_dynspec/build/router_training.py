@@ -83,16 +83,12 @@ class TrainingState:
 
 
 class RouterTraining:
-    """One training.
+    """One training on a recording, over the accelerator's processes.
 
     Args:
-        recording: draft steps of the pair.
         clusters: int64 `[V]`: the cluster of each token id, from 0 without gaps.
-        embed: see `Embed`.
         pinned: bool `[V]`: tokens that are on every shortlist and need no cluster.
-        settings: how to train.
         checkpoint: the file of the state. Training goes on from it if it is there.
-        accelerator: device and processes.
     """
 
     def __init__(
@@ -145,7 +141,7 @@ class RouterTraining:
             training_loss, held_out_loss = float(reduce(torch.stack(losses).mean(), "mean")), self._held_out_loss()
             losses = []
             if held_out_loss < state.best:
-                self._best = _copied(self._accelerator.unwrap_model(self._network))
+                self._best = _copied(self._method)
             state.look(training_loss, held_out_loss, self._settings.patience)
             self._save()
             report(state)
@@ -239,7 +235,7 @@ class RouterTraining:
             "job": self._job(),
             "state": asdict(self.state),
             "best": self._best,
-            "network": _copied(self._accelerator.unwrap_model(self._network)),
+            "network": _copied(self._method),
             "optimizer": self._optimizer.state_dict(),
         }
         with replacing(self._checkpoint) as scratch:

@@ -63,23 +63,14 @@ def clusters(
         "GiB for them in fp32",
         err=True,
     )
+    settings = {"seed": seed, "iterations": iterations, "balanced": balanced}
     with progress_bar() as report:
-        made = cluster_tokens(
-            weight,
-            num_clusters,
-            vocabulary_size=fingerprint.size,
-            seed=seed,
-            iterations=iterations,
-            balanced=balanced,
-            report=report,
-        )
+        made = cluster_tokens(weight, num_clusters, vocabulary_size=fingerprint.size, **settings, report=report)
         spread = neighbour_spread(weight, made.clusters, seed=seed, report=report)
     provenance = {
         "command": command_text(context),
         "head": {"model": shorten_name(target), "rows": rows, "width": width, "dtype": str(weight.dtype)[6:]},
-        "seed": seed,
-        "iterations": iterations,
-        "balanced": balanced,
+        **settings,
         "partition": _describe(made, spread),
     }
     policy = RouterShortlist(Router(made.clusters, centroids=made.centroids))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import counted
+from ..errors import ConfigurationError, counted
 from . import options
 from .running import CommandApp, claim_folder
 
@@ -59,7 +59,6 @@ def eagle(
     from ..drafters.eagle.checkpoint import read_checkpoint, write_checkpoint
     from ..drafters.eagle.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE
     from ..drafters.eagle.conversion import convert_checkpoint, read_output_rows
-    from ..errors import ConfigurationError
 
     if not overwrite and ((out / CONFIG_FILE).exists() or (out / WEIGHTS_FILE).exists()):
         raise ConfigurationError(f"{out} holds a model already. Give --overwrite, or another folder.")

@@ -1,14 +1,16 @@
 """`hf-dynspec doctor`: whether drafting pays for your models, and with which settings."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from . import options
 from .common import ResultsFile, about, claim_results, progress_bar, wide_console
 
 if TYPE_CHECKING:
+    from ..evaluation.doctor.estimate import EstimateSettings
     from ..evaluation.doctor.settings import DoctorSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
@@ -78,25 +80,21 @@ def doctor(
     many prompts as the seconds allow. With --config, it counts operations and bytes of both models instead, for a
     machine that need not be there.
     """
-    from ..errors import ConfigurationError
-
     given = {
         parameter.name: "--prompts" if parameter.name == "more" else parameter.opts[0]
         for parameter in context.command.params
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
+        from ..evaluation.doctor.estimate import EstimateSettings, Machine
+
         _require_estimate(config, given)
-        changed = {"policies": policy or None, "acceptance": tuple(acceptance or ()) or None}
+        results = claim_results(context, json_file)
+        machine = Machine(device_memory_bandwidth, launch_latency, device_flops)
+        models = {"target": config[0], "drafter": config[1], "machine": machine}
+        policies, rates = policy or EstimateSettings.policies, tuple(acceptance or EstimateSettings.acceptance)
         _print_estimate(
-            config,
-            (device_memory_bandwidth, launch_latency, device_flops),
-            claim_results(context, json_file),
-            num_assistant_tokens=num_assistant_tokens,
-            cached_tokens=cached_tokens,
-            temperature=temperature,
-            dtype=dtype,
-            **{name: value for name, value in changed.items() if value},
+            options.settings_of(context, EstimateSettings, **models, policies=policies, acceptance=rates), results
         )
         return
     for name in _OF_ESTIMATES:
@@ -113,8 +111,6 @@ def doctor(
 def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
     """Refuse an option in the place of a configuration, an estimate without a device, and options that say how to
     measure; `given` holds how the options that were given are written, by their names."""
-    from ..errors import ConfigurationError
-
     for name in config:
         if name.startswith("--"):
             raise ConfigurationError(f"--config takes two configurations, the target's and the drafter's, got {name}")
@@ -141,13 +137,11 @@ def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile) -> None:
     results.end()
 
 
-def _print_estimate(
-    config: tuple[str, str], machine: tuple[float | None, ...], results: ResultsFile, **settings: Any
-) -> None:
-    from ..evaluation.doctor.estimate import EstimateSettings, Machine, estimate_speed
+def _print_estimate(settings: "EstimateSettings", results: ResultsFile) -> None:
+    from ..evaluation.doctor.estimate import estimate_speed
 
     with progress_bar() as report:
-        estimate = estimate_speed(EstimateSettings(*config, Machine(*machine), **settings), report=report)
+        estimate = estimate_speed(settings, report=report)
     results.save(estimate.to_dict)
     console = wide_console()
     for part in estimate.report():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import counted
+from ..errors import ConfigurationError, counted
 from . import options
 from .common import command_line, progress_bar, wide_console
 from .launched import Launched
@@ -87,7 +87,6 @@ def evaluate(
     `accelerate launch` (on CPUs with its --multi_gpu) shards the prompts over processes; all results but times are the
     same whatever their number. `hf-dynspec plot FOLDER` makes the tables and figures anew and runs nothing.
     """
-    from ..errors import ConfigurationError
     from ..evaluation.plots import require_plot_file
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods

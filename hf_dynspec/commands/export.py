@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import counted
+from ..errors import ConfigurationError, counted
 from . import options
 from .running import CommandApp, claim_file, claim_folder
 
@@ -148,8 +148,6 @@ def _read(artifact: str, engine: str, size: int | None, static: bool, target: st
 
 
 def _require_free(paths: list[Path], overwrite: bool) -> None:
-    from ..errors import ConfigurationError
-
     taken = next((path for path in paths if path.exists()), None)
     if taken is not None and not overwrite:
         raise ConfigurationError(f"{taken} is there already; give --overwrite, or another --out")
