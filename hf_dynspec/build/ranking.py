@@ -19,7 +19,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def rank(counts: np.ndarray, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> np.ndarray:
-    """int64 `[n]`: each id of a tokenizer once: pinned ids first, then by falling count, equal counts by rising id.
+    """int64 `[n]`: each id of a tokenizer once, pinned ids first, then by falling count, equal counts by rising id.
     `counts` is int64 `[V]`; `n` is `V` if the ids have no gaps.
 
     FR-Spec forces in the end-of-sequence token only; a narrow corpus then drops bytes, and with them everything that

@@ -53,14 +53,7 @@ class RecordingSettings:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A folder of draft steps in shards.
-
-    Args:
-        folder: the folder.
-        train: numbers of the shards to train on.
-        held_out: numbers of the shards to judge by.
-
-    The tensors of a shard:
+    """A folder of draft steps in shards. The tensors of a shard:
 
     - `token_ids` int32 `[n]`: the newest token before each step.
     - `depths` uint8 `[n]`.
@@ -77,8 +70,8 @@ class Recording:
     """
 
     folder: Path
-    train: range
-    held_out: range
+    train: range  # numbers of the shards to train on
+    held_out: range  # numbers of the shards to judge by
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import reduce
 
 from ..errors import ConfigurationError
-from ..fields import SettingError, WholeNumber
+from ..fields import LARGEST_SEED, SettingError, WholeNumber
 from ..files import replacing
 from ..shortlists.router.network import Router
 from .recording import Recording
@@ -50,7 +50,7 @@ class TrainingSettings:
 
     def __post_init__(self):
         for name in ("hidden", "batch_size", "max_steps", "evaluate_every", "patience"):
-            WholeNumber(1, optional=name == "hidden").require(name, getattr(self, name))
+            WholeNumber(1, LARGEST_SEED, optional=name == "hidden").require(name, getattr(self, name))
         if not 0 < self.learning_rate < 1:
             raise SettingError("learning_rate", f"must be between 0 and 1, got {self.learning_rate!r}")
 
@@ -102,11 +102,10 @@ class RouterTraining:
         accelerator: Accelerator,
     ):
         self._recording, self._settings, self._accelerator = recording, settings, accelerator
-        self._checkpoint = Path(checkpoint)
+        self._embed, self._checkpoint = embed, Path(checkpoint)
         self._clusters, self._num_clusters = clusters, int(clusters.max()) + 1
         # One more column, of no cluster, takes the pinned tokens.
         self._cluster_of = torch.where(pinned, self._num_clusters, clusters).to(accelerator.device)
-        self._embed = embed
         torch.manual_seed(settings.seed)
         network = self._method = self._first_network()
         optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.01)

@@ -141,8 +141,7 @@ def about(models: dict, threads: int, max_new_tokens: int, chain_length: int | s
 
     target, where = models["target"], hardware()
     processor = where["gpus"][0] if target["device"].startswith("cuda") else where["cpu"]
-    parts = [processor, cpu_threads(threads), target["dtype"]]
-    parts.append(counted(max_new_tokens, "new token"))
+    parts = [processor, cpu_threads(threads), target["dtype"], counted(max_new_tokens, "new token")]
     if chain_length is not None:
         parts.append("chains as long as pays" if chain_length == "auto" else f"chains of {chain_length}")
     return ", ".join(parts)

@@ -43,8 +43,7 @@ def frequency(
         str | None, typer.Option(help="Count what this model generates on --prompts, instead of text (VocabTrim).")
     ] = None,
     prompts: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE...", help=f"Prompts for --from-target. {options.PROMPT_LINES}"),
+        list[Path] | None, typer.Option(metavar="FILE...", help=f"Prompts for --from-target. {options.PROMPT_LINES}")
     ] = None,
     size: Annotated[
         int, typer.Option(min=1, help="Tokens in a shortlist, unless a user chooses another size.")

@@ -20,8 +20,7 @@ EagleHeads = Annotated[
     typer.Option(metavar="DIR", help="Repeatable. Folder or Hub id of an EAGLE head, beside or without a drafter."),
 ]
 AllowPickle = Annotated[
-    bool,
-    typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors, tensors only."),
+    bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors, tensors only.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16, or auto. Default: float32 on a CPU, else auto.")]
 Device = Annotated[str, typer.Option(help="Where both models run, such as cpu or cuda:0.")]
@@ -60,10 +59,7 @@ Policies = Annotated[
 Chain = Annotated[bool, typer.Option(help="Draft chains.")]
 Trees = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar=TREE_SHAPE,
-        help="Repeatable. Draft trees of this shape too; the word default means 60/5/10.",
-    ),
+    typer.Option(metavar=TREE_SHAPE, help="Repeatable. Draft trees of this shape too; default means 60/5/10."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

@@ -66,7 +66,6 @@ def read_static_shortlist(
     refused with the nearest static thing.
 
     Args:
-        artifact: the artifact.
         engine: the engine's name, for errors.
         size: number of tokens (None: the artifact's).
         take_core: of a policy that follows the text, take its static core.
