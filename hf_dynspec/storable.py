@@ -120,7 +120,7 @@ class Storable:
 
     Attributes:
         name: its name on command lines and in artifacts.
-        setting_rules: the rules of `settings()` by name. Each name is an argument of the constructor too.
+        setting_rules: the rules of `settings()` by name. Each name is an argument of the constructor and an attribute.
         tensor_rules: the rules of `tensors()`, likewise.
         card_summary: a sentence about it for model cards.
         card_tags: tags for the Hub, beside its name.
@@ -133,8 +133,8 @@ class Storable:
     card_tags: ClassVar[tuple[str, ...]] = ()
 
     def settings(self) -> dict[str, Any]:
-        """The JSON values that, with `tensors()`, rebuild this."""
-        return {}
+        """The JSON values that, with `tensors()`, rebuild this: the attributes that `setting_rules` names."""
+        return {name: getattr(self, name) for name in self.setting_rules}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors (CPU, contiguous) that, with `settings()`, rebuild this."""

@@ -1,7 +1,7 @@
 """Shortlist policies: which tokens the drafter scores at each draft step.
 
-To add a policy, write one file beside this one and one line below; the contract tests then cover it. What it stores,
-within which bounds, and what a model card says of it its class declares (`Storable`).
+To add a policy, write one file beside this one and one line below; the contract tests then cover it. Its class
+declares its settings and tensors, their bounds and its text for model cards (`Storable`).
 """
 
 from ..fields import OneOf, SettingRule, Share, Switch, WholeNumber

@@ -1,4 +1,4 @@
-"""The choice between policies by what they turn out to be worth on this computer, round by round."""
+"""The choice between policies by their measured speed on this computer, round by round."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +13,18 @@ from .screen import ScreenShortlist
 
 
 class AutomaticShortlist(CompositePolicy):
-    """One of several policies in each round: the one that brings the most tokens per second, by the time that rounds
-    have taken and by how much of their drafts the target has accepted (DynaSpec, equation 2).
+    """One of several policies in each round: the one with the most tokens per second, judged by the time of past
+    rounds and by how much of their drafts the target accepted (DynaSpec, equation 2).
 
-    The others are tried now and then, for a few rounds. One that does not draft costs nothing: it is shown the text
-    when its turn comes. Greedy tokens are the same whatever is chosen, and sampled ones have the same distribution,
-    but which are drawn then depends on the clock too, and not on the seed alone.
+    The others are tried now and then, for a few rounds. A policy that is not drafting costs nothing: it sees the text
+    when its turn comes. The choice changes neither greedy tokens nor the distribution of sampled ones, but sampled
+    tokens then depend on the clock as well as on the seed.
 
-    The choice is the assistant's. Wherever a policy is led along a text without a clock, as by `hf-dynspec coverage`,
-    this is the first of them.
+    The assistant makes the choice. Without a clock, as in `hf-dynspec coverage`, this is the first of the policies.
 
     Args:
-        policies: to choose from (None: `HybridShortlist()` and `ScreenShortlist()`, which need nothing built or
-            trained). Put first the one that is most likely to be the best. To try one costs a few rounds, so leave out
-            what cannot be.
+        policies: the candidates (None: `HybridShortlist()` and `ScreenShortlist()`, which need nothing built or
+            trained). Put the likely best one first. Trying one costs a few rounds, so leave out hopeless ones.
 
     Raises:
         ConfigurationError: no policies, too many of them, or something that is not a policy.
@@ -50,7 +48,7 @@ class AutomaticShortlist(CompositePolicy):
 
     def start(self, vocabulary: VocabularyInfo, memory: tuple[Any, ...] | None = None) -> ShortlistState:
         policy, own = self.with_memories(memory)[0]
-        # It is told of rows that only others asked for, and need not know what to do then.
+        # `follow_weights` is called for rows that only the other policies asked for too, and does nothing then.
         return ForwardingState(start_state(policy, vocabulary, own))
 
     def alternatives(self, memory: tuple[Any, ...] | None) -> tuple[tuple[ShortlistPolicy, Any], ...]:

@@ -10,10 +10,10 @@ from ..storable import Storable
 
 
 class ShortlistState(ABC):
-    """What a policy remembers during one session. Not shared between threads.
+    """The state of a policy during one session. Not shared between threads.
 
     Attributes:
-        layout: what the shortlists' `blocks` are blocks of, for policies that choose whole blocks.
+        layout: the layout of the shortlists' `blocks`, for policies that choose whole blocks.
     """
 
     layout: BlockLayout | None = None
@@ -28,79 +28,75 @@ class ShortlistState(ABC):
             features: `[m, d]`: the drafter's hidden states at those tokens.
         """
 
-    # Policies that learn nothing from the context leave these as they are.
+    # Policies that learn nothing from the context override none of these.
     def begin_round(self) -> None:  # noqa: B027
-        """A round of drafting begins: the place to take up what a worker has found since the last one. Called once
-        before the round's first `observe_draft_inputs` and `select`, and must wait neither for the device nor for the
-        worker. Rounds in which nothing is drafted have no such call."""
+        """Begin a round, and take up the results of a worker. Called once before the round's first
+        `observe_draft_inputs` and `select`, not in rounds without a draft. Must not wait for device or worker."""
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
-        """Take in what the next draft step starts from, where the policy asked for it (`Needs.draft_inputs`). Called
-        once before each `select`, and before the drafter's layers run wherever the drafter has it by then.
+        """Take in the inputs of the next draft step, if the policy asked for them (`Needs.draft_inputs`). Called once
+        before each `select`, and before the drafter's layers run if the inputs are known by then.
 
         Args:
             embeddings: `[m, d]`: the drafter's embeddings of the tokens whose successors are about to be drafted.
-            features: `[m, d]`: what the drafter knew before each of these tokens: the feature that an EAGLE head reads
-                beside the embedding, or an independent model's hidden state at the token before; zeros where there
-                is none.
+            features: `[m, d]`: for each of these tokens, the feature that an EAGLE head reads beside the embedding, or
+                an independent model's hidden state at the token before; zeros if there is none.
         """
 
     def restart(self) -> None:  # noqa: B027
-        """Forget the context: what follows is another text. Slots that keep their ids keep their version. A state that
-        was started with a memory takes up what is there now."""
+        """Forget the context: another text follows. Slots that keep their ids keep their version. A state with a
+        memory takes up the memory's present contents."""
 
     def resume(self, token_ids: torch.Tensor) -> None:  # noqa: B027
-        """Another call goes on with the text, in a conversation. Called in place of `restart`, before the state is
-        shown what is new; those that are to begin each call anew override it.
+        """Go on with the text in another call of a conversation. Called in place of `restart`, before the new tokens
+        are shown. Override it to begin each call anew.
 
         Args:
-            token_ids: int64 `[n]`: the beginning of the text that earlier calls had too, which is not shown again.
+            token_ids: int64 `[n]`: the beginning of the text, known from earlier calls and not shown again.
         """
 
     def end_call(self) -> None:  # noqa: B027
-        """A call is over, without an error: the place to put into the memory what other calls are to know. It may wait
-        for the device, which has nothing else to do then. transformers' own loop does not say how it ended, and there
-        this is called after errors too."""
+        """End a call that raised no error: the place to fill the memory for other calls. It may wait for the device,
+        which is idle then. In transformers' own loop this is called after errors too."""
 
     def observe_prompt(self, prompt: Prompt) -> None:  # noqa: B027
-        """Take in new context. Called with the tokens before the first draft step and, where the policy needs to know
-        what the target says of them, once more (with no tokens) when the target has read the prompt; later with the
-        tokens of rounds that were not shown, as nothing was drafted in them (`num_assistant_tokens="auto"`)."""
+        """Take in new context. Called with the tokens before the first draft step and, if the policy needs the
+        target's view of them, again without tokens when the target has read the prompt; later with the tokens of
+        rounds without a draft, which were not shown then (`num_assistant_tokens="auto"`)."""
 
     def observe(self, verdict: Verdict) -> None:  # noqa: B027
-        """Take in what the target said in the last round. Called after every verification, mostly also where nothing
-        had been drafted, and before the next round begins; not after the one that ends a text for good, which nothing
-        follows."""
+        """Take in the target's verdict on the last round. Called after every verification and before the next round,
+        mostly also if nothing was drafted; not after the last round of a text."""
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:  # noqa: B027
-        """Take up the rows of a head whose weights changed. Called between rounds, and only where the policy asked for
-        rows (`Needs.drafter_rows`, `Needs.target_rows`): such policies must override it.
+        """Take up the rows of a head whose weights changed. Called between rounds, and only for policies that asked
+        for rows (`Needs.drafter_rows`, `Needs.target_rows`): they must override it.
 
         Args:
-            vocabulary: as at the start, with the rows as they are now.
+            vocabulary: as at the start, with the present rows.
         """
 
     def finish_background_work(self) -> None:  # noqa: B027
-        """Wait for what a thread of the policy's own was given, which the next round then takes up. Not called while
-        texts are generated, but where a state is led along a text and no model takes its time between the rounds."""
+        """Wait for the policy's own thread, whose results the next round then takes up. Never called during
+        generation, but when a text is replayed and no model takes time between the rounds."""
 
     def take_background_work(self) -> BackgroundWork:
-        """What a thread of the policy's own did since this was last asked, for the statistics of a call. Asked when
-        the call ends; must wait for nothing."""
+        """The work of the policy's own thread since the last such call, for the statistics. Called when a call ends;
+        must not wait."""
         return BackgroundWork()
 
     def close(self) -> None:  # noqa: B027
-        """End whatever does not end by itself, such as a thread. Called once, when the session is given up: when the
-        assistant is unbound, gets another policy, has more idle sessions than it keeps, or is gone, after an error in
-        a round, and at the interpreter's exit. It may be called by any thread, and should not take long. Nothing is
-        called after it. The state must hold neither the assistant nor the models, which would keep them for good."""
+        """End what does not end by itself, such as a thread. Called once, by any thread, and nothing is called after
+        it: when the assistant is unbound, gets another policy, has more idle sessions than it keeps or is gone, after
+        an error in a round, and at the interpreter's exit. Should not take long. The state must hold neither the
+        assistant nor the models, which would keep them alive."""
 
 
 class ShortlistPolicy(Storable, ABC):
-    """How shortlists are made. Immutable and shareable; this is what an artifact stores, see `Storable`.
+    """How shortlists are made. Immutable and shareable; artifacts store it, see `Storable`.
 
-    Subclasses set `name` and `setting_rules`, and hold their settings against them on construction
-    (`require_settings`); where they have tensors, they set `tensor_rules` too.
+    Subclasses set `name` and `setting_rules`, and call `require_settings` on construction; those with tensors set
+    `tensor_rules` too.
 
     Attributes:
         can_be_part: whether it may be a part of a union.
@@ -113,15 +109,14 @@ class ShortlistPolicy(Storable, ABC):
 
     @property
     def needs(self) -> Needs:
-        """What the policy asks to be shown of the target."""
+        """What the policy needs to see of target and drafter."""
         return Needs()
 
     def new_memory(self) -> Any:
-        """Make what all states within one assistant are to share from call to call; None, as here, where they share
-        nothing. The assistant hands it to `start`, and lets go of it, and of all sessions that know it, when somebody
-        calls `DynSpecAssistant.forget`, when it gets another policy, drafter, target or tokenizer, when the drafter is
-        moved to another device, and when it is unbound. Several threads use it at once, and sessions with different
-        EOS ids."""
+        """Make the object that all states of one assistant share from call to call (None: they share nothing). The
+        assistant passes it to `start`, and drops it and all sessions that hold it on `DynSpecAssistant.forget`, when
+        it gets another policy, drafter, target or tokenizer, when the drafter moves to another device, and when it is
+        unbound. Several threads, and sessions with different EOS ids, use it at once."""
         return None
 
     @abstractmethod
@@ -129,30 +124,29 @@ class ShortlistPolicy(Storable, ABC):
         """Begin a session over `vocabulary`.
 
         Args:
-            vocabulary: what to select from.
-            memory: what `new_memory` returned, the same for all sessions of an assistant. Given only where that is
-                not None, so that policies without a memory need no such argument; a session may be begun without.
+            vocabulary: the tokens to select from.
+            memory: the result of `new_memory`, the same for all sessions of an assistant. Passed only if it is not
+                None, so policies without a memory need no such argument; a session may be started without it.
         """
 
     def alternatives(self, memory: Any) -> "tuple[tuple[ShortlistPolicy, Any], ...]":
-        """The policies that a session drafts with, one in each round, and what each of them remembers: this one alone,
-        but for those that others are chosen from.
+        """The policies that a session chooses from in each round, each with its memory; this policy alone by default.
 
         Args:
-            memory: what `new_memory` returned.
+            memory: the result of `new_memory`.
         """
         return ((self, memory),)
 
     @property
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:
-        """The tokenizers (`vocabulary.TokenizerFingerprint`) that the policy's ids belong to, where they are known.
-        An assistant refuses models with another one."""
+        """The known tokenizers (`vocabulary.TokenizerFingerprint`) of the policy's ids. An assistant refuses models
+        with another tokenizer."""
         return ()
 
     @property
     def static_core(self) -> "ShortlistPolicy | None":
-        """The tokens that this policy always starts from, as a `FrequencyShortlist`: the nearest thing to it for an
-        engine that takes one list for good. None where there is none; a policy that is such a list is its own."""
+        """The tokens that this policy always starts from, as a `FrequencyShortlist`, for engines that take one fixed
+        list (None: there are none). A fixed list is its own core."""
         return None
 
     def __repr__(self) -> str:
@@ -161,5 +155,5 @@ class ShortlistPolicy(Storable, ABC):
 
 
 def start_state(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any) -> ShortlistState:
-    """Begin a session of a policy, with its memory where it has one."""
+    """Begin a session of a policy, with its memory if it has one."""
     return policy.start(vocabulary) if memory is None else policy.start(vocabulary, memory)

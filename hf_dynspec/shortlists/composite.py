@@ -1,4 +1,4 @@
-"""Policies that are made of several others: what they are stored as, and which they may be."""
+"""Policies made of several others: their storage, and the limits on their parts."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ from .base import ShortlistPolicy
 from .frequency import FrequencyShortlist
 from .registry import policy_class
 
-# Policies of one that is made of several and of such ones within it, all together, and how deep they may lie.
+# The limits on all parts of a composite, nested ones included, and on the depth of nesting.
 MOST_POLICIES = 32
 DEEPEST = 4
 
 
 class CompositePolicy(ShortlistPolicy):
-    """A policy that others are parts of. It is stored with all of them.
+    """A policy with others as parts, which are stored with it.
 
     Args:
         policies: at least one policy.
 
     Attributes:
-        called: what errors call it.
+        called: its name in errors.
 
     Raises:
         ConfigurationError: no policies, too many of them, or something that is not a policy or cannot be a part.
@@ -44,18 +44,17 @@ class CompositePolicy(ShortlistPolicy):
             if not policy.can_be_part:
                 raise ConfigurationError(f"the policy {policy.name!r} cannot be a part of {self.called}")
         self.policies = policies
-        # One that nobody registered may be made of others like it.
+        # An unregistered class may hold unregistered parts.
         if POLICIES.get(self.name) is type(self):
             _count_policies(type(self), self.settings())
 
     @classmethod
     @abstractmethod
     def of(cls, policies: list[ShortlistPolicy]) -> "CompositePolicy":
-        """Make it of these."""
+        """Make one of a list of policies."""
 
     @property
     def needs(self) -> Needs:
-        """Those of all."""
         needs = Needs()
         for policy in self.policies:
             needs = needs | policy.needs
@@ -67,8 +66,8 @@ class CompositePolicy(ShortlistPolicy):
 
     @property
     def static_core(self) -> FrequencyShortlist | None:
-        """The largest of its policies' cores."""
-        cores = [core for core in (policy.static_core for policy in self.policies) if core is not None]
+        """The largest core of its policies."""
+        cores = [policy.static_core for policy in self.policies if policy.static_core is not None]
         return max(cores, key=lambda core: core.size, default=None)
 
     def new_memory(self) -> tuple[Any, ...] | None:
@@ -76,7 +75,7 @@ class CompositePolicy(ShortlistPolicy):
         return None if all(memory is None for memory in memories) else memories
 
     def with_memories(self, memory: tuple[Any, ...] | None) -> tuple[tuple[ShortlistPolicy, Any], ...]:
-        """Each policy and what it remembers, given what `new_memory` returned."""
+        """Each policy with its part of a memory from `new_memory`."""
         return tuple(zip(self.policies, memory or (None,) * len(self.policies), strict=True))
 
     def settings(self) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class CompositePolicy(ShortlistPolicy):
 
     @classmethod
     def require_settings(cls, settings: Mapping[str, Any]) -> None:
-        """As for every policy; the policies inside are counted before the settings of any are looked at."""
+        """Check settings without building anything. The parts are counted before any of their settings is read."""
         _count_policies(cls, settings)
         for index, part in enumerate(settings["policies"]):
             field = f"policies[{index}]"
@@ -131,11 +130,7 @@ class CompositePolicy(ShortlistPolicy):
 
 
 def _count_policies(made: type[CompositePolicy], settings: Mapping[str, Any], depth: int = 1, path: str = "") -> int:
-    """The number of policies inside one of several of these settings, those within them too.
-
-    Raises:
-        ConfigurationError: these are not such settings, or the policies are too many, lie too deep or cannot be parts.
-    """
+    """Count the parts in a composite's settings, nested ones included, and refuse too many, too deep or unfit ones."""
     parts = settings.get("policies") if isinstance(settings, Mapping) else None
     if not isinstance(parts, list) or not parts or set(settings) != {"policies"}:
         raise ConfigurationError(f"the settings of {made.called} are a list named 'policies' and nothing else")

@@ -1,7 +1,7 @@
-"""CORAL's LM head router: the vocabulary in equal groups, and one layer that says which of them a step needs.
+"""CORAL's LM head router: the vocabulary in equal groups, and one layer that chooses the groups of a draft step.
 
-Paper: CORAL (Weng et al., ACL 2025, arXiv 2502.16880), "LM head router". The rest of the paper trains drafters; what
-it trained is used like any other drafter.
+Paper: CORAL (Weng et al., ACL 2025, arXiv 2502.16880), "LM head router". The rest of the paper is about training
+drafters, which are used here like any others.
 """
 
 import os
@@ -19,16 +19,16 @@ from .router.network import MOST_CLUSTERS, MOST_FEATURES, ROUTER_TENSOR_RULES, R
 class CoralShortlist(ClusterShortlist):
     """The groups of tokens that one layer on the drafter's hidden state finds most likely, and EOS.
 
-    Unlike DynaSpec's router (`RouterShortlist`) it reads what the head reads too, so that it knows more, and has to
-    wait for the drafter's layers. Its groups are of equal size, as many are scored at each draft step, and no token
-    but EOS is on every shortlist.
+    Unlike DynaSpec's router (`RouterShortlist`) it reads the head's own input, so it knows more but has to wait for
+    the drafter's layers. Its groups have equal sizes, every draft step scores the same number of them, and only EOS is
+    on every shortlist.
 
     Args:
-        router: a `Router` of one layer, or the artifact (folder or Hub repository) that `hf-dynspec train router
-            --method coral` wrote. What is not given below is then as it was stored.
-        top_groups: how many groups are scored at each draft step (default 64).
-        packed: hold the head's rows once more, group by group in blocks, so that no row is gathered by itself (default
-            True). It takes as much memory as the head, and up to a tenth more.
+        router: a `Router` of one layer, or the artifact (folder or Hub repository) of `hf-dynspec train router
+            --method coral`, whose stored settings are then the defaults of those below.
+        top_groups: groups that are scored at each draft step (default 64).
+        packed: hold a copy of the head's rows in blocks, one after another by group, so that no single row is gathered
+            (default True). The copy takes the memory of the head and up to a tenth more.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range, or the router has more than one layer.
@@ -68,15 +68,12 @@ class CoralShortlist(ClusterShortlist):
         self.top_groups: int = settings["top_groups"]
 
     def budget(self, depth: int, first: int | None = None) -> int:
-        """As many groups at every draft step."""
+        """The number of groups, the same at every draft step."""
         return min(self.top_groups if first is None else first, self.router.num_clusters)
 
     def with_budget(self, first: int) -> "CoralShortlist":
         """The same policy with another `top_groups`."""
         return CoralShortlist(self.router, first, self.packed)
-
-    def settings(self) -> dict[str, Any]:
-        return {"top_groups": self.top_groups, "packed": self.packed}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.router.tensors()

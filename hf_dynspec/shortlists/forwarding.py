@@ -1,5 +1,6 @@
-"""A policy and a state that pass everything on to others: what looks at a policy from outside is built on them."""
+"""A policy and a state that pass every call on: the base of wrappers and unions."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,14 +10,7 @@ from .base import ShortlistPolicy, ShortlistState, start_state
 
 
 class ForwardingPolicy(ShortlistPolicy):
-    """Starts the states of a policy, and is not stored.
-
-    Args:
-        policy: which does the work.
-
-    Attributes:
-        policy: the same.
-    """
+    """Starts the states of the wrapped `policy`. It is never stored."""
 
     name = "forwarding"
 
@@ -39,51 +33,55 @@ class ForwardingPolicy(ShortlistPolicy):
 
 
 class ForwardingState(ShortlistState):
-    """Passes everything on to a state.
+    """Passes every call on to one or more `states`, and selects with the first."""
 
-    Args:
-        state: which does the work.
-
-    Attributes:
-        state: the same.
-    """
-
-    def __init__(self, state: ShortlistState):
-        self.layout = state.layout
-        self.state = state
+    def __init__(self, *states: ShortlistState):
+        self.layout = states[0].layout
+        self.states = states
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        return self.state.select(depth, token_ids, features)
+        return self.states[0].select(depth, token_ids, features)
 
     def begin_round(self) -> None:
-        self.state.begin_round()
+        for state in self.states:
+            state.begin_round()
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        self.state.observe_draft_inputs(embeddings, features)
+        for state in self.states:
+            state.observe_draft_inputs(embeddings, features)
 
     def restart(self) -> None:
-        self.state.restart()
+        for state in self.states:
+            state.restart()
 
     def resume(self, token_ids: torch.Tensor) -> None:
-        self.state.resume(token_ids)
+        for state in self.states:
+            state.resume(token_ids)
 
     def end_call(self) -> None:
-        self.state.end_call()
+        for state in self.states:
+            state.end_call()
 
     def observe_prompt(self, prompt: Prompt) -> None:
-        self.state.observe_prompt(prompt)
+        for state in self.states:
+            state.observe_prompt(prompt)
 
     def observe(self, verdict: Verdict) -> None:
-        self.state.observe(verdict)
+        for state in self.states:
+            state.observe(verdict)
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        self.state.follow_weights(vocabulary)
+        for state in self.states:
+            state.follow_weights(vocabulary)
 
     def finish_background_work(self) -> None:
-        self.state.finish_background_work()
+        for state in self.states:
+            state.finish_background_work()
 
     def take_background_work(self) -> BackgroundWork:
-        return self.state.take_background_work()
+        return sum((state.take_background_work() for state in self.states), BackgroundWork())
 
     def close(self) -> None:
-        self.state.close()
+        with ExitStack() as stack:
+            for state in self.states:
+                stack.callback(state.close)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,19 +16,19 @@ from .registry import read_stored_policy
 
 
 def position_aware_size(largest: int, depth: int) -> int:
-    """Tokens that PA-FR keeps at draft step `depth` (DynaSpec, appendix A.1): `largest` at 0 and 1, then
-    `⌊largest / (depth + 1)⌋`, never fewer than one."""
+    """The size of PA-FR's shortlist at draft step `depth` (DynaSpec, appendix A.1): `largest` at 0 and 1, then
+    `⌊largest / (depth + 1)⌋`, at least one."""
     return largest if depth <= 1 else max(1, largest // (depth + 1))
 
 
 class FrequencyShortlist(ShortlistPolicy):
-    """The most frequent tokens of a ranking (FR-Spec; VocabTrim where the ranking counts the target's own output).
+    """The most frequent tokens of a ranking (FR-Spec; VocabTrim if the ranking counts the target's own output).
 
     Args:
         ranking: token ids, most frequent first: a list or int64/int32 tensor `[n]` of unique ids, or the artifact
-            (folder or Hub repository) that `hf-dynspec build frequency` wrote. None takes the tokenizer's own merge
-            order, that is ids in ascending order, which needs no corpus.
-        size: how many tokens a shortlist holds. The whole ranking is kept, so the size is free to change.
+            (folder or Hub repository) of `hf-dynspec build frequency`. None takes the tokenizer's merge order, which
+            is the ids in ascending order and needs no corpus.
+        size: tokens of a shortlist. The whole ranking is stored, so the size may change later.
         position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
 
     Raises:
@@ -78,12 +78,8 @@ class FrequencyShortlist(ShortlistPolicy):
         return FrequencyState(self.leading_ids(vocabulary), vocabulary, self.position_aware)
 
     def leading_ids(self, vocabulary: VocabularyInfo, size: int | None = None) -> torch.Tensor:
-        """int64 `[min(size, …)]` on the head's device: EOS first, so that every nested prefix contains it.
-
-        Args:
-            vocabulary: what to select from.
-            size: how many, in place of the policy's own size.
-        """
+        """int64 `[n]` on the head's device: the first tokens, EOS before all, so that every prefix holds it. `size`
+        (default: the policy's own) limits their number."""
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device="cpu")
         size = max(size or self.size, len(eos))
         ranking = torch.arange(vocabulary.size, device="cpu") if self.ranking is None else self.ranking
@@ -97,15 +93,12 @@ class FrequencyShortlist(ShortlistPolicy):
             )
         return leading
 
-    def settings(self) -> dict[str, Any]:
-        return {"size": self.size, "position_aware": self.position_aware}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.ranking is None else {"ranking": self.ranking}
 
 
 class FrequencyState(ShortlistState):
-    """Nested prefixes of one packed list, so that no depth needs rows of its own."""
+    """Nested prefixes of one list, so that no depth needs rows of its own."""
 
     def __init__(self, slots: torch.Tensor, vocabulary: VocabularyInfo, position_aware: bool):
         self._slots = slots

@@ -1,4 +1,4 @@
-"""The whole vocabulary at every draft step: the baseline that every other policy is measured against."""
+"""The whole vocabulary at every draft step: the baseline of all other policies."""
 
 import torch
 
@@ -17,7 +17,7 @@ class FixedState(ShortlistState):
 
 
 class FullShortlist(ShortlistPolicy):
-    """Every real token that the drafter can score, which is plain speculative decoding. Padding rows are left out."""
+    """Every token that the drafter can score, padding rows excluded: plain speculative decoding."""
 
     name = "full"
     card_summary = "The drafter scores its whole vocabulary: the baseline that shortlists are measured against."

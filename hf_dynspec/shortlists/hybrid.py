@@ -16,17 +16,15 @@ from .recent_tokens import RecentTokens, RecentTokensState
 class HybridShortlist(ShortlistPolicy):
     """A static core of frequent tokens beside an in-context window of distinct other tokens. Nothing to train.
 
-    A window alone is too small after a short prompt, and a static list misses what the context makes likely; each
-    covers the other's gap. Every slot of the window holds a token that the core has not: at first those that follow
-    the core in the ranking, then, from the rarest on, in their place what the context and the target bring. So core
-    and window together are a larger core to begin with, and the window's share says how much of it may go.
-    Many more of the target's tokens are taken than MicroSpec's 3. `hf-dynspec coverage` compares sizes on your own
-    pair: `--policy hybrid:window=1024 --policy hybrid:core_size=4096,window=1024`.
+    A window alone is too small after a short prompt, and a static list misses the tokens of the context; each covers
+    the other's gap. The window first holds the tokens that follow the core in the ranking. Tokens of the context and
+    of the target then replace them, the rarest first. It takes many more of the target's tokens than MicroSpec's 3.
+    `hf-dynspec coverage` compares sizes on your own pair: `--policy hybrid:window=1024 --policy
+    hybrid:core_size=4096,window=1024`.
 
-    What the window keeps between calls are token ids in the order in which they were last seen. They decide what is
-    drafted, and never what comes out. Yet how fast a text is drafted tells something of the texts before it, so
-    `memory="assistant"` is for calls of people who may know of each other; call `DynSpecAssistant.forget` where they
-    change.
+    Between calls the window keeps token ids in the order of their last use. They change what is drafted, never the
+    output. But the speed of a text reveals something of earlier texts, so use `memory="assistant"` only for people who
+    may know of each other, and call `DynSpecAssistant.forget` between groups.
 
     Args:
         ranking: token ids, most frequent first, as for `FrequencyShortlist` (None: the tokenizer's merge order).
@@ -34,12 +32,12 @@ class HybridShortlist(ShortlistPolicy):
         window: distinct tokens of the in-context window.
         prompt_top_k: the target's most probable tokens taken at each prompt position.
         verify_top_k: the target's most probable tokens taken at each verified position.
-        prompt_positions: take `prompt_top_k` at the last so many prompt positions only (None: at all of them). It
-            costs the target's whole output projection at each of them, once a call.
-        memory: what the window keeps when another call begins: `"call"`, nothing, also in a conversation, whose text
-            is then taken in anew; `"conversation"`, from turn to turn of one conversation
-            (`DynSpecAssistant.conversation`), while single calls start anew; `"assistant"`, the last `window` tokens
-            of all calls of one assistant that are over, in whatever threads, until `DynSpecAssistant.forget`.
+        prompt_positions: take `prompt_top_k` at this many last prompt positions only (None: at all of them). Each
+            costs one product with the target's output projection, once a call.
+        memory: how long the window keeps its tokens: `"call"`: one call, and a conversation's earlier text is taken in
+            anew; `"conversation"`: all turns of one conversation (`DynSpecAssistant.conversation`), while single calls
+            start anew; `"assistant"`: the last `window` tokens of all finished calls of an assistant, of all threads,
+            until `DynSpecAssistant.forget`.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -98,20 +96,9 @@ class HybridShortlist(ShortlistPolicy):
         Raises:
             ConfigurationError: the ranking holds no token that the drafter can score.
         """
-        # What the window holds at first follows the core.
         core_size = max(self.core_size, len(vocabulary.eos_token_ids))
         ids = self._core.leading_ids(vocabulary, core_size + self.window)
         return RecentTokensState(ids[:core_size], ids[core_size:], self.window, vocabulary, self.memory, memory)
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "core_size": self.core_size,
-            "window": self.window,
-            "prompt_top_k": self.prompt_top_k,
-            "verify_top_k": self.verify_top_k,
-            "prompt_positions": self.prompt_positions,
-            "memory": self.memory,
-        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._core.tensors()

@@ -1,6 +1,6 @@
 """MicroSpec's in-context window: tokens lately seen, drafted, or thought likely by the target. Nothing to train."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -17,17 +17,17 @@ class InContextShortlist(ShortlistPolicy):
 
     The stream starts with the prompt's tokens and the target's `prompt_top_k` most probable tokens at each prompt
     position (equation 2). Every round appends the drafted tokens and the target's `verify_top_k` most probable tokens
-    at each verified position (equation 3), together with the tokens that the target chose there, which in greedy
-    decoding are among them anyway. The shortlist is what the window holds, made unique, and the EOS ids.
+    at each verified position (equation 3) and the tokens that it chose there, which in greedy decoding are among them
+    anyway. The shortlist is the set of the window's tokens and the EOS ids.
 
     Args:
-        window: `W_max`, the size of the window. A session takes no more room than the vocabulary needs.
-        prompt_top_k: `K_pre`, at most 1,024. Of a smaller vocabulary all tokens are taken.
+        window: `W_max`, the size of the window, bounded by the vocabulary.
+        prompt_top_k: `K_pre`, at most 1,024 and the size of the vocabulary.
         verify_top_k: `K_ver`, likewise.
         eviction: `"stream"` keeps the last `window` elements of the stream (equation 4); `"lru"` keeps the last
             `window` distinct tokens, which covers more with the same rows.
-        prompt_positions: take `prompt_top_k` at the last so many prompt positions only (None: at all of them).
-        memory: what the window keeps when another call begins, as for `HybridShortlist`.
+        prompt_positions: take `prompt_top_k` at this many last prompt positions only (None: at all of them).
+        memory: how long the window keeps its tokens, as for `HybridShortlist`.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -72,24 +72,13 @@ class InContextShortlist(ShortlistPolicy):
     def start(self, vocabulary: VocabularyInfo, memory: RecentTokens | None = None) -> "InContextState":
         return InContextState(self.window, self.eviction == "stream", vocabulary, self.memory, memory)
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "window": self.window,
-            "prompt_top_k": self.prompt_top_k,
-            "verify_top_k": self.verify_top_k,
-            "eviction": self.eviction,
-            "prompt_positions": self.prompt_positions,
-            "memory": self.memory,
-        }
-
 
 class InContextState(RecentTokensState):
-    """The window, in which only what was seen counts, and the EOS ids.
+    """The EOS ids, and a window in which only seen tokens count.
 
     A token is in a stream window exactly if its last position is among the last `window` ones, and in an LRU window
-    exactly if fewer than `window` distinct tokens were seen since. Both never hold more than `window` tokens, nor more
-    than the vocabulary has, so with a slot for each a new token always finds one by taking that which was seen longest
-    ago.
+    exactly if fewer than `window` distinct tokens were seen since. Both hold at most `window` tokens, so with that
+    many slots a new token can always take the slot that was used longest ago.
     """
 
     def __init__(
@@ -99,7 +88,7 @@ class InContextState(RecentTokensState):
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         self._is_eos = torch.ones_like(eos, dtype=torch.bool)
         if is_stream:
-            # The last position, and where each entry was last met, in a count of all that ever came.
+            # The last position; and for each entry the index of its last occurrence among all entries so far.
             self._length = eos.new_zeros(())
             self._last_met, self._met = eos.new_zeros(vocabulary.size + 1), 0
         super().__init__(eos, eos[:0], window, vocabulary, memory, shared)
@@ -114,7 +103,7 @@ class InContextState(RecentTokensState):
         positions = super()._positions(entries, lengths)
         if not self._is_stream:
             return positions
-        # The stream has all tokens of a sequence, and of a set each once, where it comes last.
+        # The stream takes every token of a sequence, but each token of a set only once, at its last occurrence.
         sequence, *sets = entries.split(lengths)
         counts = torch.cat([torch.ones_like(sequence, dtype=torch.bool), *map(self._is_last_occurrence, sets)])
         positions = self._length.clamp_min(self._shared_end) + (counts & (entries != self._nowhere)).cumsum(0)
@@ -122,7 +111,7 @@ class InContextState(RecentTokensState):
         return positions
 
     def _is_last_occurrence(self, entries: torch.Tensor) -> torch.Tensor:
-        """bool `[n]`: no equal entry comes later among these."""
+        """bool `[n]`: no equal entry comes later."""
         start, self._met = self._met + 1, self._met + entries.shape[0]
         places = torch.arange(start, self._met + 1, device=entries.device)
         return self._last_met.scatter_reduce_(0, entries, places, "amax").take(entries) == places

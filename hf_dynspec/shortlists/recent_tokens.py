@@ -1,6 +1,6 @@
-"""Slots that hold the tokens last seen, beside others that never change: the state of in-context policies.
+"""The state of in-context policies: fixed slots, and a window of slots for the tokens seen last.
 
-It lives on the head's device in tensors of fixed size, and no operation of a round waits for the device.
+It is kept on the head's device in tensors of fixed size, and no operation of a round waits for the device.
 """
 
 import itertools
@@ -13,48 +13,47 @@ from ..devices import is_host_memory
 from ..protocol import Prompt, Shortlist, Verdict, VocabularyInfo
 from .base import ShortlistState
 
-# What a window keeps between calls.
+# How long a window keeps its tokens.
 MEMORIES = ("call", "conversation", "assistant")
 
 
 class RecentTokens:
-    """The tokens that the calls of one assistant saw last: distinct ids, and nothing else of any text. Shareable
-    between threads.
+    """The tokens that the calls of one assistant saw last. Shareable between threads.
 
     Args:
-        most: how many are kept; of more those that were seen longest ago go.
+        most: the number of tokens to keep.
 
     Attributes:
-        ids: the ids, the latest first.
+        ids: distinct ids, the latest first; nothing else of any text is kept.
     """
 
     def __init__(self, most: int):
         self._most = most
-        # A call may be ended by the garbage collector, at any time.
+        # The garbage collector may end a call at any time, also within `add`.
         self._lock = threading.RLock()
         self.ids: tuple[int, ...] = ()
 
     def add(self, ids: Sequence[int]) -> None:
-        """Take in ids that were seen after all others, the latest first."""
+        """Add ids that were seen after all others, the latest first."""
         with self._lock:
             self.ids = tuple(itertools.islice(dict.fromkeys((*ids, *self.ids)), self._most))
 
 
 class RecentTokensState(ShortlistState):
-    """Fixed slots, which are never moved, and after them a window: the distinct other tokens that were seen last.
+    """Fixed slots, and after them a window: the distinct other tokens that were seen last.
 
-    A token of a fixed slot is never taken into the window, so that no id is held twice. The tables have an entry for
-    each token id, and one more, which stands for all that the window does not take. They need not be cleared when a
-    token is evicted: the slot is asked whether it still holds it.
+    The window takes no token of a fixed slot, so that no id is held twice. The tables have an entry for each token id,
+    and one more for all tokens that the window does not take. An eviction need not clear them: a table entry counts
+    only if its slot still holds the token.
 
     Args:
-        fixed_ids: int64 `[f]` on the head's device: what the fixed slots hold; the EOS ids are among them.
-        first_ids: int64 `[n]`: what the window holds before anything is seen, and gives up from the end of this list
-            on. Where these are too few, other tokens follow in the order of their ids.
-        window: slots of the window. There are no more than tokens that could be in it.
-        vocabulary: what the policy selects from.
-        memory: one of `MEMORIES`: what is kept when another call begins.
-        shared: where tokens are kept from call to call for `"assistant"`; without it that is `"conversation"`.
+        fixed_ids: int64 `[f]` on the head's device: the tokens of the fixed slots, the EOS ids among them.
+        first_ids: int64 `[n]`: the window's tokens before any is seen; the last ones are replaced first. If there are
+            too few, other tokens follow in the order of their ids.
+        window: the most slots of the window.
+        vocabulary: the tokens to select from.
+        memory: one of `MEMORIES`.
+        shared: the tokens of other calls, for `"assistant"`; without it that works as `"conversation"`.
     """
 
     def __init__(
@@ -77,15 +76,15 @@ class RecentTokensState(ShortlistState):
         self._fixed_count, self._size = fixed_ids.shape[0], self._first_ids.shape[0]
         count = self._fixed_count + self._size
         self._window_slots = entries.new_tensor(range(self._fixed_count, count))
-        # One slot more than is shown, for the entry that stands for nothing.
+        # One more slot, which is not shown, for tokens that the window does not take.
         self._slots = torch.cat([fixed_ids, self._first_ids, entries[-1:]])
         self._slot_of = torch.full_like(entries, count)
-        # The position in the stream at which each token was last seen. Positions go on from text to text; those of
-        # this text are past `_text_start`, and those of this call, which others do not know of, past `_shared_end`.
+        # Each token's last position in the stream. Positions count on from text to text: this text's lie past
+        # `_text_start`, and this call's, which are not shared yet, past `_shared_end`.
         self._last_seen = torch.zeros_like(entries)
         self._position = self._text_start = self._shared_end = 0
         self._version = 0
-        # Which slots changed since they were last shown.
+        # The slots that changed since they were last shown.
         self._replaced: list[torch.Tensor] = []
         self._empty()
         self._shortlist = self._show(None)
@@ -116,7 +115,7 @@ class RecentTokensState(ShortlistState):
 
     def resume(self, token_ids: torch.Tensor) -> None:
         if self._shared is not None:
-            # What this conversation saw is in there too.
+            # The shared tokens include this conversation's.
             self.restart()
         elif self._memory == "call":
             self.restart()
@@ -128,7 +127,7 @@ class RecentTokensState(ShortlistState):
             self._shared.add(self._window_ids[order[last_seen > self._shared_end]].tolist())
 
     def _empty(self) -> None:
-        """Put back what the window held at first, as seen before all that follows, the end of the list first."""
+        """Put back the window's first tokens, as if seen before this text, from the last to the first."""
         self._is_used = False
         self._slots = torch.cat([self._slots[: self._fixed_count], self._first_ids, self._slots[-1:]])
         self._slot_of.scatter_(0, self._first_ids, self._window_slots)
@@ -139,7 +138,7 @@ class RecentTokensState(ShortlistState):
 
     @property
     def _window_ids(self) -> torch.Tensor:
-        """int64 `[size]`: what the window's slots hold."""
+        """int64 `[size]`: the tokens of the window's slots."""
         return self._slots[self._fixed_count : -1]
 
     # The stream ----------------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class RecentTokensState(ShortlistState):
         self._extend(verdict.drafted[:0], verdict.drafted, likely)
 
     def _extend(self, sequence: torch.Tensor, *sets: torch.Tensor) -> None:
-        """Append a sequence, then sets, to the stream: int64 `[n]` each. Of equal tokens the last one counts."""
+        """Append a sequence, then sets, to the stream: int64 `[n]` each. The last of equal tokens counts."""
         ids = torch.cat([sequence, *sets]) if sets else sequence
         if not ids.shape[0] or not self._size:
             return
@@ -167,29 +166,24 @@ class RecentTokensState(ShortlistState):
             self._replaced = [self._window_slots]
 
     def _positions(self, entries: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """int64 `[n]`: the positions of these entries of the stream, which never decrease.
-
-        Args:
-            entries: int64 `[n]`: of a sequence, and of sets.
-            lengths: how many are of each.
-        """
+        """int64 `[n]`, never decreasing: the positions of entries `[n]` of a sequence and of sets of these lengths."""
         start, self._position = self._position + 1, self._position + entries.shape[0]
         return torch.arange(start, self._position + 1, device=entries.device)
 
     def _push(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Take in `n` tokens, no more than the window has slots. Returns the slots that may have changed, at most `n`.
+        """Take in `n` tokens, at most one for each slot of the window. Returns the up to `n` slots that may have
+        changed.
 
-        All of them are then the latest, so that none evicts another: the new ones take the slots of those that were
-        seen longest ago.
+        These tokens are then the latest, so none evicts another: new ones take the slots used longest ago.
         """
         held_slots = self._slot_of.take(entries)
         self._last_seen.scatter_reduce_(0, entries, positions, "amax")
-        # Of equal tokens the last one leads. What stands for nothing is held, by the slot past those that are shown.
+        # The last of equal tokens leads. Tokens that the window does not take count as held, by the slot not shown.
         leads = self._last_seen.take(entries) == positions
         is_new = leads & (self._slots.take(held_slots) != entries)
         looks = is_host_memory(entries.device)
         if looks:
-            # Most are held already, and the rows of those need not be moved.
+            # Most are held already, and their rows need not move.
             entries = entries[is_new]
         last_seen = self._last_seen.take(self._window_ids)
         oldest = last_seen.topk(entries.shape[0], largest=False).indices + self._fixed_count
@@ -197,7 +191,7 @@ class RecentTokensState(ShortlistState):
         if looks:
             self._slot_of.scatter_(0, entries, oldest)
         else:
-            # The first new token takes the first of these slots, and so on; what the others find does not count.
+            # The n-th new token takes the n-th of these slots. The entries of the other tokens do not count.
             free = oldest.take(is_new.cumsum(0) - 1)
             self._slot_of.scatter_(0, entries.where(is_new, self._nowhere), free.where(is_new, past_end))
         slots = self._slot_of.take(entries)

@@ -1,4 +1,4 @@
-"""Policies by name. A name stands for a class that was imported and registered, and for nothing else."""
+"""Policies by name. Only imported and registered classes have names."""
 
 import inspect
 import os
@@ -19,14 +19,13 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def register_policy(policy: type[ShortlistPolicy]) -> type[ShortlistPolicy]:
-    """Make a policy class known by its `name`: to assistants, on command lines and in artifacts.
+    """Make a policy class known by its `name` to assistants, command lines and artifacts. Usable as a decorator.
 
     Returns:
-        The class, so that this works as a decorator.
+        The class.
 
     Raises:
-        ConfigurationError: the class is no policy, has no name that a command line could hold, or another class has
-            that name.
+        ConfigurationError: the class is no policy, its name is invalid, or another class has that name.
     """
     require_policy_class(policy)
     if POLICIES.setdefault(policy.name, policy) is not policy:
@@ -38,11 +37,7 @@ def register_policy(policy: type[ShortlistPolicy]) -> type[ShortlistPolicy]:
 
 
 def require_policy_class(policy: Any) -> None:
-    """Refuse anything but a policy's class with a name of its own.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """Refuse anything but a policy class with a valid name."""
     if not isinstance(policy, type) or not issubclass(policy, ShortlistPolicy):
         raise ConfigurationError(f"{shown_value(policy)} is not a subclass of ShortlistPolicy")
     name = getattr(policy, "name", None)
@@ -78,14 +73,10 @@ def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
 
 
 def require_arguments(policy: type[ShortlistPolicy], given: Iterable[str]) -> None:
-    """Refuse to make a policy without its required arguments.
-
-    Args:
-        policy: its class.
-        given: the names of the given arguments.
+    """Refuse to make a policy without its required arguments, of which `given` names those that there are.
 
     Raises:
-        ConfigurationError: it needs more. The message says how to give them.
+        ConfigurationError: some are missing. The message says how to pass them.
     """
     parameters = inspect.signature(policy).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -107,7 +98,7 @@ def require_arguments(policy: type[ShortlistPolicy], given: Iterable[str]) -> No
 
 
 class StoredPolicy(NamedTuple):
-    """An artifact that was named in place of a ranking, a router, … . Its tensors are on the CPU."""
+    """An artifact given in place of a ranking, a router, … . Its tensors are on the CPU."""
 
     name: str
     settings: Mapping[str, Any]
@@ -116,10 +107,10 @@ class StoredPolicy(NamedTuple):
 
 
 def read_stored_policy(artifact: str | os.PathLike, tensor: str) -> StoredPolicy:
-    """Read an artifact, a folder or a repository on the Hub, that must have a certain tensor.
+    """Read an artifact (folder or Hub repository) that must hold a certain tensor.
 
     Raises:
-        ArtifactError: the artifact is damaged, or has no such tensor.
+        ArtifactError: the artifact is damaged or lacks the tensor.
     """
     config, tensors = read_artifact(artifact)
     if tensor not in tensors:

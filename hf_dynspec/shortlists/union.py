@@ -1,4 +1,4 @@
-"""Unions of policies: whatever any of them selects."""
+"""Unions of policies."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -6,24 +6,17 @@ from typing import Any
 
 import torch
 
-from ..protocol import (
-    BackgroundWork,
-    BlockShortlist,
-    JoinedShortlist,
-    Prompt,
-    Shortlist,
-    Verdict,
-    VocabularyInfo,
-)
+from ..protocol import BlockShortlist, JoinedShortlist, Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, start_state
 from .composite import CompositePolicy
+from .forwarding import ForwardingState
 
 
 class UnionShortlist(CompositePolicy):
     """Every token that any of the policies selects.
 
     Args:
-        policies: at least one policy. Put those whose shortlists never change first: their rows are then never moved.
+        policies: at least one policy. Put fixed ones first, so that their rows never move.
 
     Raises:
         ConfigurationError: no policies, too many of them, or something that is not a policy.
@@ -42,77 +35,33 @@ class UnionShortlist(CompositePolicy):
             parts = []
             for policy, own in self.with_memories(memory):
                 parts.append(start_state(policy, vocabulary, own))
-                # Where a later one cannot be started, nobody else would know of this one.
+                # If a later one cannot be started, nobody else can close this one.
                 stack.callback(parts[-1].close)
             stack.pop_all()
         return UnionState(parts, vocabulary)
 
 
-class UnionState(ShortlistState):
+class UnionState(ForwardingState):
     """The parts' slots side by side. A slot whose id an earlier part holds too is not occupied.
 
-    A part that chooses whole blocks anew for each draft step counts as the first, and stays a part of what is shown:
-    its blocks are scored as blocks, and the slots of the others, which do not change within a round, as they are.
+    A part that chooses blocks at each draft step counts as the first, and is scored as blocks. The slots of the
+    others do not change within a round.
     """
 
     def __init__(self, parts: list[ShortlistState], vocabulary: VocabularyInfo):
-        self._parts = parts
-        # Of two such parts, and of a union within, everything is taken as slots.
+        super().__init__(*parts)
+        # With two such parts, or within an inner union, blocks are taken as slots.
         of_blocks = [part for part in parts if part.layout is not None and not isinstance(part, UnionState)]
         self._of_blocks = of_blocks[0] if len(of_blocks) == 1 else None
         self.layout = None if self._of_blocks is None else self._of_blocks.layout
         self._of_slots = [part for part in parts if part is not self._of_blocks]
         self._vocabulary = vocabulary
         self._shown: list[Shortlist | None] = [None] * len(self._of_slots)
-        # taken[i]: bool [vocabulary], the ids that parts 0 … i hold. The last part's is never needed.
+        # taken[i]: bool [vocabulary], the ids of parts 0 … i. The last is never needed.
         self._taken: list[torch.Tensor | None] = [None] * len(self._of_slots)
         self._shortlist: Shortlist | None = None
-        # What was shown last, and what its blocks and slots are.
+        # The last blocks, the last slots, and both joined.
         self._joined: tuple[BlockShortlist, Shortlist, JoinedShortlist] | None = None
-
-    def restart(self) -> None:
-        for part in self._parts:
-            part.restart()
-
-    def resume(self, token_ids: torch.Tensor) -> None:
-        for part in self._parts:
-            part.resume(token_ids)
-
-    def end_call(self) -> None:
-        for part in self._parts:
-            part.end_call()
-
-    def close(self) -> None:
-        with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.close)
-
-    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        for part in self._parts:
-            part.follow_weights(vocabulary)
-
-    def finish_background_work(self) -> None:
-        for part in self._parts:
-            part.finish_background_work()
-
-    def take_background_work(self) -> BackgroundWork:
-        return sum((part.take_background_work() for part in self._parts), BackgroundWork())
-
-    def begin_round(self) -> None:
-        for part in self._parts:
-            part.begin_round()
-
-    def observe_prompt(self, prompt: Prompt) -> None:
-        for part in self._parts:
-            part.observe_prompt(prompt)
-
-    def observe(self, verdict: Verdict) -> None:
-        for part in self._parts:
-            part.observe(verdict)
-
-    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        for part in self._parts:
-            part.observe_draft_inputs(embeddings, features)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         blocks = None if self._of_blocks is None else self._of_blocks.select(depth, token_ids, features)
@@ -158,7 +107,7 @@ class UnionState(ShortlistState):
         return marks.bool() if index == 0 else marks.bool() | self._taken[index - 1]
 
     def _replaced(self, shown: list[Shortlist]) -> torch.Tensor | None:
-        """int64 `[r]`: the slots of the union that may have changed since it was last shown, None where all may."""
+        """int64 `[r]`: the slots of the union that may have changed since it was last shown (None: all)."""
         changed = []
         offset = 0
         for new, old in zip(shown, self._shown, strict=True):
@@ -173,7 +122,7 @@ class UnionState(ShortlistState):
 
 
 def _occupied(shortlist: Shortlist) -> torch.Tensor:
-    """bool `[C]`: the slots of a part that count, the part's own size taken into account."""
+    """bool `[C]`: the slots of a part that count, given its `occupied` and its `width`."""
     occupied = shortlist.occupied
     if occupied is None:
         occupied = torch.ones_like(shortlist.slots, dtype=torch.bool)

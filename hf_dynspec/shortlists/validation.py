@@ -1,4 +1,4 @@
-"""Checks that a policy keeps its contract, shortlist by shortlist: for those who write policies, as it takes time."""
+"""Checks of every shortlist against the policy's contract. They take time, and are for authors of policies."""
 
 import copy
 from typing import Any, NoReturn
@@ -6,23 +6,16 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import PolicyError
-from ..protocol import (
-    BlockShortlist,
-    JoinedShortlist,
-    Needs,
-    Shortlist,
-    VocabularyInfo,
-)
+from ..protocol import BlockShortlist, JoinedShortlist, Needs, Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState
 from .forwarding import ForwardingPolicy, ForwardingState
 from .union import UnionShortlist
 
 
 def validated(policy: ShortlistPolicy) -> ShortlistPolicy:
-    """A policy whose states check every shortlist before they return it, and of a union those of its parts too.
+    """A policy whose states check every shortlist before they return it, in a union also those of the parts.
 
-    A state of it raises `PolicyError` at the draft step at which the contract is broken. Whatever the policy itself
-    raises goes through as it is.
+    Its states raise `PolicyError` at the draft step that breaks the contract. The policy's own errors pass through.
     """
     return _ValidatedPolicy(_with_validated_parts(policy), type(policy).__qualname__)
 
@@ -31,7 +24,7 @@ def _with_validated_parts(policy: ShortlistPolicy) -> ShortlistPolicy:
     if not isinstance(policy, UnionShortlist):
         return policy
     twin = copy.copy(policy)
-    # A union within must stay one, as a union looks for them among its parts.
+    # An inner union must keep its class, which the outer one looks for.
     twin.policies = tuple(
         _with_validated_parts(part) if isinstance(part, UnionShortlist) else validated(part)
         for part in policy.policies
@@ -40,7 +33,7 @@ def _with_validated_parts(policy: ShortlistPolicy) -> ShortlistPolicy:
 
 
 class _ValidatedPolicy(ForwardingPolicy):
-    """Starts validated states. `label` is what errors call the policy."""
+    """Starts validated states. `label` names the policy in errors."""
 
     name = "validated"
 
@@ -70,32 +63,26 @@ class _ValidatedPolicy(ForwardingPolicy):
             raise PolicyError(
                 self._label, None, f"`start` returned {type(state).__name__}", "Return a ShortlistState."
             )
-        told_rows = self.needs.drafter_rows or self.needs.target_rows
-        if told_rows and type(state).follow_weights is ShortlistState.follow_weights:
+        needs_rows = self.needs.drafter_rows or self.needs.target_rows
+        if needs_rows and type(state).follow_weights is ShortlistState.follow_weights:
             state.close()
             raise PolicyError(
                 self._label,
                 None,
-                "it asks for the rows of a head, and does not say what becomes of it when their weights change",
+                "it asks for the rows of a head, and does not follow changes of their weights",
                 f"Override {type(state).__qualname__}.follow_weights.",
             )
         return _ValidatedState(state, vocabulary, self._label)
 
 
 class _ValidatedState(ForwardingState):
-    """Checks what a state selects.
-
-    Args:
-        state: the policy's own state.
-        vocabulary: what it was started with.
-        label: what errors call its policy.
-    """
+    """Checks the shortlists of a state. `label` names its policy in errors."""
 
     def __init__(self, state: ShortlistState, vocabulary: VocabularyInfo, label: str):
         super().__init__(state)
         self._vocabulary, self._label = vocabulary, label
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
-        # The last shortlist's version and a copy of its slots, as they may be changed in place.
+        # The last shortlist's version and a copy of its slots, which may be changed in place.
         self._last: tuple[int, torch.Tensor] | None = None
 
     def follow_weights(self, vocabulary: VocabularyInfo) -> None:
@@ -122,12 +109,12 @@ class _Check:
         layout: object,
         last: tuple[int, torch.Tensor] | None,
     ) -> None:
-        """Raise `PolicyError` where a shortlist breaks its contract.
+        """Raise `PolicyError` if a shortlist breaks the contract.
 
         Args:
-            shortlist: what the policy returned.
+            shortlist: the policy's return value.
             eos: int64 `[n]`: the EOS ids.
-            layout: the state's.
+            layout: the layout of the state.
             last: version and slots of the shortlist before.
         """
         self._check_kinds(shortlist, layout)
@@ -147,7 +134,7 @@ class _Check:
         blocks = shortlist.chosen if isinstance(shortlist, JoinedShortlist) else shortlist
         if isinstance(blocks, BlockShortlist) and blocks.layout is not layout:
             self._fail(
-                "the blocks are of another layout than the state's, whose rows are held ready",
+                "the blocks are of another layout than the state's",
                 "Make one BlockLayout when the state starts, and keep it as its `layout`.",
             )
         self._require_tensor("slots", shortlist.slots, torch.int64)
@@ -183,7 +170,7 @@ class _Check:
         if barred.numel():
             self._fail(
                 f"a slot holds the id {int(barred[0])}, which the drafter's head has no row for",
-                "Keep to VocabularyInfo.draftable, as VocabularyInfo.can_draft tells; in unoccupied slots too.",
+                "Keep to VocabularyInfo.draftable (see VocabularyInfo.can_draft), in unoccupied slots too.",
             )
         replaced = shortlist.replaced
         if replaced is not None and bool(((replaced < 0) | (replaced >= count)).any()):
@@ -226,7 +213,7 @@ class _Check:
             self._fail(
                 f"the slots changed and the version did not, it is still {version}: tokens would be scored by the "
                 "rows of others",
-                "Count the version up whenever a slot gets another id, also in place.",
+                "Increase the version whenever a slot gets another id, also in place.",
             )
         if shortlist.replaced is None or new != version + 1:
             return

@@ -36,7 +36,7 @@ def check_needs(case: PolicyCase) -> None:
         "observe_prompt": needs.of_prompt,
         "observe_draft_inputs": needs.draft_inputs,
     }
-    state = type(case.state().state)
+    state = type(case.state().states[0])
     for method, is_asked in asked.items():
         if is_asked and getattr(state, method) is getattr(ShortlistState, method):
             case.fail(

@@ -503,7 +503,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_a_slow_answer_delays_no_round(looks):
-    worker, release = Worker(is_synchronous=False, looks=looks), threading.Event()
+    worker, release = Worker(is_synchronous=False, polls=looks), threading.Event()
     worker.give(lambda: release.wait(PATIENCE) and "late")
     worker.give(lambda: "next")
     # Whoever waited for it would find it.
@@ -518,7 +518,7 @@ def test_a_slow_answer_delays_no_round(looks):
 
 @pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_what_a_job_raises_is_raised_when_it_is_taken(looks):
-    worker = Worker(is_synchronous=False, looks=looks)
+    worker = Worker(is_synchronous=False, polls=looks)
     worker.give(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         while True:
@@ -548,7 +548,7 @@ def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous, looks
 
 @pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_a_worker_that_is_closed_by_its_own_thread_ends(looks):
-    worker = Worker(is_synchronous=False, looks=looks)
+    worker = Worker(is_synchronous=False, polls=looks)
     worker.give(worker.close)
     wait_until(lambda: threads() == 0)
 
@@ -565,7 +565,7 @@ def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch, l
     # What holds up the machine is no time of this thread.
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     hidden, exposed, release = (
-        Worker(is_synchronous=False, looks=looks),
+        Worker(is_synchronous=False, polls=looks),
         Worker(is_synchronous=True),
         threading.Event(),
     )
@@ -589,7 +589,7 @@ def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch, l
 
 @pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_waiting_for_the_thread_is_not_hidden(monkeypatch, looks):
-    worker, is_waited_for, now = Worker(is_synchronous=False, looks=looks), threading.Event(), [0.0]
+    worker, is_waited_for, now = Worker(is_synchronous=False, polls=looks), threading.Event(), [0.0]
 
     def take_long() -> None:
         assert is_waited_for.wait(PATIENCE)
@@ -620,13 +620,13 @@ def waits(monkeypatch, compiled_kernels) -> list[int]:
             given_up.append(most_looks)
         return has_changed
 
-    monkeypatch.setattr(worker_module, "_MOST_LOOKS", 20)
+    monkeypatch.setattr(worker_module, "_MOST_POLLS", 20)
     monkeypatch.setattr(worker_module, "wait_for_change", lambda: give_up_soon)
     return given_up
 
 
 def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(waits):
-    worker, taken = Worker(is_synchronous=False, looks=True), []
+    worker, taken = Worker(is_synchronous=False, polls=True), []
     for place in range(5):
         slept = len(waits)
         worker.give(lambda place=place: place)
@@ -638,8 +638,8 @@ def test_a_thread_that_looks_for_jobs_sleeps_after_a_while_and_is_woken(waits):
 
 def test_no_job_is_lost_whether_the_thread_looks_or_sleeps(waits, monkeypatch):
     """Where it falls asleep as jobs come."""
-    monkeypatch.setattr(worker_module, "_MOST_LOOKS", 2)
-    worker, taken = Worker(is_synchronous=False, looks=True), []
+    monkeypatch.setattr(worker_module, "_MOST_POLLS", 2)
+    worker, taken = Worker(is_synchronous=False, polls=True), []
     for place in range(400):
         worker.give(lambda place=place: place)
         time.sleep(0.0001 * (place % 13))
@@ -653,7 +653,7 @@ def test_no_job_is_lost_whether_the_thread_looks_or_sleeps(waits, monkeypatch):
 
 def test_without_a_compiler_the_thread_is_woken(monkeypatch):
     monkeypatch.setattr(worker_module, "wait_for_change", lambda: None)
-    worker, taken = Worker(is_synchronous=False, looks=True), []
+    worker, taken = Worker(is_synchronous=False, polls=True), []
     worker.give(lambda: "done")
     wait_until(lambda: taken.extend(worker.take()) or taken == ["done"])
     worker.close()
@@ -681,7 +681,7 @@ def test_jobs_are_looked_for_where_a_core_is_idle(threads_of_torch, leaves, monk
     monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
     state = policy(synchronous=False).start(vocabulary())
-    assert isinstance(state._worker._given, worker_module._LookedFor) == leaves
+    assert isinstance(state._worker._given, worker_module._PolledQueue) == leaves
     state.close()
 
 

@@ -1,4 +1,4 @@
-"""EvoSpec: what is retrieved when the context leaves the static vocabulary, and which of it stays."""
+"""EvoSpec: tokens are retrieved when the context leaves the static vocabulary, and a cache keeps some of them."""
 
 from .graph import CooccurrenceGraph
 from .policy import RetrievalShortlist

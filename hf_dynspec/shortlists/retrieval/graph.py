@@ -1,4 +1,4 @@
-"""The token co-occurrence graph: which tokens followed on which in text, as rows of likeliest successors.
+"""The token co-occurrence graph: for each token its likeliest successors in text.
 
 Source: EvoSpec, section 3.3 and appendix A.3. `hf-dynspec build graph` makes it.
 """
@@ -13,15 +13,14 @@ from ...errors import ArtifactError, ConfigurationError
 from ...storable import BUILD_AGAIN, Storable, TensorRule
 from ...vocabulary import TokenizerFingerprint
 
-# The most edges of a token, on average, that a graph may have.
+# The most edges of a graph, for each token of the tokenizer.
 MOST_SUCCESSORS = 2**10
 
 
 def check_offsets(
     field: str, offsets: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
 ) -> None:
-    """Check that offsets `[tokenizer size + 1]` rise from 0. That they fit the edges, and that those are sound, the
-    graph checks.
+    """Check that offsets `[tokenizer size + 1]` rise from 0. `CooccurrenceGraph` checks the edges.
 
     Raises:
         ArtifactError: they do not. Its `field` is `field`.
@@ -58,14 +57,11 @@ class CooccurrenceGraph(Storable):
 
     Args:
         offsets: int64 `[V + 1]`.
-        successors: int32 `[E]`, token ids. An integer of another width is taken as one.
+        successors: int32 `[E]`, token ids. Other integer dtypes are converted.
         probabilities: fp32 `[E]`: `p(v | u)`, above 0 and at most 1.
 
     Attributes:
         vocabulary_size: V.
-        offsets: as given.
-        successors: as given.
-        probabilities: as given.
 
     Raises:
         ConfigurationError: the three do not make a graph; the message says why.
@@ -115,18 +111,16 @@ class CooccurrenceGraph(Storable):
 
     @property
     def edges(self) -> int:
-        """How many edges there are."""
+        """The number of edges."""
         return self.successors.shape[0]
 
     @property
     def sources(self) -> int:
-        """How many tokens have successors. Waits for the device."""
+        """The number of tokens with successors."""
         return int((self.offsets.diff() > 0).sum())
 
-    # What an artifact stores ----------------------------------------------------------------------------------------
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that rebuild this graph, by the names that artifacts give them."""
+        """The tensors that rebuild this graph, by their names in artifacts."""
         return {f"graph_{name}": getattr(self, name).cpu() for name in self._TENSORS}
 
     @classmethod
@@ -134,7 +128,7 @@ class CooccurrenceGraph(Storable):
         missing = [name for name in cls.tensor_rules if name not in tensors]
         if missing:
             raise ConfigurationError(f"a co-occurrence graph needs {' and '.join(missing)}")
-        # Others would belong to a policy, and are told where an artifact is rebuilt.
+        # Other tensors belong to a policy. The reader of artifacts refuses unknown ones.
         return {name: tensors[f"graph_{name}"] for name in cls._TENSORS}
 
     def __repr__(self) -> str:
@@ -142,15 +136,15 @@ class CooccurrenceGraph(Storable):
 
 
 class WantedSuccessors:
-    """Of each token's likeliest successors those that may come into a shortlist. Immutable and shareable.
+    """For each token its likeliest successors that may come into a shortlist. Immutable and shareable.
 
-    A core that was counted on the same texts as the graph holds nearly all of them, so that a look-up among these, of
-    hundreds of tokens, finds few or none.
+    A core that was counted on the texts of the graph holds nearly all successors, so leaving those out makes look-ups
+    of hundreds of tokens cheap.
 
     Args:
-        graph: what follows on what.
-        count: so many of a token's successors are looked at, the likeliest.
-        is_wanted: bool `[V + 1]`: which ids may come in; the last entry stands for all ids past the vocabulary.
+        graph: the graph.
+        count: the most likely successors of each token to consider.
+        is_wanted: bool `[V + 1]`: the ids that may come in; the last entry stands for all ids past the vocabulary.
     """
 
     def __init__(self, graph: CooccurrenceGraph, count: int, is_wanted: np.ndarray):
@@ -167,23 +161,23 @@ class WantedSuccessors:
         """Look up the successors of tokens.
 
         Args:
-            token_ids: int64 `[n]`, repeats allowed. Ids that the graph does not know (padding rows of a head, negative
-                ones) have no successors.
+            token_ids: int64 `[n]`, repeats allowed. Ids that are not in the graph (padding rows of a head, negative
+                ids) have no successors.
 
         Returns:
-            Ids, int64 `[m]`, of one token after the other, the likeliest first; and how many of each, int64 `[n]`.
+            The successors, int64 `[m]`, token by token, the likeliest first; and their number for each token, int64
+            `[n]`.
         """
         is_known = (token_ids >= 0) & (token_ids < self._unknown)
         rows = np.where(is_known, token_ids, self._unknown)
         first = self._offsets[rows]
         counts = self._offsets[rows + 1] - first
-        # Where each begins, less where what it found will begin.
+        # The first successor of each token, less its place in the result.
         begin = np.repeat(first - np.cumsum(counts) + counts, counts)
         return self._successors[begin + np.arange(len(begin))], counts
 
 
 def _as_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor `[n]` on the CPU, in that dtype, of a kind that holds its values."""
     is_right_kind = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() == dtype.is_floating_point
     if not is_right_kind or tensor.dim() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         kind = "floating-point" if dtype.is_floating_point else "integer"

@@ -1,7 +1,7 @@
-"""The semantic index: an HNSW graph over the rows of the target's LM head, asked with the target's hidden states.
+"""The semantic index: an HNSW graph over the rows of the target's LM head, searched with the target's hidden states.
 
-It is built on this computer from the weights and kept under a digest of weights and settings; none is ever fetched, as
-hnswlib trusts whatever file it reads.
+It is built on this computer and stored under a digest of weights and settings. It is never downloaded, since hnswlib
+trusts every file.
 """
 
 import hashlib
@@ -20,18 +20,16 @@ import torch
 from ...errors import ConfigurationError, UnsupportedError
 from ...files import replacing, write_json
 
-# The least squared length that a row may lack of the longest one; rounding must not make it negative.
-_NO_LENGTH = 0.0
 # Rows that are added between two reports of progress.
 _BATCH_ROWS = 2048
 _RECALL_QUERIES = 256
 _RECALL_AT = 10
-# A hidden state lies between the rows of the tokens that are likely. Single rows are asked for much less well, with
-# noise or without: they are no queries that a model makes.
+# Synthetic queries are means of rows, as a hidden state lies between the rows of likely tokens. Single rows, with or
+# without noise, are found much less well, and no model asks for them.
 _ROWS_OF_A_QUERY = 4
-_MADE_UP = f"means of {_ROWS_OF_A_QUERY} random rows"
+_SYNTHETIC = f"means of {_ROWS_OF_A_QUERY} random rows"
 
-# Is told how many of how many rows are in the index.
+# Called with the number of rows in the index and the number of all rows.
 Report = Callable[[int, int], None]
 
 
@@ -41,10 +39,10 @@ class IndexSettings:
 
     Args:
         links: `M` of HNSW: links of a row in each layer (EvoSpec, table 5: 32).
-        build_breadth: candidates that are held while a row is linked (`ef_construction`).
-        search_breadth: candidates that are held while the index is searched (`ef`), at least as many as are wanted.
-        seed: of the random layers of rows.
-        threads: that add rows. With one the index is the same each time; with several it is built faster.
+        build_breadth: candidates while a row is linked (`ef_construction`).
+        search_breadth: candidates during a search (`ef`), at least as many as its results.
+        seed: the seed of the rows' random layers.
+        threads: threads that add rows. Several are faster; with one the index is reproducible.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -64,17 +62,17 @@ class IndexSettings:
 
 
 class SemanticIndex:
-    """Finds the rows with the largest inner product with a query, approximately (EvoSpec, section 3.3).
+    """Approximate search for the rows with the largest inner product with a query (EvoSpec, section 3.3).
 
-    HNSW finds nearest neighbours. Each row gets one number more, by which all become equally long (norm augmentation);
-    queries have 0 there, so that the nearest row is the one with the largest inner product.
+    HNSW finds nearest neighbours. One more number makes all rows equally long (norm augmentation) and is 0 in queries,
+    so that the nearest row has the largest inner product.
 
-    Make one with `build` or `of_head`. Searches may run in several threads; nothing is added once it is built.
+    Make one with `build` or `of_head`. Several threads may search at once. The index is immutable.
 
     Attributes:
-        settings: how it was built and is searched.
-        recall: recall@10 against exact search, measured when it was built, of queries that are made up: means of four
-            random rows. `measure_recall` measures that of hidden states.
+        settings: the settings of the index and its searches.
+        recall: recall@10 against exact search for synthetic queries, means of four random rows, measured at building.
+            `measure_recall` measures it for hidden states.
     """
 
     def __init__(self, index: Any, settings: IndexSettings, recall: float):
@@ -91,9 +89,9 @@ class SemanticIndex:
         """Build an index.
 
         Args:
-            rows: floating point `[V, d]`: row `i` is that of token id `i`.
-            settings: how.
-            report: is told of the progress (None: a bar shows it, unless the Hub's bars are switched off).
+            rows: floating point `[V, d]`, by token id.
+            settings: the settings (None: the defaults).
+            report: called with the progress (None: a bar shows it, unless the Hub's bars are switched off).
 
         Raises:
             UnsupportedError: hnswlib is not installed.
@@ -106,7 +104,7 @@ class SemanticIndex:
         rows = rows.detach()
         count, width = rows.shape
         lengths = torch.cat([part.float().pow(2).sum(1) for part in rows.split(_BATCH_ROWS)]).cpu()
-        missing = (lengths.max() - lengths).clamp_min(_NO_LENGTH).sqrt()
+        missing = (lengths.max() - lengths).sqrt()
         index = hnswlib.Index(space="l2", dim=width + 1)
         index.init_index(
             max_elements=count,
@@ -134,14 +132,13 @@ class SemanticIndex:
         report: Report | None = None,
         folder: str | os.PathLike | None = None,
     ) -> "SemanticIndex":
-        """Return the index of these rows: the one that is open, or that was built of them on this computer before, or
-        a new one, which is kept.
+        """Return the index of these rows: the open one, else the stored one, else a new one, which is stored.
 
         Args:
             rows: as for `build`.
             settings: as for `build`.
-            report: as for `build`; is not called where the index is there.
-            folder: where indexes are kept (None: `hf_dynspec/indexes` in the Hub's home folder).
+            report: as for `build`; not called if the index exists.
+            folder: the folder of stored indexes (None: `hf_dynspec/indexes` in the Hub's home folder).
         """
         settings = settings or IndexSettings()
         digest = _digest(rows, settings)
@@ -160,7 +157,7 @@ class SemanticIndex:
 
         Args:
             queries: floating point `[n, d]`, on any device.
-            count: how many rows for each, at most as many as there are.
+            count: rows to find for each query, bounded by the number of rows.
 
         Returns:
             int64 `[n, count]` on the CPU: token ids, largest inner product first.
@@ -176,7 +173,7 @@ class SemanticIndex:
         """The share of the 10 rows with the largest inner products that the index finds.
 
         Args:
-            rows: those that it was built of.
+            rows: the rows of the index.
             queries: `[n, d]`, such as hidden states of the target (None: 256 means of four random rows).
         """
         if queries is None:
@@ -190,7 +187,7 @@ class SemanticIndex:
 
     @classmethod
     def _read(cls, place: Path, shape: torch.Size, settings: IndexSettings) -> "SemanticIndex | None":
-        """The index in a folder, or None where there is none that is whole."""
+        """The index in a folder, or None if there is no complete one."""
         hnswlib = require_hnswlib()
         try:
             about = json.loads((place / "index.json").read_text(encoding="utf-8"))
@@ -198,7 +195,7 @@ class SemanticIndex:
                 return None
             index = hnswlib.Index(space="l2", dim=shape[1] + 1)
             index.load_index(str(place / "index.bin"), max_elements=shape[0])
-            return cls(index, settings, float(about["recall"][_MADE_UP]))
+            return cls(index, settings, float(about["recall"][_SYNTHETIC]))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError):
             return None
 
@@ -206,10 +203,10 @@ class SemanticIndex:
         with replacing(place / "index.bin") as scratch:
             self._index.save_index(str(scratch))
             digest = _digest_of_file(scratch)
-        # Only with these words beside it is the index one that is read.
+        # Written last: without this file the index is not read.
         about = {
             "sha256": digest,
-            "recall": {_MADE_UP: self.recall},
+            "recall": {_SYNTHETIC: self.recall},
             "rows": self._index.get_current_count(),
             "settings": asdict(self.settings),
         }
@@ -218,7 +215,7 @@ class SemanticIndex:
 
 # One thread builds an index, and the others wait for it.
 _locks: dict[str, threading.Lock] = {}
-# By folder and breadth of a search: the indexes that somebody uses, so that all policies and sessions share one.
+# The indexes in use, by folder and search breadth, so that all policies and sessions share one.
 _open: "WeakValueDictionary[tuple[Path, int], SemanticIndex]" = WeakValueDictionary()
 
 
@@ -240,7 +237,6 @@ def require_hnswlib() -> Any:
 
 @contextmanager
 def _progress(report: Report | None) -> Iterator[Report]:
-    """What to tell of the progress."""
     if report is not None:
         yield report
         return
@@ -256,7 +252,7 @@ def _progress(report: Report | None) -> Iterator[Report]:
 
 
 def _exact_search(rows: torch.Tensor, queries: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 `[n, count]` on the CPU: as `SemanticIndex.search`, by looking at all rows."""
+    """int64 `[n, count]` on the CPU: as `SemanticIndex.search`, but exact."""
     rows, queries = rows.detach(), queries.detach().to(rows.device, torch.float32)
     best, ids = queries.new_full((queries.shape[0], 0), 0), queries.new_zeros(queries.shape[0], 0, dtype=torch.int64)
     for first in range(0, rows.shape[0], 16 * _BATCH_ROWS):
@@ -270,7 +266,7 @@ def _exact_search(rows: torch.Tensor, queries: torch.Tensor, count: int) -> torc
 
 
 def _digest(rows: torch.Tensor, settings: IndexSettings) -> str:
-    """Hexadecimal digest of weights and settings; those that only a search depends on leave it as it is."""
+    """Hexadecimal digest of the weights and of the settings that the stored index depends on."""
     digest = hashlib.sha256()
     built_with = {name: value for name, value in asdict(settings).items() if name != "search_breadth"}
     digest.update(json.dumps([list(rows.shape), str(rows.dtype), built_with]).encode())

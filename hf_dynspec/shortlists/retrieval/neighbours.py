@@ -1,20 +1,20 @@
-"""Which tokens are near to a token: exactly, from the rows of the target's head."""
+"""Exact nearest tokens of a token, by the rows of the target's head."""
 
 import threading
 
 import torch
 
-# Rows whose products with others are computed at once.
+# Rows of a batch.
 _ROWS = 256
 
 
 class TokenNeighbours:
-    """The rows of the target's head that have the largest inner product with each token's own, computed when a token
-    is first asked for and kept from then on. Shareable between threads.
+    """The tokens whose rows in the target's head have the largest inner product with a token's own row, computed on
+    first use and kept. Shareable between threads.
 
     Args:
         rows: floating point `[V, d]`. Not copied.
-        count: how many neighbours of a token, the token itself not among them.
+        count: neighbours of each token, without the token itself.
     """
 
     def __init__(self, rows: torch.Tensor, count: int):
@@ -26,7 +26,7 @@ class TokenNeighbours:
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n, count]` on the CPU: the neighbours of token ids `[n]`, nearest first; −1 for ids past the rows,
-        which a padded head may name."""
+        such as padding of a head."""
         token_ids = token_ids.cpu()
         is_row = token_ids < self._known.shape[0]
         asked = token_ids.where(is_row, 0)

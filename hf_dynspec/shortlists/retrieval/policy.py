@@ -1,4 +1,4 @@
-"""EvoSpec's dynamic vocabulary: a static core, and tokens that are retrieved where the context leaves it."""
+"""EvoSpec's dynamic vocabulary: a static core, and tokens that are retrieved when the context leaves it."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ from .worker import Worker
 SEMANTICS = ("logits", "index", "token")
 TRIGGERS = ("every", "oov")
 
-# What the paper takes of the target's likeliest tokens, of the index and of the graph (EvoSpec, table 5).
+# The paper's settings (EvoSpec, table 5).
 _PAPER = {
     "size": 32000,
     "likely": 10,
@@ -42,49 +42,48 @@ _PAPER = {
     "displaceable": 0,
     "candidates": None,
 }
-# A core is screened that has more than so many times as many tokens as are chosen from it: choosing takes time too.
+# The least ratio of core tokens to candidates at which a core is screened: screening takes time too.
 _LEAST_TO_CHOOSE_FROM = 8
-# Its factor has so many times the rank of one of a whole head: with a fifth of the rows, columns cost little, and
-# fewer candidates do.
+# The rank of the core's factor, relative to one of a whole head: with a fifth of the rows, columns cost little, and a
+# better factor needs fewer candidates.
 _RANKS = 2
-# What was verified and triggered nothing is told with what does, or when it is of so many rounds.
+# Rounds without a trigger after which the worker is told of their tokens, if no trigger comes first.
 _MOST_PASSED = 64
 
 
 class RetrievalShortlist(ShortlistPolicy):
     """A static core of frequent tokens ∪ a cache of retrieved ones (EvoSpec, section 3.3).
 
-    At each verified position that `trigger` chooses, the target's `likely` most probable tokens are taken and, by
-    `semantic`, what is near to them; then, where there is a `graph`, the tokens that most often follow each of these.
-    What the core does not hold goes into the cache. All of this runs in a thread beside the session, and its results
-    are taken up at the next round's boundary: a slow answer never delays a round.
+    Each verified position that `trigger` selects brings the target's `likely` most probable tokens, near tokens by
+    `semantic`, and the most frequent successors of all these, if there is a `graph`. Tokens outside the core go into
+    the cache. A thread beside the session does this, and the next round takes up its results: a slow answer never
+    delays a round.
 
     Args:
         core: the ranking of the core, as for `FrequencyShortlist`.
         size: tokens of the core; 0 for the EOS ids alone.
-        graph: co-occurrence graph, or the artifact that `hf-dynspec build graph` wrote (None: no successors).
-        dynamic: places of the cache beside those of the core.
-        semantic: `"logits"`: the target's own likeliest tokens, which verification has computed anyway; `"index"`:
-            and the nearest rows of the target's head to its hidden state, by an HNSW index (the paper); `"token"`: and
-            the nearest rows to that of the verified token, exactly.
-        trigger: `"every"` verified position, or only those whose token was out of the shortlist, `"oov"` (the paper).
-        cache: which of the retrieved tokens stay: `"lrfu"`, those that were most probable lately; or `"arc"` (the
-            paper).
-        likely: the target's most probable tokens that are taken at a position, at most 1,024.
-        neighbours: what the index or the table of neighbours gives for a position.
-        successors: tokens that are taken from the graph for each of the others.
-        prompt_positions: take the target's likeliest tokens at the last so many positions of the prompt, too.
-        displaceable: so many tokens of the core, the rarest, give their places to retrieved ones where those of
-            `dynamic` are full, the rarest first. There are never more than `size + dynamic` rows. With 768 and 150
-            likely tokens in place of none and 100, drafts of German text, of which the ranking had seen nothing, kept
-            98.8% of the full vocabulary's acceptance length in place of 95.8% (model_cards/measured-pair.md).
-        candidates: on a CPU, of a core that is more than eight times as large, a low-rank factor of the drafter's head
-            chooses so many tokens at each draft step, as `ScreenShortlist` does of all tokens, and only those are
-            scored exactly (None: the whole core is, as in the paper). The factor is made when an assistant is bound,
-            in less than a second for heads of 256 columns and in some for 4,096, and may be made anew when weights of
-            the drafter change. On other devices the whole core is scored: on a GPU a screen drafted more slowly than
-            the whole head (docs/on-a-gpu.md).
-        synchronous: retrieve in the thread that generates, so that every run is the same.
+        graph: co-occurrence graph, or the artifact of `hf-dynspec build graph` (None: no successors).
+        dynamic: places of the cache beside the core.
+        semantic: `"logits"`: no near tokens, only the target's likeliest ones, which verification computes anyway;
+            `"index"`: also the tokens nearest to the target's hidden state, by an HNSW index over its head (the
+            paper); `"token"`: also the tokens nearest to the verified one in the target's head, exactly.
+        trigger: `"every"` verified position, or `"oov"`: only tokens outside the shortlist (the paper).
+        cache: the tokens that stay: `"lrfu"`: the most probable ones lately; or `"arc"` (the paper).
+        likely: the target's most probable tokens for a position, at most 1,024.
+        neighbours: near tokens for a position.
+        successors: successors of each other token.
+        prompt_positions: take the target's likeliest tokens at this many last positions of the prompt, too.
+        displaceable: this many of the core's rarest tokens give way to retrieved ones, the rarest first, once
+            `dynamic` is full, so that there are at most `size + dynamic` rows. With 768 and 150 likely tokens in place
+            of 0 and 100, drafts of German text, unknown to the ranking, kept 98.8% of the full vocabulary's acceptance
+            length in place of 95.8% (model_cards/measured-pair.md).
+        candidates: on a CPU, if the core is more than eight times as large, a low-rank factor of the drafter's head
+            chooses this many tokens of the core at each draft step for exact scores, as `ScreenShortlist` does (None:
+            score the whole core, as in the paper). The factor is computed when an assistant is bound, in less than a
+            second for heads of 256 columns and in some seconds for 4,096, and perhaps anew when the drafter's weights
+            change. Other devices score the whole core: on a GPU a screen drafted more slowly than the whole head
+            (docs/on-a-gpu.md).
+        synchronous: retrieve in the generating thread, so that runs are reproducible.
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
@@ -151,18 +150,18 @@ class RetrievalShortlist(ShortlistPolicy):
             graph, self._of_graph = CooccurrenceGraph.from_settings({}, stored.tensors), stored.tokenizer
         self.graph = graph
         self._lock = threading.Lock()
-        # What was made of a target's head. A table of neighbours only for as long as a session uses it, as it holds
-        # that head's rows; an index takes seconds to open.
+        # The index or table of a target's head. The table is held by its sessions only, as it holds that head's rows;
+        # the index is also held here, as it takes seconds to open.
         self._made: weakref.ref[SemanticIndex | TokenNeighbours] | None = None
         self._index: SemanticIndex | None = None
         self._made_of: tuple[StorageWeakRef, int, int, torch.Size] | None = None
         self._screen: ScreenShortlist | None = None
-        # What the graph leads to, of which graph and how many successors of a token, and which tokens may come in.
+        # The last `WantedSuccessors` and its arguments.
         self._wanted_successors: tuple[WantedSuccessors, CooccurrenceGraph, int, torch.Tensor] | None = None
         self.listener: RetrievalListener | None = None
 
     def heard_by(self, listener: RetrievalListener) -> "RetrievalShortlist":
-        """A twin of this policy whose sessions tell a listener what they retrieve, for study."""
+        """A copy of this policy whose sessions report their retrieval to a listener, for study."""
         twin = copy.copy(self)
         twin.listener = listener
         return twin
@@ -174,14 +173,14 @@ class RetrievalShortlist(ShortlistPolicy):
         graph: CooccurrenceGraph | str | os.PathLike | None = None,
         **settings: Any,
     ) -> "RetrievalShortlist":
-        """The paper's setting, whole (EvoSpec, section 3.3, table 5 and appendix A.3): 32,000 tokens and places for
-        256 others; on a token out of the shortlist the target's 10 most probable tokens, 10 of the index, and 8
-        successors of each, into an adaptive replacement cache.
+        """The paper's whole setting (EvoSpec, section 3.3, table 5 and appendix A.3): a core of 32,000 tokens, and an
+        adaptive replacement cache of 256. Each token outside the shortlist brings the target's 10 most probable
+        tokens, 10 of the index, and 8 successors of each.
 
         Args:
             core: as for the class.
             graph: as for the class.
-            settings: in the place of the paper's.
+            settings: replace settings of the paper.
         """
         return cls(core, graph=graph, **{**_PAPER, **settings})
 
@@ -196,8 +195,6 @@ class RetrievalShortlist(ShortlistPolicy):
 
     @property
     def needs(self) -> Needs:
-        """The target's likeliest tokens, what semantic and trigger look at, and the rows that the core is screened
-        by."""
         return Needs(
             verify_top_k=self.likely,
             prompt_top_k=self.likely if self.prompt_positions else 0,
@@ -210,11 +207,11 @@ class RetrievalShortlist(ShortlistPolicy):
         )
 
     def start(self, vocabulary: VocabularyInfo) -> "RetrievalState":
-        """Begin a session over `vocabulary`. Builds or opens the index where there is one.
+        """Begin a session over `vocabulary`. With `semantic="index"` this builds or opens the index.
 
         Raises:
-            ConfigurationError: core or graph are those of another vocabulary.
-            UnsupportedError: there is no hnswlib.
+            ConfigurationError: core or graph belong to another vocabulary.
+            UnsupportedError: hnswlib is needed and not installed.
         """
         return RetrievalState(self, vocabulary)
 
@@ -226,37 +223,35 @@ class RetrievalShortlist(ShortlistPolicy):
         return eos if eos.numel() else FrequencyShortlist(size=1).leading_ids(vocabulary)
 
     def core_screen(self, vocabulary: VocabularyInfo, core: torch.Tensor) -> ScreenState | None:
-        """What chooses from the tokens of a core, int64 `[n]`, at each draft step; None where all of them are scored.
-        Sessions share the factor."""
+        """The screen that chooses from the core's tokens, int64 `[n]`, at each draft step (None: score all of them).
+        Sessions share its factor."""
         candidates, head = self.candidates, vocabulary.drafter_rows
         if candidates is None or head is None or vocabulary.device.type != "cpu":
             return None
         if core.shape[0] <= _LEAST_TO_CHOOSE_FROM * candidates:
             return None
         width = head.weight.shape[1]
-        # Numbers that are not finite allow no factor. Drafts are worth nothing by them, and texts stay what they are.
+        rank = min(usual_rank(_RANKS * width), width)
+        # Weights that are not finite allow no factor. Their drafts are useless anyway, and the output stays right.
         with suppress(ConfigurationError):
-            return ScreenState(self._screen_of_rank(min(usual_rank(_RANKS * width), width)), vocabulary, core)
+            with self._lock:
+                if self._screen is None or (self._screen.rank, self._screen.candidates) != (rank, candidates):
+                    self._screen = ScreenShortlist(rank, candidates)
+                screen = self._screen
+            return ScreenState(screen, vocabulary, core)
         return None
 
-    def _screen_of_rank(self, rank: int) -> ScreenShortlist:
-        """The screen that sessions share."""
-        with self._lock:
-            if self._screen is None or (self._screen.rank, self._screen.candidates) != (rank, self.candidates):
-                self._screen = ScreenShortlist(rank, self.candidates)
-            return self._screen
-
     def semantic_of(self, rows: torch.Tensor, size: int) -> SemanticIndex | TokenNeighbours | None:
-        """What finds tokens that are near: made once for the rows of a head, and shared by sessions.
+        """The index or the table of neighbours, made once for the rows of a head and shared by sessions.
 
         Args:
-            rows: `[V', d]`: the target's.
-            size: tokens are the first so many of them.
+            rows: `[V', d]`: the target's rows.
+            size: the number of rows that are tokens, from the first on.
         """
         if self.semantic == "logits":
             return None
         with self._lock:
-            # By the memory itself, as another head may come to lie at the address of one that is gone.
+            # The memory itself, as another head may later lie at the same address.
             made_of = StorageWeakRef(rows.untyped_storage()), rows.storage_offset(), rows._version, rows.shape
             semantic = self._made and self._made()
             if semantic is None or self._made_of != made_of:
@@ -268,11 +263,7 @@ class RetrievalShortlist(ShortlistPolicy):
             return semantic
 
     def successors_among(self, is_wanted: torch.Tensor) -> WantedSuccessors | None:
-        """What the graph leads to, made once for those tokens that may come in, and shared by sessions.
-
-        Args:
-            is_wanted: bool `[V + 1]`, on the CPU: see `WantedSuccessors`.
-        """
+        """The graph's successors that may come in, bool `[V + 1]` on the CPU, made once and shared by sessions."""
         graph, count = self.graph, self.successors
         if graph is None:
             return None
@@ -285,16 +276,13 @@ class RetrievalShortlist(ShortlistPolicy):
             self._wanted_successors = made, graph, count, is_wanted
             return made
 
-    def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.setting_rules}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         core = {} if self._core is None else self._core.tensors()
-        return {**core, **({} if self.graph is None else self.graph.tensors())}
+        return core if self.graph is None else {**core, **self.graph.tensors()}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "RetrievalShortlist":
-        # What was stored before cores were screened scores the whole of its core.
+        # Artifacts from before cores were screened score the whole core.
         return super().from_settings({"candidates": None, **settings}, tensors)
 
     @classmethod
@@ -305,7 +293,7 @@ class RetrievalShortlist(ShortlistPolicy):
 
 
 class _Changes(NamedTuple):
-    """Slots that hold another token now, int64 `[n]`; these tokens, int64 `[n]`; one past the last of the slots."""
+    """The changed slots, int64 `[n]`; their tokens, int64 `[n]`; and the least size that includes these slots."""
 
     places: torch.Tensor
     token_ids: torch.Tensor
@@ -313,8 +301,8 @@ class _Changes(NamedTuple):
 
 
 class RetrievalState(ShortlistState):
-    """The slots that the core keeps, and after them those of the cache, which first hold the rest of the core. The
-    cache itself belongs to the worker. Where the core is screened, its slots are those that are scored in any case."""
+    """The slots of the core, and after them those of the cache, which first hold the displaceable tokens. The cache
+    belongs to the worker. If the core is screened, only the EOS ids and the cache have slots."""
 
     def __init__(self, policy: RetrievalShortlist, vocabulary: VocabularyInfo):
         self._policy = policy
@@ -324,16 +312,15 @@ class RetrievalState(ShortlistState):
         self._displaceable = displaceable.tolist()
         self._screened = kept[always:]
         self._screen = policy.core_screen(vocabulary, self._screened)
-        # Where it matters; the last entry is for ids past the vocabulary.
+        # bool [V + 1], for the trigger "oov"; the last entry stands for ids past the vocabulary.
         self._is_screened: torch.Tensor | None = None
         if self._screen is not None and policy.trigger == "oov":
             no_tokens = torch.zeros(vocabulary.size + 1, dtype=torch.bool, device=core.device)
             self._is_screened = no_tokens.index_fill(0, self._screened, True)
         self._joined: JoinedShortlist | None = None
-        # Those of the cache come after them.
         in_slots = kept if self._screen is None else kept[:always]
         self._kept = in_slots.shape[0]
-        # The last slots hold nothing yet, and are not scored: caches fill theirs in order.
+        # The last slots are empty and not scored yet: caches fill their slots in order.
         self._first_slots = torch.cat([in_slots, displaceable, core[:1].expand(policy.dynamic)])
         self._first_size = self._kept + displaceable.shape[0]
         self._cache = CACHES[policy.cache](len(self._displaceable) + policy.dynamic)
@@ -353,14 +340,14 @@ class RetrievalState(ShortlistState):
             policy.listener,
         )
         self._worker = Worker(policy.synchronous, leaves_a_core(vocabulary.device))
-        # Tokens that were verified and triggered nothing, of which the worker does not know yet.
+        # Verified tokens without a trigger that the worker does not know of yet.
         self._passed: list[list[int]] = []
-        # At the first draft step, before which the drafter's layers run. As a round begins, the last one's verdict is
-        # microseconds old.
+        # Results are taken at a round's first draft step, after the drafter's layers. When the round begins, the last
+        # verdict is only microseconds old.
         self._is_taken_up = False
 
     def _show(self, slots: torch.Tensor, size: int, replaced: torch.Tensor | None) -> None:
-        """Go on with the first of these slots, of which the replaced ones are new (None: the first there are)."""
+        """Show the first `size` slots, of which the `replaced` ones are new (None: this is the first shortlist)."""
         self._slots, self._size = slots, size
         self._version += replaced is not None
         self._shortlist = Shortlist(slots, self._version, size, replaced=replaced)
@@ -380,10 +367,10 @@ class RetrievalState(ShortlistState):
         return self._joined
 
     def _merge_results(self) -> None:
-        """Take up what was retrieved. What is not there yet is taken up in a later round."""
+        """Take up the results that are there. A later round takes the others."""
         taken = self._worker.take()
         if self._policy.listener is not None:
-            # What has no result at all was no retrieval, see `follow_weights`.
+            # Jobs with the result None were no retrievals, see `follow_weights`.
             self._policy.listener.on_taken(sum(one is not None for one in taken))
         changes = [one for one in taken if one]
         if not changes:
@@ -412,13 +399,13 @@ class RetrievalState(ShortlistState):
             self._give(RetrievalEvent(prompt.token_ids, start=prompt.start))
         if prompt.top_ids is not None:
             no_tokens = torch.full_like(prompt.top_ids[:, 0], NO_TOKEN)
-            # What is likely at a position of the prompt is likely to stand at the next one.
+            # Likely tokens at a position are predictions for the next one.
             start = prompt.start + 1 - no_tokens.shape[0]
             self._give(RetrievalEvent(no_tokens, **self._likely(prompt), start=start))
 
     def observe(self, verdict: Verdict) -> None:
         is_trigger = self._triggers(verdict)
-        # Nothing comes of it, and to wake the worker takes time. On other devices, to look is to wait.
+        # Without a trigger the worker need not be woken, which takes time. On other devices the check itself waits.
         if is_trigger is not None and is_trigger.is_cpu and len(self._passed) < _MOST_PASSED and not is_trigger.any():
             self._passed.append(verdict.verified.tolist())
             return
@@ -434,24 +421,24 @@ class RetrievalState(ShortlistState):
         )
 
     def _triggers(self, verdict: Verdict) -> torch.Tensor | None:
-        """bool `[a + 1]`: which of the verified tokens something is retrieved for; None for all."""
+        """bool `[a + 1]`: the verified tokens that trigger retrieval (None: all)."""
         if self._policy.trigger != "oov":
             return None
         if self._is_screened is None:
             return verdict.out_of_vocabulary
-        # What a step did not choose of the core is no reason to retrieve: nothing of it could come in.
+        # A core token that the screen left out is no trigger: it could not come into the cache.
         screened = self._is_screened.take(verdict.verified.clamp_max(self._is_screened.shape[0] - 1))
         return verdict.out_of_vocabulary & ~screened
 
     def _likely(self, shown: Prompt | Verdict) -> dict[str, torch.Tensor]:
-        """What was shown of the target's likeliest tokens. A part of a union may be shown more than it asked for."""
+        """The target's likeliest tokens. A part of a union may get more than it needs."""
         likely, asked = {"top_ids": shown.top_ids}, self._policy.likely
         if self._policy.needs.top_logits:
             likely["top_logits"] = shown.top_logits
         return {name: tensor[:, :asked] for name, tensor in likely.items() if tensor is not None}
 
     def _give(self, event: RetrievalEvent) -> None:
-        # The job must not hold this state, which would keep it from being given up.
+        # The job must not hold this state, which would keep it alive.
         retriever, kept, device = self._retriever, self._kept, self._slots.device
         passed, self._passed = self._passed, []
 
@@ -459,7 +446,7 @@ class RetrievalState(ShortlistState):
             changes = retriever.retrieve(event, passed)
             if not changes:
                 return ()
-            # Copied from here, so that the round does not wait for the copy.
+            # Copied in this thread, so that the round does not wait for the copy.
             places = torch.tensor([kept + slot for slot in changes], device=device)
             return _Changes(places, torch.tensor(list(changes.values()), device=device), kept + max(changes) + 1)
 
@@ -469,11 +456,11 @@ class RetrievalState(ShortlistState):
         rows, size = vocabulary.target_rows, vocabulary.size
         policy, retriever = self._policy, self._retriever
         if self._screen is not None:
-            # Where the new ones allow no factor, that of the old ones goes on choosing.
+            # If the new weights allow no factor, the old factor goes on choosing.
             with suppress(ConfigurationError):
                 self._screen.follow_weights(vocabulary)
         if rows is not None:
-            # By the worker, between its other jobs, so that nothing is asked while an index is built.
+            # In the worker, so that no search runs while an index is built.
             self._worker.give(lambda: retriever.take_semantic(policy.semantic_of(rows.weight, size)))
 
     def finish_background_work(self) -> None:

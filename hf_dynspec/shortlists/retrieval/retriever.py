@@ -1,4 +1,4 @@
-"""What a verification said, turned into the tokens of a cache."""
+"""Retrieval: the target's verdicts become tokens of a cache."""
 
 import time
 from abc import ABC, abstractmethod
@@ -15,23 +15,23 @@ from .graph import WantedSuccessors
 from .index import SemanticIndex
 from .neighbours import TokenNeighbours
 
-# Stands for a token that does not matter.
+# Stands for an unknown or irrelevant token.
 NO_TOKEN = -1
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class RetrievalEvent:
-    """Positions of the text, as retrieval reads them. The tensors stay on their device until they are read.
+    """Consecutive positions of the text. The tensors stay on their device until they are read.
 
     Args:
-        token_ids: int64 `[n]`: the tokens that stand there, `NO_TOKEN` where they do not matter.
-        is_trigger: bool `[n]`: which positions count (None: all).
-        top_ids: int64 `[n, likely]`: the target's most probable tokens there (None: not asked for).
-        top_logits: fp32, of the shape of `top_ids`: their logits (None: not asked for).
-        hidden_states: `[n, d]`: what the target's head was given there (None: not asked for).
-        is_verified: whether the target chose the tokens. Those of a prompt have no neighbours looked up.
-        start: the position in the text of the first of them; the others follow.
+        token_ids: int64 `[n]`: their tokens, or `NO_TOKEN`.
+        is_trigger: bool `[n]`: the positions that count (None: all).
+        top_ids: int64 `[n, likely]`: the target's most probable tokens there (None: not needed).
+        top_logits: fp32 `[n, likely]`: their logits (None: not needed).
+        hidden_states: `[n, d]`: the inputs of the target's head there (None: not needed).
+        is_verified: whether the target chose the tokens. Neighbours of a prompt's tokens are not looked up.
+        start: the first position.
     """
 
     token_ids: torch.Tensor
@@ -45,15 +45,15 @@ class RetrievalEvent:
 
 @dataclass(frozen=True, eq=False)
 class Retrieved:
-    """What one position of an event brought, in the order in which the cache takes it in.
+    """The tokens that one position of an event brought, in the order in which the cache takes them.
 
     Args:
-        position: of the text.
-        trigger: the token that stands there, `NO_TOKEN` where it does not matter.
-        likely: int64 `[n]`: what the target found most probable there.
-        probabilities: fp32 `[n]`: of these among each other; `[0]` where nobody asked.
-        near: int64 `[m]`: what the index or the table of neighbours has near to it.
-        following: int64 `[l]`: of what most often follows all of these, with repeats, what may come in.
+        position: the position in the text.
+        trigger: its token, or `NO_TOKEN`.
+        likely: int64 `[n]`: the target's most probable tokens.
+        probabilities: fp32 `[n]`: their probabilities, normalized among them; `[0]` if not needed.
+        near: int64 `[m]`: near tokens of the index or the table of neighbours.
+        following: int64 `[l]`: the most frequent successors of all these that may come in, with repeats.
     """
 
     position: int
@@ -66,14 +66,14 @@ class Retrieved:
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """One event, and what came of it.
+    """One event and its results.
 
     Args:
-        event: what was read.
-        found: what each position that counts brought, in their order.
-        changes: the slots of the cache that hold another token now, with these tokens.
-        start: when it began, in seconds of `time.perf_counter`.
-        end: when it was done.
+        event: the event.
+        found: the tokens of each position that counts, in order.
+        changes: the changed slots of the cache, with their tokens.
+        start: the time of the beginning, in seconds of `time.perf_counter`.
+        end: the time of the end.
     """
 
     event: RetrievalEvent
@@ -84,29 +84,28 @@ class Retrieval:
 
 
 class RetrievalListener(ABC):
-    """Is told what a session retrieves, for those who study it."""
+    """Observes the retrieval of a session, for study."""
 
     @abstractmethod
     def hear(self, retrieval: Retrieval) -> None:
-        """An event was taken in. Called by the thread that retrieves, in the order of the events."""
+        """An event was taken in. Called by the retrieving thread, in the order of the events."""
 
     @abstractmethod
     def on_taken(self, count: int) -> None:
-        """A round takes up the next `count` retrievals. Called by the thread that generates."""
+        """A round takes up the next `count` retrievals. Called by the generating thread."""
 
 
 class Retriever:
     """Fills a cache of tokens. Used by one thread at a time.
 
     Args:
-        cache: what holds them.
-        is_wanted: bool `[V + 1]`, on the CPU: which ids may come in, that is those that the drafter can score and the
-            core does not hold; the last entry, False, stands for all ids past the vocabulary.
-        semantic: what finds tokens that are near: an index asked with hidden states, a table asked with tokens, or
-            None where the target's own likeliest tokens are all.
-        neighbours: how many tokens of an index.
-        successors: what finds tokens that follow (None: nothing).
-        listener: is told what is retrieved (None: nobody).
+        cache: the cache.
+        is_wanted: bool `[V + 1]`, on the CPU: the ids that may come in: the drafter can score them, and the core does
+            not hold them; the last entry, False, stands for all ids past the vocabulary.
+        semantic: finds near tokens: an index for hidden states, or a table for tokens (None: no near tokens).
+        neighbours: near tokens for each position.
+        successors: finds the tokens that follow (None: no such tokens).
+        listener: observes the retrieval (None: nobody does).
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Retriever:
         listener: RetrievalListener | None = None,
     ):
         self._cache = cache
-        # In arrays from here on: with a few hundred numbers, a tensor's operations take several times as long.
+        # Arrays, since tensor operations on a few hundred numbers take several times as long.
         self._is_wanted = is_wanted.numpy()
         self._semantic = semantic
         self._neighbours = neighbours
@@ -130,14 +129,14 @@ class Retriever:
         """Take in an event.
 
         Args:
-            event: what was said.
-            passed: the tokens that were verified between the last event and this one, and triggered nothing.
+            event: the event.
+            passed: tokens that were verified since the last event and triggered nothing.
 
         Returns:
-            The slots of the cache that hold another token now, with these tokens.
+            The changed slots of the cache, with their tokens.
         """
         for token_ids in passed:
-            self._go_by(token_ids, is_verified=True)
+            self._pass(token_ids, is_verified=True)
         if self._listener is None:
             return self._take_in(event)[1]
         start = time.perf_counter()
@@ -149,23 +148,23 @@ class Retriever:
 
     def _take_in(self, event: RetrievalEvent) -> tuple["_Found | None", dict[int, int]]:
         token_ids = event.token_ids.cpu().numpy()
-        self._go_by(token_ids.tolist(), event.is_verified)
-        found = self._found(event, token_ids)
+        self._pass(token_ids.tolist(), event.is_verified)
+        found = self._look_up(event, token_ids)
         if found is not None:
             self._cache.add(*self._wanted(found))
         return found, self._cache.take_changes()
 
-    def _go_by(self, token_ids: list[int], is_verified: bool) -> None:
-        """Tokens stand in the text, which are decoding steps where the target chose them."""
+    def _pass(self, token_ids: list[int], is_verified: bool) -> None:
+        """Note tokens of the text. Each one that the target chose is a decoding step."""
         self._cache.advance(len(token_ids) if is_verified else 0)
         self._cache.refresh(token_ids)
 
     def take_semantic(self, semantic: SemanticIndex | TokenNeighbours | None) -> None:
-        """Take up what is made of other weights."""
+        """Replace the index or the table after the weights changed."""
         self._semantic = semantic
 
-    def _found(self, event: RetrievalEvent, token_ids: np.ndarray) -> "_Found | None":
-        """What the positions that count bring (None: none counts)."""
+    def _look_up(self, event: RetrievalEvent, token_ids: np.ndarray) -> "_Found | None":
+        """The tokens of the positions that count (None: no position counts)."""
         chosen = np.arange(len(token_ids))
         if event.is_trigger is not None:
             (chosen,) = event.is_trigger.cpu().numpy().nonzero()
@@ -186,7 +185,6 @@ class Retriever:
         return _Found(event.start + chosen, named, probabilities, near.shape[1], following, counts)
 
     def _near(self, event: RetrievalEvent, chosen: np.ndarray) -> np.ndarray:
-        """What is near to what the target's head was given, or to the token, at each of the chosen positions."""
         if isinstance(self._semantic, SemanticIndex) and event.hidden_states is not None:
             asked = event.hidden_states[torch.from_numpy(chosen).to(event.hidden_states.device)]
             return self._semantic.search(asked, self._neighbours).numpy()
@@ -195,10 +193,9 @@ class Retriever:
         return np.empty((len(chosen), 0), dtype=np.int64)
 
     def _wanted(self, found: "_Found") -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """The tokens that may come in, those of one position after those of another; what they are worth, the likely
-        ones their probability and the others what the least likely of their position is; and how many of each position
-        there are."""
-        # The last entry stands for what is no token: past the vocabulary, or `NO_TOKEN`, which finds it by itself.
+        """The tokens that may come in, position by position; their weights, which are probabilities for likely tokens
+        and the least of these for others; and the number of tokens of each position."""
+        # The last entry stands for ids past the vocabulary, and as entry −1 for `NO_TOKEN`.
         is_wanted = self._is_wanted[np.minimum(found.named, len(self._is_wanted) - 1)]
         ids, weights, counts = found.named[is_wanted], None, is_wanted.sum(1)
         if found.probabilities.shape[1]:
@@ -207,7 +204,7 @@ class Retriever:
             weights = weights[is_wanted]
         if not len(found.following):
             return ids, weights, counts
-        # After what they follow. All of them may come in.
+        # Behind the tokens that they follow. All of them may come in.
         places = np.repeat(counts.cumsum(), found.counts)
         if weights is not None:
             weights = np.insert(weights, places, np.repeat(found.probabilities[:, -1], found.counts))
@@ -215,15 +212,15 @@ class Retriever:
 
 
 class _Found(NamedTuple):
-    """What some positions brought.
+    """The tokens that some positions brought.
 
     Args:
-        positions: int64 `[n]`: of the text.
-        named: int64 `[n, 1 + likely + near]`: the token that stands there, and what is likely and near.
-        probabilities: fp32 `[n, likely]`: of the likely ones among each other; `[n, 0]` where nobody asked.
-        near: how many of those named are near.
-        following: int64 `[m]`: what follows the named ones most often and may come in, of one position after another.
-        counts: int64 `[n]`: how many of these are of each position.
+        positions: int64 `[n]`: the positions in the text.
+        named: int64 `[n, 1 + likely + near]`: their own tokens, likely tokens and near tokens.
+        probabilities: fp32 `[n, likely]`: of the likely tokens, normalized among them; `[n, 0]` if not needed.
+        near: the number of near tokens.
+        following: int64 `[m]`: the most frequent successors of these that may come in, position by position.
+        counts: int64 `[n]`: the number of successors of each position.
     """
 
     positions: np.ndarray
@@ -234,7 +231,7 @@ class _Found(NamedTuple):
     counts: np.ndarray
 
     def by_position(self) -> list[Retrieved]:
-        """What each of them brought, for a listener."""
+        """The tokens of each position, for a listener."""
         trigger, likely, near = np.split(self.named, [1, self.named.shape[1] - self.near], axis=1)
         following = np.split(self.following, self.counts.cumsum()[:-1])
         columns = self.positions.tolist(), trigger.ravel().tolist(), likely, self.probabilities, near, following

@@ -1,4 +1,4 @@
-"""What policies that choose whole clusters of tokens share: a router, and the vocabulary laid out for it."""
+"""The base of policies that choose whole clusters of tokens by a router."""
 
 import os
 import threading
@@ -23,12 +23,12 @@ class ClusterShortlist(ShortlistPolicy):
 
     Args:
         router: scores the clusters.
-        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself.
-        tokenizer: whose ids the clusters are of, where that is known.
+        packed: hold a copy of the head's rows in blocks, one cluster after another, so that no single row is gathered.
+        tokenizer: the tokenizer of the token ids, if it is known.
 
     Attributes:
         ranking: token ids, most frequent first, or None.
-        pinned: how many tokens of the ranking are on every shortlist.
+        pinned: the number of tokens of the ranking that are on every shortlist.
         mass: clusters are chosen up to this share of the router's probability over all of them; 1 for no such bound.
     """
 
@@ -45,8 +45,7 @@ class ClusterShortlist(ShortlistPolicy):
 
     @abstractmethod
     def budget(self, depth: int, first: int | None = None) -> int:
-        """The most clusters that are chosen at draft step `depth`, where `first` (None: the policy's own setting) are
-        at the first step."""
+        """The most clusters at draft step `depth`, with `first` (None: the policy's own setting) at the first step."""
 
     @abstractmethod
     def with_budget(self, first: int) -> "ClusterShortlist":
@@ -70,7 +69,7 @@ class ClusterShortlist(ShortlistPolicy):
             raise ConfigurationError(
                 f"the router reads hidden states of {self.router.reads} numbers, and the drafter's have "
                 f"{vocabulary.width}. Load the router that was trained for this drafter, or clusters that were built "
-                "of it."
+                "from it."
             )
         return RouterState(
             self.router,
@@ -82,7 +81,7 @@ class ClusterShortlist(ShortlistPolicy):
         )
 
     def _layout(self, vocabulary: VocabularyInfo) -> ClusterLayout:
-        """The blocks for a vocabulary. Sessions share them, and with them the head's packed rows."""
+        """The blocks of a vocabulary. Sessions share them, and so the head's packed rows."""
         with self._lock:
             if self._last_layout is None or not is_same_vocabulary(self._last_layout[0], vocabulary):
                 self._last_layout = (vocabulary, lay_out(self.router, self._pinned_ids(vocabulary), vocabulary))
@@ -103,10 +102,10 @@ class ClusterShortlist(ShortlistPolicy):
 
     @classmethod
     def _read(cls, artifact: str | os.PathLike) -> tuple[StoredPolicy, Router]:
-        """An artifact of this policy, and its router.
+        """Read an artifact of this policy, and its router.
 
         Raises:
-            ArtifactError: it is of another policy, or its tensors do not fit one another.
+            ArtifactError: the artifact is of another policy, or its tensors do not fit together.
         """
         stored = read_stored_policy(artifact, tensor="clusters")
         if stored.name != cls.name:
@@ -121,18 +120,9 @@ class ClusterShortlist(ShortlistPolicy):
 
     @classmethod
     def _require_stored(cls, settings: Mapping[str, Any], router: Router, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what else an artifact holds, where it does not fit the router.
-
-        Raises:
-            ConfigurationError: it does not.
-        """
+        """Refuse an artifact's other contents if they do not fit the router (`ConfigurationError`)."""
 
 
 def require_router(router: Any) -> None:
-    """Refuse what is no router.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
     if not isinstance(router, Router):
         raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")

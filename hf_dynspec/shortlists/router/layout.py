@@ -1,4 +1,4 @@
-"""The vocabulary in blocks of rows, cluster by cluster, so that a chosen cluster is read as whole blocks."""
+"""The vocabulary in blocks of rows, cluster by cluster, so that clusters are read in whole blocks."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from ...errors import ConfigurationError
 from ...protocol import BlockLayout, VocabularyInfo
 from .network import Router
 
-# Rows of a block: enough for the matrix units of GPUs, and few enough that the last blocks of clusters waste little.
+# Rows of a block: enough for the matrix units of GPUs, few enough that the clusters' last blocks waste little.
 BLOCK_ROWS = 16
 
 
@@ -19,7 +19,7 @@ class ClusterLayout:
 
     Args:
         blocks: token ids by block.
-        cluster_of: int64 `[B]`: the cluster of each block; `M` for those of the pinned tokens.
+        cluster_of: int64 `[B]`: the cluster of each block; `M` for blocks of pinned tokens.
         most_blocks: entry `k` is the number of blocks of the pinned tokens and the `k` largest clusters.
         is_empty: bool `[M]`: clusters whose tokens are all pinned, or cannot be drafted.
     """
@@ -30,14 +30,14 @@ class ClusterLayout:
     is_empty: torch.Tensor
 
     def blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
-        """int64 `[n]`: the blocks of chosen clusters, bool `[M + 1]`, at most `budget` of them. Off the CPU, where the
-        number of blocks would be waited for, see `fixed_blocks_of`."""
+        """int64 `[n]`: the blocks of the at most `budget` chosen clusters, bool `[M + 1]`. Off the CPU, as
+        `fixed_blocks_of`, since counting them would wait for the device."""
         if not is_host_memory(chosen.device):
             return self.fixed_blocks_of(chosen, budget)
         return chosen.index_select(0, self.cluster_of).nonzero().squeeze(1)
 
     def fixed_blocks_of(self, chosen: torch.Tensor, budget: int) -> torch.Tensor:
-        """The same with as many places as there can be blocks, and −1 where there is none."""
+        """The same with a place for every block that there can be, filled up with −1."""
         is_wanted = chosen.index_select(0, self.cluster_of)
         capacity = self.most_blocks[budget]
         place = torch.where(is_wanted, is_wanted.cumsum(0) - 1, capacity)
@@ -47,12 +47,7 @@ class ClusterLayout:
 
 
 def lay_out(router: Router, pinned: torch.Tensor, vocabulary: VocabularyInfo) -> ClusterLayout:
-    """Lay out the draftable tokens of a vocabulary: the pinned ones and EOS first, then the clusters.
-
-    Args:
-        router: says which cluster each token is in.
-        pinned: int64 `[p]`: the ids on every shortlist.
-        vocabulary: which tokens can be drafted.
+    """Lay out the draftable tokens of a vocabulary: the pinned ids, int64 `[p]`, and EOS first, then the clusters.
 
     Raises:
         ConfigurationError: the clusters are those of a smaller vocabulary.
@@ -80,7 +75,7 @@ def lay_out(router: Router, pinned: torch.Tensor, vocabulary: VocabularyInfo) ->
     is_token = torch.zeros_like(rows, dtype=torch.bool)
     rows[first_row[group] + rank] = token_ids[order]
     is_token[first_row[group] + rank] = True
-    # A slot without a token holds some valid id.
+    # Empty slots need a valid id too.
     rows = torch.where(is_token, rows, token_ids[0]).view(-1, BLOCK_ROWS)
     largest_first = block_counts[1:].sort(descending=True).values.cumsum(0)
     pinned_blocks = int(block_counts[0])

@@ -1,4 +1,4 @@
-"""Routers: clusters of tokens, and what scores them: DynaSpec's network, CORAL's layer, or the clusters' centroids."""
+"""Routers: clusters of tokens, scored by DynaSpec's network, CORAL's layer or the clusters' centroids."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +13,7 @@ from ...vocabulary import TokenizerFingerprint
 LAYER_TENSORS = ("output_weight", "output_bias")
 NETWORK_TENSORS = ("input_weight", "input_bias", *LAYER_TENSORS)
 
-# The most of each dimension that a stored router may have.
+# The limits on the dimensions of stored routers.
 MOST_CLUSTERS = 2**16
 _MOST_UNITS = 2**14
 MOST_FEATURES = 2**16
@@ -21,14 +21,14 @@ MOST_FEATURES = 2**16
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Token clusters and what chooses among them: a small network, one layer, or the clusters' centroids. Immutable.
+    """Token clusters, and a small network, one layer or centroids to score them. Immutable.
 
-    The network (DynaSpec, section 4.2, "Low-cost router") sees what a draft step starts from, so that it can run
-    beside the drafter's layers: `scores = W₂ · silu(W₁ · [e, f] + b₁) + b₂`, where `e` is the embedding of the newest
-    token and `f` the drafter's feature before it, both divided by their root mean square. One layer, without `W₁` and
-    `b₁`, sees the drafter's hidden state `h` after its layers, as the head does (CORAL, Weng et al., 2025, "LM head
-    router"): `scores = W₂ · h + b₂`, whose softmax is the probability of each cluster. Centroids need no training: the
-    scores are the products of `h` with them, as if each cluster were one token.
+    The network (DynaSpec, section 4.2, "Low-cost router") reads the inputs of a draft step, so it can run beside the
+    drafter's layers: `scores = W₂ · silu(W₁ · [e, f] + b₁) + b₂`, with the embedding `e` of the newest token and the
+    drafter's feature `f` before it, both divided by their root mean square. One layer, without `W₁` and `b₁`, reads
+    the drafter's hidden state `h`, as the head does (CORAL, Weng et al., 2025, "LM head router"): `scores = W₂ · h +
+    b₂`, whose softmax is the probability of each cluster. Centroids need no training: the scores are their products
+    with `h`, as if each cluster were one token.
 
     Args:
         clusters: int32 or int64 `[V]`: the cluster of each token id. Every cluster below the largest has a token.
@@ -39,7 +39,7 @@ class Router:
         output_bias: `[M]`.
 
     Raises:
-        ConfigurationError: shapes that do not fit each other, or neither a network, nor a layer, nor centroids.
+        ConfigurationError: the shapes do not fit together, or there is no complete network, layer or centroids.
     """
 
     clusters: torch.Tensor
@@ -55,7 +55,7 @@ class Router:
             raise ConfigurationError(
                 f"clusters must be int32 or int64, one for each token id, got {described(clusters)}"
             )
-        # Looked at first, as a count is taken up to the largest number.
+        # Checked first, since bincount takes memory for every number up to the largest.
         is_in_range = int(clusters.min()) >= 0 and int(clusters.max()) < clusters.numel()
         sizes = torch.bincount(clusters) if is_in_range else clusters.new_zeros(1)
         if not bool((sizes > 0).all()):
@@ -88,17 +88,17 @@ class Router:
 
     @property
     def num_clusters(self) -> int:
-        """How many clusters there are, `M`."""
+        """The number of clusters `M`."""
         return (self.output_weight if self.centroids is None else self.centroids).shape[0]
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it reads what a draft step starts from (`scores`), and not its hidden state (`scores_of_hidden`)."""
+        """Whether it reads the inputs of a draft step (`scores`), not the hidden state (`scores_of_hidden`)."""
         return self.input_weight is not None
 
     @property
     def reads(self) -> int:
-        """Width `d` of what the router reads."""
+        """The width `d` of the router's inputs."""
         if self.looks_ahead:
             return self.input_weight.shape[1] // 2
         return (self.output_weight if self.centroids is None else self.centroids).shape[1]
@@ -112,21 +112,20 @@ class Router:
         return functional.linear(hidden.float(), self.output_weight.float(), self.output_bias.float())
 
     def without(self, is_empty: torch.Tensor) -> "Router":
-        """A router with the same scores, but for some clusters, bool `[M]`, which it scores −inf. Centroids become one
-        layer."""
+        """The same router with scores of −inf for some clusters, bool `[M]`. Centroids become one layer."""
         bar = torch.zeros_like(is_empty, dtype=torch.float32).masked_fill(is_empty, -torch.inf)
         if self.centroids is not None:
             return Router(self.clusters, output_weight=self.centroids, output_bias=bar)
         return replace(self, output_bias=self.output_bias + bar)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of the router's tensors that it has."""
+        """The router's tensors that are not None."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "Router":
-        """A router of those of the tensors that are a router's."""
+        """Make a router from its tensors among others."""
         known = {one.name for one in fields(cls)}
         return cls(**{name: tensor for name, tensor in tensors.items() if name in known})
 
@@ -149,7 +148,7 @@ def network_scores(
     output_bias: torch.Tensor,
 ) -> torch.Tensor:
     """fp32 `[m, M]`: the logits of a router's network, see `Router`."""
-    # Divided by their root mean square, embeddings and features weigh the same.
+    # Normalized, embeddings and features weigh the same.
     read = torch.stack([embeddings, features], dim=-2).float()
     read = functional.rms_norm(read, read.shape[-1:]).flatten(-2)
     hidden = functional.silu(functional.linear(read, input_weight, input_bias))
@@ -159,8 +158,7 @@ def network_scores(
 def check_token_clusters(
     field: str, clusters: torch.Tensor, tokenizer: TokenizerFingerprint, eos_token_ids: tuple[int, ...]
 ) -> None:
-    """Check that clusters `[tokenizer size]`, the cluster of each token id, partition the vocabulary: all tokens are
-    in one (so the end-of-sequence ids are too), and the clusters are numbered from 0 without a hole.
+    """Check that clusters `[tokenizer size]` give every token id a cluster, numbered from 0 without a gap.
 
     Raises:
         ArtifactError: they do not. Its `field` is `field`.
@@ -180,7 +178,7 @@ def check_token_clusters(
         raise ArtifactError(field, problem, "Number the clusters that hold tokens from 0 on.")
 
 
-# What an artifact may hold of a router. Whether the tensors fit one another, `Router` checks.
+# The tensors of a stored router. `Router` checks that they fit together.
 ROUTER_TENSOR_RULES = {
     "clusters": TensorRule(ID_DTYPES, (TOKENIZER_SIZE,), check_token_clusters),
     "centroids": TensorRule(WEIGHT_DTYPES, (MOST_CLUSTERS, MOST_FEATURES)),

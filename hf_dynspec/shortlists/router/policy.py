@@ -16,37 +16,37 @@ from ..frequency import as_ranking
 from .clusters import ClusterShortlist, require_router
 from .network import MOST_CLUSTERS, ROUTER_TENSOR_RULES, Router, described
 
-# How many clusters are chosen at later draft steps, see `RouterShortlist`.
+# The number of clusters at later draft steps, see `RouterShortlist`.
 SCHEDULES = ("fitted", "dynaspec", "fixed")
-# Draft steps that stored budgets may tell apart.
+# The most columns of stored budgets.
 _MOST_DEPTHS = 2**8
 
 
 def position_aware_clusters(largest: int, depth: int) -> int:
-    """Clusters chosen at draft step `depth` (DynaSpec, section 4.2): `largest` at 0 and 1, then
-    `⌊largest / (2 · (depth + 1))⌋`, never fewer than one."""
+    """The number of clusters at draft step `depth` (DynaSpec, section 4.2): `largest` at 0 and 1, then
+    `⌊largest / (2 · (depth + 1))⌋`, at least one."""
     return largest if depth <= 1 else max(1, largest // (2 * (depth + 1)))
 
 
 class RouterShortlist(ClusterShortlist):
-    """The clusters that a router finds likely in the context, and tokens that are always there.
+    """The clusters that a router finds likely in the context, and pinned tokens.
 
     Args:
-        router: a `Router`, or the artifact (folder or Hub repository) that `hf-dynspec train router` or
-            `hf-dynspec build clusters` wrote. What is not given below is then as it was stored.
-        max_clusters: how many clusters are chosen at the first draft step (default 64).
-        schedule: how many at later ones: `"fitted"`, as `budgets` says (default, where there are any), `"dynaspec"`,
-            by `position_aware_clusters` (default otherwise), or `"fixed"`, always as many.
-        mass: choose no more clusters than reach this share of the router's probability over all clusters (default 1:
-            always as many as the budget allows). For trained routers.
+        router: a `Router`, or the artifact (folder or Hub repository) of `hf-dynspec train router` or `hf-dynspec
+            build clusters`, whose stored settings are then the defaults of those below.
+        max_clusters: clusters at the first draft step (default 64).
+        schedule: clusters at later steps: `"fitted"`: by `budgets` (default if there are any); `"dynaspec"`: by
+            `position_aware_clusters` (default otherwise); or `"fixed"`: the same number.
+        mass: stop at this share of the router's probability over all clusters (default 1: use the whole budget). For
+            trained routers.
         ranking: token ids, most frequent first.
-        pinned: how many tokens of the ranking are on every shortlist (default 0). A router is trained to leave out
-            those that were pinned then, so keep them.
-        packed: hold the head's rows once more, cluster by cluster in blocks, so that no row is gathered by itself
-            (default True). It takes as much memory as the head, and up to a tenth more for clusters that do not fill
-            their last block.
-        budgets: int32 or int64 `[M, D]`: row `k - 1` says how many clusters to choose at each draft step where `k` are
-            chosen at the first; the last column holds for all later steps. `hf-dynspec train router` fits them, see
+        pinned: the number of tokens of the ranking on every shortlist (default 0). A router is trained to leave out
+            the tokens that were pinned then, so keep that number.
+        packed: hold a copy of the head's rows in blocks, one cluster after another, so that no single row is gathered
+            (default True). The copy takes the memory of the head, and up to a tenth more for last blocks that are not
+            full.
+        budgets: int32 or int64 `[M, D]`: row `k - 1` holds the number of clusters at each draft step if the first step
+            has `k`; the last column also counts for all later steps. `hf-dynspec train router` fits them, see
             `build.router_judging.fit_budgets`.
 
     Raises:
@@ -106,7 +106,10 @@ class RouterShortlist(ClusterShortlist):
         }
         settings |= {name: value for name, value in given.items() if value is not None}
         self.require_settings(settings)
-        _require_fit(settings, router, ranking)
+        if settings["mass"] < 1 and router.centroids is not None:
+            raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
+        if settings["pinned"] and ranking is None:
+            raise ConfigurationError("pinned tokens need a ranking")
         _require_budgets(settings["schedule"], router, budgets)
         super().__init__(router, settings["packed"], None if stored is None else stored.tokenizer)
         self.ranking = None if ranking is None else as_ranking(ranking)
@@ -124,7 +127,6 @@ class RouterShortlist(ClusterShortlist):
         return budgets[min(depth, len(budgets) - 1)]
 
     def _budgets_by_depth(self, first: int) -> list[int]:
-        """The budgets of the first draft steps."""
         largest = min(first, self.router.num_clusters)
         return self.budgets[largest - 1].tolist() if self.schedule == "fitted" else [largest]
 
@@ -132,15 +134,6 @@ class RouterShortlist(ClusterShortlist):
         """The same policy with another `max_clusters`."""
         settings = {**self.settings(), "max_clusters": max_clusters}
         return RouterShortlist(self.router, ranking=self.ranking, budgets=self.budgets, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "max_clusters": self.max_clusters,
-            "schedule": self.schedule,
-            "mass": self.mass,
-            "pinned": self.pinned,
-            "packed": self.packed,
-        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         own = {"ranking": self.ranking, "budgets": self.budgets}
@@ -154,16 +147,7 @@ class RouterShortlist(ClusterShortlist):
 _DEFAULTS = {"max_clusters": 64, "schedule": "dynaspec", "mass": 1.0, "pinned": 0, "packed": True}
 
 
-def _require_fit(settings: Mapping[str, Any], router: Router, ranking: Any) -> None:
-    """Refuse settings that do not fit the router or the ranking."""
-    if settings["mass"] < 1 and router.centroids is not None:
-        raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
-    if settings["pinned"] and ranking is None:
-        raise ConfigurationError("pinned tokens need a ranking")
-
-
 def _require_budgets(schedule: str, router: Router, budgets: Any) -> None:
-    """Refuse budgets that are missing, or are none for the router's clusters."""
     if budgets is None:
         if schedule == "fitted":
             raise ConfigurationError(

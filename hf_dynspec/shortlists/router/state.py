@@ -1,4 +1,4 @@
-"""What a router chooses during one session."""
+"""The state of policies that choose clusters by a router."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,15 @@ from .network import Router
 
 
 class RouterState(ShortlistState):
-    """Chooses clusters from the scores of the newest draft step; several tokens, as in a tree, share their best.
+    """Chooses clusters by the scores of the present draft step. Several tokens, as in a tree, count by their maximum.
 
     Args:
         router: scores the clusters.
         layout: the vocabulary in blocks, cluster by cluster.
-        device: where the drafter's head is.
-        budget: the most clusters to choose at each draft step.
+        device: the device of the drafter's head.
+        budget: the most clusters at each draft step.
         mass: the share of the router's probability at which to stop choosing.
-        packed: show whole blocks, and not single slots.
+        packed: show whole blocks, not single slots.
     """
 
     def __init__(
@@ -33,8 +33,7 @@ class RouterState(ShortlistState):
         mass: float,
         packed: bool,
     ):
-        # Clusters without a token of their own would waste the budget, and leave nothing where they are all that is
-        # chosen.
+        # Empty clusters would waste the budget, and alone give an empty shortlist.
         self._router = router.to(device).without(layout.is_empty)
         # Logits of a softmax are only comparable with those of the same hidden state.
         self._is_softmax = not router.looks_ahead and router.centroids is None
@@ -46,10 +45,10 @@ class RouterState(ShortlistState):
         self.layout = layout.blocks if packed else None
         self._scores: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
-        # What was shown last, and with which budget; None after new scores.
+        # The last shortlist and its budget; None after new scores.
         self._shown: tuple[int, Shortlist] | None = None
         self._version = 0
-        # The router works beside the drafter's layers, and `select` waits for it there.
+        # The router runs beside the drafter's layers, and `select` makes the drafter's stream wait for it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.looks_ahead else None
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
@@ -69,9 +68,7 @@ class RouterState(ShortlistState):
             self._features = features
             self._take(self._router.scores_of_hidden(features))
         if self._scores is None:
-            raise RuntimeError(
-                "observe_draft_inputs() tells the router what a draft step starts from before select() is called"
-            )
+            raise RuntimeError("observe_draft_inputs() must be called before select()")
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
@@ -82,7 +79,6 @@ class RouterState(ShortlistState):
         return self._shown[1]
 
     def _take(self, scores: torch.Tensor) -> None:
-        """Take in new scores `[m, M]`."""
         if self._is_softmax and scores.shape[0] > 1:
             scores = scores.log_softmax(-1)
         self._scores = scores.amax(0)
@@ -101,7 +97,7 @@ class RouterState(ShortlistState):
         best = self._scores.topk(budget)
         if self._mass == 1:
             return self._none_chosen.index_fill(0, best.indices, True)
-        # A cluster is chosen where those before it do not reach the share yet.
+        # A cluster is chosen if the better ones do not reach the share yet.
         probabilities = best.values.sigmoid()
         before = probabilities.cumsum(0) - probabilities
         is_chosen = before < self._mass * self._scores.sigmoid().sum()

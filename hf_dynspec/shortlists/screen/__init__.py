@@ -1,4 +1,4 @@
-"""SVD-softmax: a low-rank factor of the drafter's head that tells at each draft step which tokens to score exactly."""
+"""SVD-softmax: a low-rank factor of the drafter's head chooses the tokens that each draft step scores exactly."""
 
 from .factor import ScreenFactor
 from .policy import ScreenShortlist

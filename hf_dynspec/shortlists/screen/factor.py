@@ -1,7 +1,7 @@
 """A low-rank factor of an LM head: rough scores of all tokens at a fraction of the cost.
 
-Source: SVD-softmax (Shim et al., 2017), section 3. Weighted by what the hidden states look like, it is the best factor
-for them and not for any; SpecVocab (arXiv 2602.13836) trains such a factor.
+Source: SVD-softmax (Shim et al., 2017), section 3. Given the covariance of hidden states, the factor is the best one
+for them; SpecVocab (arXiv 2602.13836) trains such a factor.
 """
 
 import logging
@@ -16,7 +16,7 @@ from ...fields import LARGEST_COUNT
 from ...kernels import TILE_COLUMNS
 from ...storable import WEIGHT_DTYPES, TensorRule
 
-# The most of a stored factor's dimensions.
+# The limits on the dimensions of stored factors.
 MOST_RANKS = 2**12
 MOST_COLUMNS = 2**16
 SCREEN_TENSOR_RULES = {
@@ -24,27 +24,27 @@ SCREEN_TENSOR_RULES = {
     "projection": TensorRule(WEIGHT_DTYPES, (MOST_RANKS, MOST_COLUMNS)),
     "residuals": TensorRule(WEIGHT_DTYPES, (LARGEST_COUNT,)),
 }
-# A factor has this share of the head's columns, unless its rank is given.
+# Columns of the head for each column of a factor, unless its rank is given.
 _COLUMNS_PER_RANK = 16
-# Up to this width, all directions of the head are computed, and beyond it the leading ones alone: time grows with the
-# cube of the width for all, and with its square for these.
+# Up to this width, all directions of the head are computed, which takes time by the cube of the width; beyond it only
+# the leading ones, which takes time by the square.
 _WIDEST_EXACT = 1024
-# More directions than are wanted, and passes over the head, so that the leading ones are found well.
+# Additional directions, and passes over the head, for accurate leading directions.
 _MORE_DIRECTIONS = 32
 _PASSES = 3
-# Numbers of the head that are read at a time: 64 MiB as fp32.
+# Numbers of the head in one chunk: 64 MiB in fp32.
 _CHUNK_NUMBERS = 2**24
-# Share of the mean variance of hidden states that each direction is held to have at least, as few states show few.
+# The least variance of each direction as a share of the mean variance, since few states do not show all directions.
 _LEAST_VARIANCE = 0.1
-# How long it works in silence, and between two messages, in seconds.
+# Seconds before the first message about progress, and between two.
 _SILENCE = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def usual_rank(width: int) -> int:
-    """The rank of a factor of a head of so many columns, unless it is given: a sixteenth of them, and as many more as
-    are read with these. Kernels read columns in groups, of which one holds the residuals."""
+    """The default rank of a factor for a head with `width` columns: a sixteenth of them, rounded up. Kernels read
+    columns in groups, and the last column of the last group holds the residuals."""
     columns = max(1, width // _COLUMNS_PER_RANK) + 1
     return -(-columns // TILE_COLUMNS) * TILE_COLUMNS - 1
 
@@ -53,18 +53,18 @@ def usual_rank(width: int) -> int:
 class ScreenFactor:
     """Scores the rows of a head roughly: `rows · (projection · h) + residuals · |h|²`. Immutable.
 
-    The product is what the head's leading directions say of the hidden state `h`. What they leave out of a token's row
-    is as good as random, and the probability of a token, by `exp`, grows with half of the variance of its logit: that
-    is added. Without it, tokens would be overlooked whose rows point where no leading direction does.
+    The product is the part of a logit along the head's leading directions, for the hidden state `h`. The rest acts
+    like noise, and the expected `exp` of a logit grows with half the variance of its noise, which is added. Without
+    it, tokens whose rows lie off the leading directions would be missed.
 
     Args:
-        rows: floating-point `[n, r]`, row by row of the head.
-        projection: floating-point `[r, d]`: from hidden states to what the rows are multiplied with.
-        residuals: floating-point `[n]`, none below 0: half the variance of what the product leaves out of each row's
-            logit, for a hidden state of squared length 1.
+        rows: floating-point `[n, r]`, one for each row of the head.
+        projection: floating-point `[r, d]`, applied to hidden states.
+        residuals: floating-point `[n]`, at least 0: half the variance of each logit's remainder for a hidden state of
+            squared length 1.
 
     Raises:
-        ConfigurationError: shapes that do not fit each other.
+        ConfigurationError: the shapes do not fit together.
     """
 
     rows: torch.Tensor
@@ -83,16 +83,16 @@ class ScreenFactor:
 
     @property
     def rank(self) -> int:
-        """Columns of the rows, `r`."""
+        """The number of columns `r`."""
         return self.rows.shape[1]
 
     @property
     def width(self) -> int:
-        """Numbers of the hidden states that it reads, `d`."""
+        """The width `d` of the hidden states."""
         return self.projection.shape[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The three by their names, on the CPU."""
+        """The three tensors by name, on the CPU."""
         return {one.name: getattr(self, one.name).cpu().contiguous() for one in fields(self)}
 
     @classmethod
@@ -100,19 +100,19 @@ class ScreenFactor:
     def of_head(
         cls, weight: torch.Tensor, rank: int | None = None, hidden_states: torch.Tensor | None = None
     ) -> "ScreenFactor":
-        """The best factor of a head. After a few seconds, progress is logged.
+        """Compute the best factor of a head. Progress is logged after a few seconds.
 
         Args:
             weight: `[V, d]`, of any floating-point dtype and on any device. Read in chunks.
-            rank: of the factor, at most `d` (None: see `usual_rank`).
-            hidden_states: `[n, d]`: what the drafter computes logits from, some thousands from texts of all kinds;
-                the factor is then the best for their covariance (None: for states that point anywhere).
+            rank: the rank of the factor, at most `d` (None: see `usual_rank`).
+            hidden_states: `[n, d]`: inputs of the drafter's head, some thousands from all kinds of texts; the factor
+                is then the best for their covariance (None: for hidden states of all directions).
 
         Returns:
-            A factor on the weight's device, its rows in bf16.
+            A factor on the weight's device, with rows in bf16.
 
         Raises:
-            ConfigurationError: shapes do not fit, or numbers are not finite.
+            ConfigurationError: shapes do not fit together, or numbers are not finite.
         """
         _require_numbers("head_weight", weight, weight)
         width = weight.shape[1]
@@ -120,19 +120,20 @@ class ScreenFactor:
         root, length = None, float(width)
         if hidden_states is not None:
             _require_numbers("hidden_states", hidden_states, weight)
-            root, length = _root_of_covariance(hidden_states), _mean_square_length(hidden_states)
+            root = _root_of_covariance(hidden_states)
+            length = float(hidden_states.float().square().sum(1).mean())
         progress = _Progress()
         directions = _leading_directions(weight, root, rank, progress)
-        # States are root · z, and the rows of the head, which read z, are W · root.
+        # States are root · z, so the head's rows for z are W · root.
         combined = directions if root is None else root @ directions
         projection = directions if root is None else torch.linalg.solve_triangular(root.T, directions, upper=True)
         rows, residuals = [], []
-        there = [None if one is None else one.float().to(weight.device) for one in (combined, root)]
+        combined, root = (None if one is None else one.float().to(weight.device) for one in (combined, root))
         for chunk in progress.through(_chunks(weight)):
-            rows.append(chunk.float() @ there[0])
-            whole = chunk.float() if root is None else chunk.float() @ there[1]
-            left_out = whole.square().sum(1) - rows[-1].square().sum(1)
-            residuals.append(left_out.clamp_min(0) / (2 * length))
+            rows.append(chunk.float() @ combined)
+            whole = chunk.float() if root is None else chunk.float() @ root
+            remainder = whole.square().sum(1) - rows[-1].square().sum(1)
+            residuals.append(remainder.clamp_min(0) / (2 * length))
         return cls(
             torch.cat(rows).to(torch.bfloat16),
             projection.T.float().contiguous().to(weight.device),
@@ -141,7 +142,6 @@ class ScreenFactor:
 
 
 def _require_numbers(name: str, numbers: torch.Tensor, weight: torch.Tensor) -> None:
-    """Refuse what is not `[n, d]` for a weight `[V, d]`."""
     if (
         not isinstance(numbers, torch.Tensor)
         or numbers.dim() != 2
@@ -157,7 +157,6 @@ def _require_numbers(name: str, numbers: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def _chunks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Some rows after the other, of a bounded number of columns and rows."""
     return weight.split(max(1, _CHUNK_NUMBERS // weight.shape[1]))
 
 
@@ -166,13 +165,9 @@ def _require_finite(name: str, numbers: torch.Tensor) -> None:
         raise ConfigurationError(f"{name} holds numbers that are not finite, so that no factor can be made of it")
 
 
-def _mean_square_length(hidden_states: torch.Tensor) -> float:
-    return float(hidden_states.float().square().sum(1).mean())
-
-
 def _root_of_covariance(hidden_states: torch.Tensor) -> torch.Tensor:
-    """fp64 `[d, d]` on the CPU, lower triangular: `root · rootᵀ` is the mean of `h · hᵀ` over the states `[n, d]`, and
-    a little more in all directions."""
+    """fp64 `[d, d]` on the CPU, lower triangular: `root · rootᵀ` is the mean of `h · hᵀ` over the states `[n, d]` plus
+    a small multiple of the identity."""
     total = 0.0
     for chunk in _chunks(hidden_states):
         total = total + (chunk.float().T @ chunk.float()).cpu().double()
@@ -180,9 +175,9 @@ def _root_of_covariance(hidden_states: torch.Tensor) -> torch.Tensor:
     _require_finite("hidden_states", mean)
     mean_variance = mean.diagonal().mean()
     if mean_variance == 0:
-        raise ConfigurationError("hidden_states are all zero, so that nothing can be learnt from them")
-    in_all_directions = torch.eye(mean.shape[0], dtype=mean.dtype, device=mean.device)
-    return torch.linalg.cholesky(mean + _LEAST_VARIANCE * mean_variance * in_all_directions)
+        raise ConfigurationError("hidden_states are all zero")
+    identity = torch.eye(mean.shape[0], dtype=mean.dtype, device=mean.device)
+    return torch.linalg.cholesky(mean + _LEAST_VARIANCE * mean_variance * identity)
 
 
 def _leading_directions(
@@ -190,8 +185,8 @@ def _leading_directions(
 ) -> torch.Tensor:
     """fp64 `[d, rank]` on the CPU: the right singular vectors of `weight · root` with the largest singular values.
 
-    All that is read of the weight are sums over its rows, each in fp32 over a chunk and in fp64 over chunks. Where the
-    weight is wide, the leading directions are looked for by subspace iteration (Halko et al., 2011, algorithm 4.4).
+    Sums over the weight's rows are in fp32 within a chunk and in fp64 over chunks. Wide weights use subspace iteration
+    (Halko et al., 2011, algorithm 4.4).
     """
     width = weight.shape[1]
     count = rank + _MORE_DIRECTIONS
@@ -206,7 +201,7 @@ def _leading_directions(
         image = _squared(weight, basis if root is None else root @ basis, progress, passes=left + 1)
         image = image if root is None else root.T @ image
         before, basis = basis, image
-    # How the leading directions lie in the last basis.
+    # The leading directions in coordinates of the last basis.
     within = torch.linalg.eigh(before.T @ image).eigenvectors[:, -rank:]
     return before @ within
 
@@ -214,26 +209,25 @@ def _leading_directions(
 def _squared(
     weight: torch.Tensor, directions: torch.Tensor | None, progress: "_Progress", passes: int
 ) -> torch.Tensor:
-    """fp64 `[d, c]` on the CPU: `Wᵀ · W · directions` `[d, c]`, or `Wᵀ · W`. This is the first of so many `passes`
-    that are left."""
-    there = None if directions is None else directions.float().to(weight.device)
+    """fp64 `[d, c]` on the CPU: `Wᵀ · W · directions` `[d, c]`, or `Wᵀ · W`; `passes` are left, with this one."""
+    directions = None if directions is None else directions.float().to(weight.device)
     total = 0.0
     for chunk in progress.through(_chunks(weight), passes):
         rows = chunk.float()
-        total = total + (rows.T @ (rows if there is None else rows @ there)).cpu().double()
+        total = total + (rows.T @ (rows if directions is None else rows @ directions)).cpu().double()
     _require_finite("the head", total)
     return total
 
 
 class _Progress:
-    """Says how far a factor is, where that takes long."""
+    """Logs the progress of a factor that takes long."""
 
     def __init__(self):
         self._start = self._said = time.monotonic()
         self._done = 0
 
     def through(self, chunks: Sequence[torch.Tensor], passes: int = 1) -> Iterator[torch.Tensor]:
-        """The chunks, one by one. So many `passes` through them are left, this one included."""
+        """Yield the chunks. `passes` through them are left, with this one."""
         total = self._done + passes * len(chunks)
         for chunk in chunks:
             yield chunk

@@ -21,20 +21,20 @@ from .factor import MOST_RANKS, SCREEN_TENSOR_RULES, ScreenFactor
 
 
 class ScreenShortlist(ShortlistPolicy):
-    """The tokens that a low-rank factor of the drafter's head finds best for the hidden state of the draft step
-    (SVD-softmax, Shim et al., 2017), and EOS. It looks at nothing else, so that no topic is strange to it.
+    """The best tokens of a low-rank factor of the drafter's head for the hidden state of the draft step (SVD-softmax,
+    Shim et al., 2017), and EOS. It reads nothing else, so it works for every topic.
 
-    The factor is made of the drafter's head when an assistant is bound: in less than a second for heads of 256
-    columns, in some for 4,096. Sessions share it, and it is made anew when the head's weights change. `fitted` makes
-    one that knows what the drafter's hidden states look like. It is stored with the policy, and belongs to the weights
-    that it was made of.
+    The factor of the drafter's head is computed when an assistant is bound, in less than a second for heads of 256
+    columns and in some seconds for 4,096. Sessions share it, and it is computed anew when the head's weights change.
+    `fitted` makes a factor for the drafter's hidden states, which is stored with the policy and belongs to the weights
+    that it was made from.
 
     Args:
-        rank: of the factor, at most as many as the head has columns (None: a sixteenth of them, and as many more as
-            are read with these: 11 for 128 columns, 19 for 256).
-        candidates: how many tokens are scored exactly at each draft step, besides EOS.
-        factor: a factor that was made before, or the artifact (folder or Hub repository) of a policy that has one
-            (None: one is made of the drafter's head).
+        rank: the rank of the factor, at most the head's columns (None: about a sixteenth of them, in the steps in
+            which kernels read columns: 11 for 128 columns, 19 for 256).
+        candidates: tokens that are scored exactly at each draft step, besides EOS.
+        factor: a finished factor, or the artifact (folder or Hub repository) of a policy with one (None: a factor of
+            the drafter's head).
 
     Raises:
         ConfigurationError: a setting is mistyped or out of range, or the factor has another rank.
@@ -87,13 +87,14 @@ class ScreenShortlist(ShortlistPolicy):
 
         Args:
             head_weight: `[V, d]`: the drafter's head.
-            hidden_states: `[n, d]`: what the drafter computes logits from, some thousands from texts of all kinds that
-                will be drafted; the factor is then the best for them (None: for states that point anywhere).
+            hidden_states: `[n, d]`: inputs of the drafter's head, some thousands from all kinds of texts that will be
+                drafted; the factor is then the best for them (None: for hidden states of all directions).
             rank: as for the policy.
             candidates: as for the policy.
 
         Raises:
-            ConfigurationError: a setting is mistyped or out of range, shapes do not fit, or numbers are not finite.
+            ConfigurationError: a setting is mistyped or out of range, shapes do not fit together, or numbers are not
+                finite.
         """
         cls.require_settings({"rank": rank, "candidates": candidates})
         return cls(None, candidates, ScreenFactor.of_head(head_weight, rank, hidden_states))
@@ -115,13 +116,12 @@ class ScreenShortlist(ShortlistPolicy):
         return ScreenState(self, vocabulary)
 
     def screen_for(self, vocabulary: VocabularyInfo, among: torch.Tensor | None = None) -> tuple[Screen, int]:
-        """What the hidden states of a vocabulary's head are held against, and how many of its rows to choose. Sessions
-        of one head share its factor.
+        """The screen of the drafter's rows, and the number of rows to choose. Sessions of one head share its factor.
 
         Args:
-            vocabulary: whose drafter's rows to screen.
-            among: int64 `[n]`: the tokens to choose from, each with a row, to which the screen's rows then belong in
-                this order; the policy must have no factor of its own (None: all tokens, row by row of the head).
+            vocabulary: has the drafter's rows.
+            among: int64 `[n]`: the tokens to choose from, in the order of the screen's rows, for policies without a
+                factor of their own (None: all tokens, in the order of the head's rows).
 
         Raises:
             ConfigurationError: the factor was made for another drafter.
@@ -137,7 +137,7 @@ class ScreenShortlist(ShortlistPolicy):
         return Screen(made.projection, made.factor, bias), chosen
 
     def _tiles(self, weight: torch.Tensor) -> tuple[torch.Tensor, TiledFactor]:
-        """The projection and the tiled rows of a factor of these rows of a head, on its device."""
+        """The projection and the tiled rows of a factor for rows of a head, on its device."""
         factor, count = self.factor, weight.shape[0]
         if factor is None:
             factor = ScreenFactor.of_head(weight, self.rank)
@@ -146,13 +146,10 @@ class ScreenShortlist(ShortlistPolicy):
                 f"the screen was made of a head of {factor.rows.shape[0]} rows and {factor.width} columns, and the "
                 f"drafter's has {count} and {weight.shape[1]}. Make one of this drafter, or leave it out."
             )
-        # One column more, for what is added to each row by the length of the state.
+        # The residuals, which the kernel multiplies with the squared length of the state, are one more column.
         rows = torch.cat([factor.rows[:count].float(), factor.residuals[:count, None].float()], dim=1)
         device = weight.device
         return factor.projection.to(device=device, dtype=torch.float32), tiled(rows.to(device))
-
-    def settings(self) -> dict[str, Any]:
-        return {"rank": self.rank, "candidates": self.candidates}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.factor is None else self.factor.tensors()
@@ -170,7 +167,7 @@ class ScreenShortlist(ShortlistPolicy):
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """What was made of a head's weight: a projection fp32 `[r, d]` and tiled rows of `r + 1` columns."""
+    """The factor of a head's weight: a projection fp32 `[r, d]` and tiled rows of `r + 1` columns."""
 
     weight: "weakref.ref[torch.Tensor]"
     size: int
@@ -179,8 +176,7 @@ class _Made:
     factor: TiledFactor
 
     def is_of(self, head: HeadRows, size: int, among: torch.Tensor | None) -> bool:
-        """Whether it was made of the rows that these tokens of so many have in this head. One whose weights changed is
-        another."""
+        """Whether it was made of the rows of these tokens in this head. A head with new weights is another one."""
         if self.weight() is not head.weight or self.size != size:
             return False
         if among is None or self.among is None:
@@ -189,10 +185,10 @@ class _Made:
 
 
 def _rows(vocabulary: VocabularyInfo, among: torch.Tensor | None) -> slice | torch.Tensor:
-    """Which rows of the head to choose from: int64 `[n]`, or a slice where they are the first ones."""
+    """The rows of the head to choose from: int64 `[n]`, or a slice if they are the first ones."""
     head = vocabulary.drafter_rows
     if among is None:
-        # Rows past the vocabulary are padding, and may hold anything.
+        # Rows past the vocabulary are padding with arbitrary contents.
         return slice(None if head.token_ids is not None else vocabulary.size)
     if head.token_ids is None:
         return among
@@ -201,26 +197,26 @@ def _rows(vocabulary: VocabularyInfo, among: torch.Tensor | None) -> slice | tor
 
 
 def _bias(vocabulary: VocabularyInfo, among: torch.Tensor | None, tiles: int) -> torch.Tensor:
-    """fp32 `[tiles, T]`: the head's bias; −inf for rows that must not be chosen, the padding, and +inf for those that
-    always are, the EOS ids'."""
+    """fp32 `[tiles, T]`: the head's bias, with −inf for rows never to choose (padding) and +inf for rows always to
+    choose (EOS)."""
     head, rows = vocabulary.drafter_rows, _rows(vocabulary, among)
     ids = torch.arange(head.weight.shape[0], device=vocabulary.device) if head.token_ids is None else head.token_ids
     ids = ids[rows]
     count = ids.shape[0]
     eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=ids.device)
     bias = torch.zeros_like(ids, dtype=torch.float32) if head.bias is None else head.bias[rows].float()
-    # A token whose own bias is −inf is a bad choice, and not barred.
+    # A head's own bias of −inf makes a token a bad choice, but not a forbidden one.
     bias = bias.clamp_min(torch.finfo(torch.float32).min).masked_fill(torch.isin(ids, eos), torch.inf)
     bias = bias.masked_fill(~vocabulary.can_draft(ids), -torch.inf)
     return functional.pad(bias, (0, tiles * TILE_ROWS - count), value=-torch.inf).view(tiles, TILE_ROWS)
 
 
 class ScreenState(ShortlistState):
-    """Chooses tokens for each hidden state; several, as in a tree, share those that are best for any of them.
+    """Chooses tokens for each draft step. Several hidden states, as in a tree, share the best tokens of any of them.
 
     Args:
-        policy: how many of them.
-        vocabulary: what to choose from, with the drafter's rows.
+        policy: has the factor and the number of tokens.
+        vocabulary: the tokens to choose from, with the drafter's rows.
         among: int64 `[n]`: the only tokens to choose from (None: all).
     """
 
