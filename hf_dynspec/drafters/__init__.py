@@ -1,4 +1,4 @@
-"""Drafters: the models that propose tokens. One file each; a drafter is recognised by what it is made from."""
+"""Drafters: the models that propose tokens."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ __all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_dra
 
 
 def as_drafter(drafter: Any) -> Drafter:
-    """Return a drafter as it is, or wrap a transformers causal language model, also one in a wrapper (`unwrapped`).
+    """Return a drafter as it is, or make one of a transformers causal language model, bare or wrapped (`unwrapped`).
 
     Raises:
-        UnsupportedError: neither of the two, or a model that cannot draft.
+        UnsupportedError: it is neither, or a model that cannot draft.
     """
     from transformers import PreTrainedModel
 

@@ -10,21 +10,21 @@ from torch import nn
 from ..modeling.head import DynamicLMHead
 from .weights_watch import stamp
 
-# Takes in what a draft step starts from: the embeddings of the tokens whose successors are wanted, [m, d], and what
-# was known before each of them, [m, d]: an EAGLE head's feature, or an independent model's hidden state before it.
+# Takes the inputs of a draft step: the embeddings of the tokens whose successors are wanted, [m, d], and for each of
+# them, [m, d], an EAGLE head's feature or an independent model's hidden state at the token before.
 ObserveDraftInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class UnrolledStep(NamedTuple):
-    """One draft step after every prefix of a text: row `i` of step `depth` is the one that reads token
-    `i + 1 + depth`, after a prefix whose last token is `i + 1`. Rows before `first` are left out (`Drafter.unroll`).
+    """One draft step after every prefix of a text: row `i` of step `depth` reads token `i + 1 + depth`, after a prefix
+    whose last token is `i + 1`. Rows before `first` are left out (`Drafter.unroll`).
 
     Args:
-        embeddings: `[n − 1 − first − depth, d]`: the draft inputs, as `ObserveDraftInputs` takes them in.
+        embeddings: `[n − 1 − first − depth, d]`: the draft inputs, as for `ObserveDraftInputs`.
         features: `[n − 1 − first − depth, d]`, likewise.
-        hidden: `[n − 1 − first − depth, d]`: what `DrafterState.draft` returns, or `advance` for depth 0.
+        hidden: `[n − 1 − first − depth, d]`: the result of `DrafterState.draft`, or of `advance` for depth 0.
 
-    All of them carry gradients where gradients are enabled.
+    All of them carry gradients if gradients are enabled.
     """
 
     embeddings: torch.Tensor
@@ -33,15 +33,15 @@ class UnrolledStep(NamedTuple):
 
 
 class DrafterState(ABC):
-    """What a drafter remembers during one session: its cache over the verified prefix and the current draft.
+    """A drafter's cache during one session, over the verified prefix and the current draft.
 
-    A round calls `advance` once, `draft` any number of times, and `truncate` when the verdict is known.
+    A round calls `advance` once, `draft` any number of times, and `truncate` after the verdict.
     """
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many leading tokens of the text the cache covers; those of the current draft count if they may stay."""
+        """The number of leading tokens that the cache covers, with drafted tokens that may stay."""
 
     @abstractmethod
     def advance(
@@ -53,11 +53,11 @@ class DrafterState(ABC):
         """Bring the cache to the verified prefix.
 
         Args:
-            prefix: int64 `[n]` on the drafter's device: all verified tokens. The cache covers fewer of them, and the
-                tokens that it covers have not changed.
+            prefix: int64 `[n]` on the drafter's device: all verified tokens. The cache covers fewer of them, and these
+                have not changed.
             features: `[m, d_target · layers]`: for drafters that read the target's hidden states (`Drafter.reads`),
                 those at the tokens before the last one, `prefix[n - 1 - m : n - 1]`; the last one has none yet.
-            observe_draft_inputs: called once, with what the last token is read with, as soon as that is known.
+            observe_draft_inputs: called once with the draft inputs of the last token, as early as possible.
 
         Returns:
             `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
@@ -75,19 +75,19 @@ class DrafterState(ABC):
 
         Args:
             token_ids: int64 `[w]`, `w >= 1`, on the drafter's device.
-            parents: int64 `[w]`: for each token the row of its parent in the level before; in the first level all are
-                children of the prefix and its values do not matter. None for a chain, which is one token a level.
-            observe_draft_inputs: called once, with what these tokens are read with.
+            parents: int64 `[w]`: for each token its parent's row in the level before; ignored in the first level,
+                whose parent is the prefix. None for a chain, which has one token a level.
+            observe_draft_inputs: called once with the draft inputs of these tokens.
 
         Returns:
-            `[w, d]`: the hidden state that predicts the successors of each of them.
+            `[w, d]`: the hidden states that predict their successors.
         """
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Shorten the cache to the first `length` tokens of the text, or fewer, `length <= self.length`.
+        """Shorten the cache to the first `length <= self.length` tokens of the text, or fewer.
 
-        The drafted tokens among them have been accepted; a drafter may keep what it computed for them, or forget it.
+        The drafted tokens among them were accepted; a drafter may keep its results for them or not.
         """
 
 
@@ -95,12 +95,12 @@ class Drafter(ABC):
     """A model that proposes tokens. Shareable between sessions.
 
     Attributes:
-        module: what can be trained: its parameters are the drafter's own weights, and whatever is done to it, by an
-            optimizer or by adapters, drafting follows at the start of the next round (`weights_version`).
-        head: the output projection that turns the hidden states into logits over a shortlist.
-        reads: which hidden states of the target it reads, side by side in this order: 0 is the target's embedding, its
-            number of layers the output of the final norm. Empty for an independent model.
-        most_positions: how many tokens of a text it can read (None: any number).
+        module: the trainable part, with the drafter's own weights. Drafting follows every change of it, by optimizers
+            or adapters, from the next round on (`weights_version`).
+        head: the output projection, from hidden states to logits over a shortlist.
+        reads: the target's hidden states that it reads, side by side in this order: 0 is the target's embedding, the
+            number of layers the output of its final norm. Empty for an independent model.
+        most_positions: the most tokens of a text that it can read (None: any number).
     """
 
     module: nn.Module
@@ -110,18 +110,17 @@ class Drafter(ABC):
 
     @property
     def weights_version(self) -> int:
-        """A number that changes when the drafter's weights do. Looked at at the start of a round, and nowhere else:
-        then whatever copies there are of weights, the head's among them, are made anew from what is there, and states
-        that remember what old weights said are started anew, except where it could not be had again."""
+        """A number that changes when the drafter's weights do. It is read at the start of a round only. All copies of
+        weights, the head included, are then renewed, and states are started anew unless `keeps_states`."""
         return 0
 
     @property
     def keeps_states(self) -> bool:
-        """Whether states go on when weights change, as what they were computed from is not at hand any more."""
+        """Whether states outlive a change of weights, since their inputs are no longer at hand."""
         return bool(self.reads)
 
     def require_target(self, target: Any) -> None:  # noqa: B027
-        """Make sure that the hidden states of a target, a model of transformers, are those that this reads.
+        """Make sure that the drafter can read the hidden states of a target, a transformers model.
 
         Raises:
             ArtifactError: they have another size.
@@ -138,7 +137,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def num_embeddings(self) -> int:
-        """How many ids it reads: `0` to one less."""
+        """The number of ids that it can read, from 0 on."""
 
     @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -149,38 +148,37 @@ class Drafter(ABC):
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
     ) -> Iterator[UnrolledStep]:
         """Compute the draft steps of chains after all prefixes of a text at once, as if the text's own tokens had been
-        drafted: a head reads its own outputs as it does when it drafts. For training and for study.
+        drafted: a head reads its own outputs, as in drafting. For training and for study.
 
-        Where gradients are enabled they run through all steps, into every weight of the `module` that takes part, and
-        the steps are computed in its dtype and where it lies. `torch.no_grad()` saves the memory.
+        Gradients, if enabled, run through all steps into every weight of the `module` that takes part, in its dtype
+        and on its device. `torch.no_grad()` saves their memory.
 
         Args:
             token_ids: int64 `[n]`, `n > depth`, on the drafter's device: a text from its beginning.
             features: `[n, d_target · layers]`: the target's hidden states at these tokens, for drafters that read
                 them.
-            depth: how many steps, at most `n − 1 − first`.
-            first: the rows before it are read, and no drafts begin there: a prompt costs little then.
+            depth: the number of steps, at most `n − 1 − first`.
+            first: rows before it are read without drafts, so that a prompt costs little.
 
         Yields:
             The steps, from depth 0 on.
         """
 
     def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the drafter says of some tokens, with gradients: for training.
+        """The drafter's logits of some tokens, with gradients, for training.
 
         Args:
-            hidden: `[m, d]`: of `unroll`.
+            hidden: `[m, d]`: from `unroll`.
             token_ids: int64 `[k]`, the same for all rows, or `[m, k]`.
 
         Returns:
-            `[m, k]`, fp32, or fp64 where the hidden states are: the logits, −inf for tokens that the drafter cannot
-            propose. Their gradients reach `hidden`, and the output projection where that is part of the `module`.
+            `[m, k]`, fp32, or fp64 for fp64 hidden states; −inf for tokens that the drafter cannot propose. Gradients
+            reach `hidden`, and the output projection if it is part of the `module`.
         """
         return self.head.token_logits(hidden, token_ids)
 
     def copy(self) -> "Drafter":
-        """A drafter whose `module` is a copy, so that it can be trained while this one drafts. What a target lends is
-        shared.
+        """A drafter with a copy of the `module`, for training while this one drafts. It shares the target's weights.
 
         Raises:
             NotImplementedError: it cannot be copied.
@@ -188,18 +186,18 @@ class Drafter(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be copied")
 
     def weights_stamp(self) -> dict[str, tuple[nn.Parameter, list[Any]]]:
-        """The parameters of the `module` by name, and of each what tells it from a changed one (`stamp`)."""
+        """The parameters of the `module` by name, each with a mark that changes with it (`stamp`)."""
         return {name: (one, stamp([one], samples=True)) for name, one in self.module.named_parameters()}
 
     def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Make ready to draft with other numbers in parameters of the `module`.
+        """Prepare a replacement of the numbers in parameters of the `module`.
 
         Args:
             weights: by the parameters' names, each of its parameter's shape, dtype and device. They are not copied.
 
         Returns:
-            What puts them in the place of those that are there, at once and without copying any. `weights_version`
-            then is another one. Nothing may be drafting meanwhile.
+            A function that replaces them at once, without copying, and changes `weights_version`. Nothing may draft
+            meanwhile.
         """
         parameters = dict(self.module.named_parameters())
         places = [(parameters[name], tensor.detach()) for name, tensor in weights.items()]

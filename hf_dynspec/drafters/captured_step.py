@@ -1,9 +1,8 @@
-"""Draft steps of a causal language model as CUDA graphs, which the host asks for at once.
+"""Draft steps of a causal language model as CUDA graphs, which the host launches at once.
 
-On a GPU the host takes many times as long to ask for a small model's operations one by one as the device takes to
-compute them. A graph of all of them is asked for at once. It computes at fixed addresses: keys and values lie in
-memory for a number of positions that is doubled when the text outgrows it, and a mask hides those that are not there
-yet. A graph is used only where it has agreed with the decoder.
+Launching a small model's operations one by one takes many times as long as computing them on a GPU. A graph launches
+all at once. It computes at fixed addresses: keys and values lie in memory for a fixed number of positions, which is
+doubled when the text outgrows it, and a mask hides unused positions. A graph must agree with the decoder to be used.
 """
 
 import threading
@@ -20,29 +19,27 @@ from ..memory.fixed_decoder import with_fused_norms
 from .traceable_decoder import COMPARED_LENGTHS, SteadyDecoder, are_close, cache_of, can_be_recorded, context_of
 from .weights_watch import WeightsWatch
 
-# Positions that the smallest memory has.
+# Positions in the smallest memory.
 _FEWEST_POSITIONS = 512
-# Forwards before one is captured, in which libraries set themselves up.
+# Forwards before a capture, in which libraries set themselves up.
 _WARM_UPS = 2
-# Tokens that are read one after another rather than by the decoder, launch by launch: after a draft that was accepted
-# whole there are two.
+# The most tokens that graphs read one by one instead of the decoder: a fully accepted draft leaves two.
 _MOST_APPENDED = 4
-# Memory for more positions than this is not kept for the next text.
+# Larger memory is not kept for the next text.
 _MOST_KEPT_POSITIONS = 8192
 
-# A capture waits for the device, which no other one may meanwhile.
+# A capture waits for the device, and no other capture may run meanwhile.
 _capturing = threading.Lock()
 
 
 class CapturedSteps:
-    """Draft steps of one model, for as long as its decoder does what it did when this was made, and its weights lie
-    where they lay.
+    """Draft steps of one model, valid while `still_holds` and the weights keep their addresses.
 
     Memory and graphs are lent to one text after another. One of each size up to 8,192 positions is kept for the next.
 
     Args:
-        decoder: what is captured.
-        windows: for each kind of layer how many positions it looks back on at most (None: all).
+        decoder: the captured decoder.
+        windows: for each kind of layer the most positions that it looks back on (None: all).
         like: the decoder's keys and values of any context.
     """
 
@@ -51,7 +48,7 @@ class CapturedSteps:
         self._like = [one[..., :0, :] for one in like]
         self._module = with_fused_norms(decoder.watch.module)
         self._free: dict[int, _StepMemory] = {}
-        # Memory may come back while it is held, when something else is collected.
+        # The garbage collector may return memory while the lock is held.
         self._lock = threading.RLock()
 
     def still_holds(self) -> bool:
@@ -59,29 +56,28 @@ class CapturedSteps:
         return self._decoder.still_holds()
 
     def anew(self) -> "CapturedSteps":
-        """Steps of the same decoder, whose weights lie elsewhere now."""
+        """Steps of the same decoder with weights at other addresses."""
         return CapturedSteps(self._decoder, self._windows, self._like)
 
     def layers(self) -> "FixedLayers":
-        """No keys and values yet, to which steps append."""
+        """Empty keys and values, to which steps append."""
         return FixedLayers(self)
 
     def lend(self, positions: int) -> "_StepMemory":
-        """Memory for at least so many positions."""
+        """Memory for at least this many positions."""
         capacity = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
         with self._lock:
             memory = self._free.pop(capacity, None)
         if memory is not None:
             memory.begin()
             return memory
-        # What is made in inference mode could not be written to outside of it.
+        # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 return self._new_memory(capacity)
             except torch.OutOfMemoryError:
-                # What the failed attempt holds is free when this block is left.
+                # Leaving this block frees the failed attempt's memory.
                 pass
-            # What is kept for other texts is given up for this one.
             with self._lock:
                 self._free.clear()
             return self._new_memory(capacity)
@@ -90,13 +86,13 @@ class CapturedSteps:
         return _StepMemory(self._module, self._windows, capacity, self._like)
 
     def give_back(self, memory: "_StepMemory") -> None:
-        """Keep memory for the next text, where it is not very large."""
+        """Keep memory for the next text unless it is very large."""
         if memory.capacity <= _MOST_KEPT_POSITIONS:
             with self._lock:
                 self._free[memory.capacity] = memory
 
     def agree(self) -> bool:
-        """Whether a step says what the decoder says, after contexts of several lengths."""
+        """Whether steps agree with the decoder after contexts of several lengths."""
         decoder = self._decoder.watch.module
         for length in COMPARED_LENGTHS:
             token_id, context = context_of(decoder, length)
@@ -117,19 +113,11 @@ class CapturedSteps:
 def capture_steps(
     model: PreTrainedModel, watch: WeightsWatch, windows: Mapping[str, int | None]
 ) -> CapturedSteps | None:
-    """Capture draft steps of a model's decoder.
-
-    Args:
-        model: a causal language model on a GPU.
-        watch: over its decoder.
-        windows: as for `CapturedSteps`.
-
-    Returns:
-        None where they would not hold for every context, or for weights that come and go.
-    """
+    """Capture draft steps of a model's decoder on a GPU, which `watch` watches (None: they would not hold for every
+    context, or the weights are offloaded). `windows` as for `CapturedSteps`."""
     if not can_be_recorded(model, list(watch.module.modules())):
         return None
-    # A model may do anything in its forward; whatever keeps it from being captured only costs speed.
+    # A model may do anything in its forward. Without a capture its steps are only slower.
     try:
         steps = CapturedSteps(SteadyDecoder(watch), windows, context_of(watch.module, 1)[1])
         return steps if steps.agree() else None
@@ -138,11 +126,7 @@ def capture_steps(
 
 
 class FixedLayers:
-    """Keys and values of one text, `[1, heads, n, head_dim]` each, at addresses that stay.
-
-    Args:
-        steps: lend the memory.
-    """
+    """Keys and values of one text, `[1, heads, n, head_dim]` each, at fixed addresses. `steps` lend the memory."""
 
     def __init__(self, steps: CapturedSteps):
         self._steps = steps
@@ -151,11 +135,11 @@ class FixedLayers:
 
     @property
     def most_appended(self) -> int:
-        """How many tokens `append` takes at most; those after nothing are the decoder's."""
+        """The most tokens for `append`; 0 at the beginning of a text, which the decoder must read."""
         return _MOST_APPENDED if self._count else 0
 
     def start_round(self) -> None:
-        """Go on in the stream that computes now. Graphs read what lies in the weights' memory now."""
+        """Go on in the current stream. Graphs read the present contents of the weights' memory."""
         if self._memory is not None:
             self._memory.follow_stream()
 
@@ -171,20 +155,20 @@ class FixedLayers:
         return self._memory.layers(self._count) if self._count else []
 
     def replace(self, tensors: list[torch.Tensor]) -> None:
-        """Take longer ones in their place, which begin with what these hold."""
+        """Replace the tensors by longer ones with the same beginning."""
         count = tensors[0].shape[-2]
         self._reserve(count)
         self._memory.write(tensors, self._count)
         self._count = count
 
     def truncate(self, length: int) -> None:
-        """Keep the first so many positions."""
+        """Keep the first `length` positions."""
         if length < self._count:
             self._memory.clear(length, self._count)
         self._count = length
 
     def _reserve(self, positions: int) -> None:
-        """Have memory for so many positions, with those that are there."""
+        """Get memory for this many positions, and copy the present ones."""
         before = self._memory
         if before is not None and before.capacity >= positions:
             return
@@ -192,13 +176,13 @@ class FixedLayers:
         if before is not None:
             self._memory.write(before.layers(self._count), 0)
             self._return()
-        # Also where nobody says that the text is over.
+        # Nobody announces the end of a text.
         self._return = weakref.finalize(self, self._steps.give_back, self._memory)
         self._return.atexit = False
 
 
 class _FixedLayer(DynamicLayer):
-    """Keys and values whose new ones are written at a place that the device knows."""
+    """Keys and values, written at a place that is a tensor on the device."""
 
     place: torch.Tensor
 
@@ -211,26 +195,20 @@ class _FixedLayer(DynamicLayer):
 
 
 class _StepMemory:
-    """Keys and values for so many positions, and the graph of the step that appends a token to them.
+    """Keys and values for `capacity` positions, and the graph of the step that appends a token to them.
 
     Args:
         decoder: the model without its output projection.
         windows: as for `CapturedSteps`.
-        capacity: how many positions.
-        like: for each tensor one of its shape but for the positions, of its dtype and on its device.
+        capacity: the number of positions.
+        like: for each tensor one with its dtype, its device and its shape except for the positions.
     """
 
-    def __init__(
-        self,
-        decoder: nn.Module,
-        windows: Mapping[str, int | None],
-        capacity: int,
-        like: list[torch.Tensor],
-    ):
+    def __init__(self, decoder: nn.Module, windows: Mapping[str, int | None], capacity: int, like: list[torch.Tensor]):
         self.capacity = capacity
         self._decoder, self._windows = decoder, windows
-        # Zeros, as what a mask hides is still multiplied, by 0, which makes none of what is no number. In one block
-        # where they are alike, which is cleared at once.
+        # Zeros, since hidden values are multiplied by 0, and NaN times 0 is NaN. Tensors of one shape share a block,
+        # which is cleared at once.
         self._blocks = self._tensors = [one.new_zeros(*one.shape[:-2], capacity, one.shape[-1]) for one in like]
         if len({one.shape for one in like}) == 1:
             self._blocks = [torch.stack(self._tensors)]
@@ -245,17 +223,16 @@ class _StepMemory:
         self._graph = self._captured()
 
     def begin(self) -> None:
-        """Another text begins here."""
+        """Begin another text."""
         self.follow_stream()
         self.clear(0, self.capacity)
 
     def clear(self, start: int, stop: int) -> None:
-        """Forget positions."""
         for block in self._blocks:
             block[..., start:stop, :].zero_()
 
     def follow_stream(self) -> None:
-        """Wait, on the device, for what was computed here on another stream than the one that goes on."""
+        """Make the current stream wait for the stream used before."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             if current != self._stream:
@@ -263,16 +240,16 @@ class _StepMemory:
                 self._stream = current
 
     def layers(self, length: int) -> list[torch.Tensor]:
-        """The first so many positions."""
+        """Views of the first `length` positions."""
         return [tensor[..., :length, :] for tensor in self._tensors]
 
     def write(self, tensors: list[torch.Tensor], start: int) -> None:
-        """Copy positions from one on."""
+        """Copy the positions from `start` on."""
         for mine, theirs in zip(self._tensors, tensors, strict=True):
             mine[..., start : theirs.shape[-2], :] = theirs[..., start:, :].detach()
 
     def append(self, token_id: torch.Tensor, length: int) -> torch.Tensor:
-        """Append a token, int64 `[1]`, after so many positions. Returns its hidden state, `[1, d]`."""
+        """Append a token, int64 `[1]`, after `length` positions. Returns its hidden state, `[1, d]`."""
         self._token_id.copy_(token_id.unsqueeze(0))
         self._position.fill_(length)
         if self._graph is None:
@@ -280,11 +257,11 @@ class _StepMemory:
         else:
             with torch.cuda.device(self._device):
                 self._graph.replay()
-        # The next step writes where this one wrote.
+        # The next step overwrites it.
         return self._hidden[0].clone()
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        """What runs a step; None where there are no graphs."""
+        """The graph of a step (None: no CUDA device)."""
         if self._stream is None:
             return None
         with _capturing, torch.cuda.device(self._device):
@@ -306,7 +283,7 @@ class _StepMemory:
         for layer in cache.layers:
             layer.place = self._position[0]
         masks = {kind: self._mask(window) for kind, window in self._windows.items()}
-        # In the decoder's own dtype, whatever the call is in that outgrew its memory.
+        # In the decoder's own dtype, also if the call that needed the memory uses autocast.
         with torch.autocast(self._device.type, enabled=False):
             self._hidden = self._decoder(
                 input_ids=self._token_id,
@@ -317,7 +294,7 @@ class _StepMemory:
             )[0]
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """`[1, 1, 1, capacity]`: 0 for positions that the token looks at, the lowest number for others."""
+        """`[1, 1, 1, capacity]`: 0 for visible positions, the lowest number for others."""
         distances = self._position[0] - self._places
         hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
         dtype = self._tensors[0].dtype

@@ -28,9 +28,8 @@ class CausalLMDrafter(Drafter):
         model: a decoder-only model with a language modelling head, in evaluation mode for reproducible drafts.
 
     Raises:
-        UnsupportedError: the model is an encoder-decoder, keeps a state that cannot be rolled back, or does
-            something to its hidden states or logits that its configuration does not tell, or holds weights that are no
-            numbers.
+        UnsupportedError: the model is an encoder-decoder, keeps a state that cannot be rolled back, changes hidden
+            states or logits in a way that its configuration does not show, or holds weights that are not finite.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -80,19 +79,19 @@ class CausalLMDrafter(Drafter):
             return self._version
 
     def _load_projection(self) -> None:
-        # Not watched until there is a head of what is there, so that a failure is not forgotten.
+        # Without a watch the next round tries again, in case there is an error here.
         self._projection_watch = None
         self.head = self._checked_head()
         self._projection_watch = WeightsWatch(self.model.get_output_embeddings(), samples=True)
         self._version += 1
 
     def _load_decoder(self) -> None:
-        # Weights are the trace's input; the decoder's parts, settings and hooks are what it must have been made with.
+        # Weights are inputs of a trace, but parts, settings and hooks of the decoder are not.
         self.step = self._recorded_step()
         self._version += 1
 
     def _recorded_step(self) -> TracedStep | CapturedSteps | None:
-        """A draft step without what the host does between its operations; None where it cannot be had."""
+        """A traced or captured draft step, which saves the host's work between operations (None: not possible)."""
         if self.has_own_layers:
             return None
         if has_graphs(input_device(self.model)):
@@ -100,14 +99,12 @@ class CausalLMDrafter(Drafter):
         return trace_step(self.model, self._watch)
 
     def _record_again(self) -> None:
-        """Record a step where that could not be done before and can now, as when a hook is gone."""
+        """Record a step if that has become possible, as when a hook is gone."""
         with self._lock:
             if self.step is None and not self.has_own_layers:
-                could, self._could_be_recorded = (
-                    self._could_be_recorded,
-                    can_be_recorded(self.model, list(self.decoder.modules())),
-                )
-                if self._could_be_recorded and not could:
+                could, can = self._could_be_recorded, can_be_recorded(self.model, list(self.decoder.modules()))
+                self._could_be_recorded = can
+                if can and not could:
                     self.step = self._recorded_step()
 
     def _checked_head(self) -> DynamicLMHead:
@@ -116,9 +113,7 @@ class CausalLMDrafter(Drafter):
             return head
         name = type(self.model).__name__
         if self.model.training:
-            raise UnsupportedError(
-                f"{name} is in training mode, in which it says something else each time: call eval()."
-            )
+            raise UnsupportedError(f"{name} is in training mode, in which its outputs are random: call eval().")
         require_finite_weights(self.model)
         raise UnsupportedError(
             f"{name} does something between its decoder and its logits that this package does not know, so shortlist "
@@ -126,11 +121,7 @@ class CausalLMDrafter(Drafter):
         )
 
     def _require_cache(self) -> None:
-        """Make sure that a draft step sees the tokens before it.
-
-        Raises:
-            UnsupportedError: the model's decoder ignores its cache, or keeps one that cannot be rolled back.
-        """
+        """Refuse a decoder that ignores its cache or cannot roll it back."""
         text = self._some_tokens(4)
 
         def trial() -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +136,7 @@ class CausalLMDrafter(Drafter):
             trial,
             "token by token",
             "its cache cannot be rolled back: {}. Use a drafter with attention layers alone",
-            "its decoder does not heed the cache that it is given. Use another drafter",
+            "its decoder ignores its cache. Use another drafter",
         )
 
     def require_trees(self) -> None:
@@ -153,9 +144,8 @@ class CausalLMDrafter(Drafter):
         require_known_kinds(self.model)
         if self.has_own_layers:
             raise UnsupportedError(
-                f"{type(self.model).__name__} keeps more than keys and values of what it has read, such as positions "
-                "or convolutions of the tokens before, which changes with the others of a tree. Draft chains with "
-                "tree=False."
+                f"{type(self.model).__name__} caches more than keys and values, such as convolutions of earlier "
+                "tokens, which would mix the branches of a tree. Draft chains with tree=False."
             )
         text = self._some_tokens(16)
 
@@ -174,24 +164,24 @@ class CausalLMDrafter(Drafter):
             trial,
             "a tree of tokens",
             "it takes no tree mask: {}. Draft chains with tree=False",
-            "what it says of one changes with the others beside it, as its attention goes by places in the cache (a "
-            "window, or biases by distance). Draft chains with tree=False",
+            "the branches change each other's outputs, as its attention goes by places in the cache (a window, or "
+            "biases by distance). Draft chains with tree=False",
         )
 
     @torch.no_grad()
     def _require_agreement(
         self, trial: Callable[[], tuple[torch.Tensor, torch.Tensor]], what: str, failing: str, differing: str
     ) -> None:
-        """Draft in two ways that must say the same.
+        """Draft `what` in two ways that must agree.
 
         Args:
             trial: returns two hidden states, `[d]`.
-            what: is being drafted.
-            failing: what is wrong where the model raises an error, which goes into it.
-            differing: what is wrong where the two differ.
+            what: the kind of draft, for errors.
+            failing: the problem if the trial raises an error, which fills the placeholder.
+            differing: the problem if the hidden states differ.
 
         Raises:
-            UnsupportedError: the trial fails, or they differ.
+            UnsupportedError: the trial fails, or the hidden states differ.
         """
         name = type(self.model).__name__
         try:
@@ -213,14 +203,13 @@ class CausalLMDrafter(Drafter):
         return self.decoder.get_input_embeddings().weight.shape[0]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        # Rows of the matrix as they are: a factor that a family has, such as Gemma's, says nothing about the token.
+        # Without the constant factor that some families apply, such as Gemma.
         return torch.nn.functional.embedding(token_ids, self.decoder.get_input_embeddings().weight)
 
     def unroll(
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
     ) -> Iterator[UnrolledStep]:
-        # Its hidden states depend on the text alone, and not on where a draft began.
-        # Without a recorded step, whose memory holds no gradients.
+        # Hidden states do not depend on the beginning of a draft. A recorded step would give no gradients.
         embedded, hidden = self.embed(token_ids), self._state(GrownLayers()).advance(token_ids)
         for step in range(first, first + depth):
             yield UnrolledStep(embedded[1 + step :], hidden[step:-1], hidden[1 + step :])
@@ -232,8 +221,8 @@ class CausalLMDrafter(Drafter):
         return CausalLMDrafter(copy.deepcopy(self.model))
 
     def prepare_weights(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        # What others have changed is taken up first: after this, no more than numbers is known to have changed, and
-        # neither a trace, whose inputs they are, nor what the logits are made by has to be found out again.
+        # Other changes are taken up first. The replacement then changes numbers alone, so the trace, whose inputs they
+        # are, and the head's kind still hold.
         _ = self.weights_version
         replace = super().prepare_weights(weights)
         parameters = dict(self.module.named_parameters())
@@ -256,7 +245,7 @@ class CausalLMDrafter(Drafter):
     def start(self) -> CausalLMState:
         if self.step is None:
             self._record_again()
-        # Looked up once, as another thread may find that it does not hold any more.
+        # Read once, as another thread may replace it.
         step = self.step
         return self._state(GrownLayers() if step is None else step.layers())
 
@@ -269,18 +258,17 @@ class CausalLMDrafter(Drafter):
 
 
 def _rows_of_position_table(model: PreTrainedModel) -> int | None:
-    """The positions that a model has in a table, learned (GPT-2, OPT) or not (CTRL, GPT-J); None if it computes them
-    for any position."""
+    """The size of a model's table of positions, learned (GPT-2, OPT) or not (CTRL, GPT-J); None if it has none."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     decoder, tokens = decoder_of(model), model.get_input_embeddings()
     tables = [one.weight for one in decoder.modules() if isinstance(one, torch.nn.Embedding) and one is not tokens]
     tables += [one for name, one in decoder.named_buffers() if "pos" in name.rsplit(".", 1)[-1] and one.dim() == 2]
-    # OPT and BioGPT have two rows before that of the first position.
+    # OPT and BioGPT have two rows before the first position's.
     has_table = most is not None and any(one.shape[0] - most in (0, 2) for one in tables)
     return most if has_table else None
 
 
 def _has_own_layers(model: PreTrainedModel) -> bool:
-    """Whether the model's cache has more than keys and values, such as an indexer's or a convolution's states."""
+    """Whether the model's cache has more than keys and values."""
     layers = DynamicCache(config=model.config.get_text_config()).layers
     return any(hasattr(one, state) for one in layers for state in ("indexer_keys", "conv_states"))

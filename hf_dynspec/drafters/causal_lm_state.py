@@ -1,4 +1,4 @@
-"""What an independent drafter remembers of a text: keys and values that can be rolled back, and the draft after."""
+"""The state of independent drafters: keys and values that can be rolled back."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,17 +17,17 @@ from .traced_step import GrownLayers
 class CausalLMState(DrafterState):
     """A growing key-value cache that is rolled back to the verified prefix after each round.
 
-    Every layer keeps all positions, those with a sliding window too (their masks still hide what lies outside it): a
-    window that forgets could not be rolled back past what a rejected draft pushed out of it. Only models whose layers
-    keep more than keys and values have a cache of transformers' own making.
+    Every layer keeps all positions, also one with a sliding window, whose mask hides the older ones: a rejected draft
+    could push positions out of a smaller cache for good. Only models whose layers keep more than keys and values use
+    a cache of transformers.
 
     Args:
         decoder: the model without its output projection.
-        head_weight: `[V, d]`: that of the output projection, in whose dtype and on whose device hidden states are.
-        windows: for each kind of layer how many positions it looks back on at most (None: all).
+        head_weight: `[V, d]`: the output projection's, with the dtype and the device of hidden states.
+        windows: for each kind of layer the most positions that it looks back on (None: all).
         embed: the embeddings, `[m, e]`, of tokens, int64 `[m]`.
-        layers: keys and values, empty, and what appends a token to them without the decoder.
-        cache: where the decoder's layers keep more than keys and values: one that is empty and can be rolled back.
+        layers: empty keys and values, and the recorded step that appends tokens to them.
+        cache: for decoders that keep more than keys and values, an empty cache that can be rolled back.
     """
 
     def __init__(
@@ -44,13 +44,12 @@ class CausalLMState(DrafterState):
         self._windows = windows
         self._embed = embed
         self._layers = layers
-        # A target with more rows than the drafter may say a token that the drafter has no embedding for.
+        # A target with more rows than the drafter may choose a token without an embedding here.
         self._largest_id = head_weight.shape[0] - 1
         self._cache = cache
         self._length = 0
         self._tree: _Tree | None = None
-        # The hidden states of the last tokens in the cache, `[r, d]`, from the newest that was verified on; and those
-        # of the last level of a tree.
+        # The hidden states of the newest verified token and of a drafted chain, `[r, d]`; and of a tree's last level.
         self._hidden = head_weight.new_zeros(0, head_weight.shape[1])
         self._level = self._hidden
 
@@ -100,7 +99,7 @@ class CausalLMState(DrafterState):
 
     def _pass_draft_inputs(self, observe: ObserveDraftInputs, token_ids: torch.Tensor, before: torch.Tensor) -> None:
         embedded = self._embed(token_ids)
-        # Before the first token of a text there is nothing.
+        # The first token of a text has no hidden state before it.
         observe(embedded, before if before.shape[0] else before.new_zeros(1, before.shape[1]))
 
     def truncate(self, length: int) -> None:
@@ -135,7 +134,7 @@ class CausalLMState(DrafterState):
 
     def _tree_inputs(self, width: int) -> dict[str, Any]:
         """Mask and positions of the last `width` nodes."""
-        # Another one may have been set since trees were asked for, and some then read past the mask's memory.
+        # Checked again, as the attention may have been changed, and some kinds then read past the mask's memory.
         require_tree_masks(self._decoder)
         tree = self._tree
         device = tree.paths.device
@@ -151,17 +150,17 @@ class CausalLMState(DrafterState):
 
 
 class _Tree:
-    """Which of the drafted nodes lie on the path to each node of the last level."""
+    """The drafted nodes on the path to each node of the last level."""
 
     def __init__(self, device: torch.device):
         self.levels = 0
-        # bool [w, t]: for each of the w nodes of the last level, which of all t nodes are on its path.
+        # bool [w, t]: for each of the w nodes of the last level, the nodes on its path among all t.
         self.paths = torch.zeros(1, 0, dtype=torch.bool, device=device)
         # int64 [t]
         self.level_of = torch.zeros(0, dtype=torch.int64, device=device)
 
     def add_level(self, parents: torch.Tensor) -> None:
-        """Take in a level of nodes, given the row of each one's parent in the level before, `[w]`."""
+        """Add a level of nodes with these parents' rows in the level before, `[w]`."""
         w = parents.shape[0]
         rows = torch.zeros_like(parents) if self.levels == 0 else parents
         itself = torch.eye(w, dtype=torch.bool, device=parents.device)

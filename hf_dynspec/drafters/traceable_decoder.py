@@ -1,4 +1,4 @@
-"""Whether a draft step of a causal language model can be recorded, and whether what was recorded still holds."""
+"""Whether a draft step of a causal language model can be recorded, and whether a record still holds."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from transformers.cache_utils import DynamicLayer
 from ..cache_names import cache_inputs
 from .weights_watch import WeightsWatch
 
-# Lengths of cached context at which what was recorded is compared with the decoder.
+# Lengths of cached context at which a record is compared with the decoder.
 COMPARED_LENGTHS = (1, 7, 30)
 
 # Kinds of rotary embedding that are the same function of the position at every length.
 _STEADY_ROPE = ("default", "linear", "llama3", "proportional")
-# The classes of other packages, such as adapters and quantised layers, may change what they do without a trace of it.
+# Classes of other packages, such as adapters and quantised layers, may change their behaviour unnoticed.
 _KNOWN_PACKAGES = ("torch.nn.modules.", "transformers.")
-# transformers records hidden states by hooks that it adds when it is first asked for some, and that change nothing.
+# transformers records hidden states by hooks, added on first use, which change nothing.
 _RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 
@@ -27,16 +27,11 @@ def layers_of(cache: DynamicCache) -> list[torch.Tensor]:
 
 
 def cache_of(tensors: list[torch.Tensor], kind: type[DynamicLayer] = DynamicLayer) -> DynamicCache:
-    """A cache over these keys and values, which are not copied.
-
-    Args:
-        tensors: as `layers_of` returns them.
-        kind: of its layers.
-    """
+    """A cache of layers of this kind over the keys and values of `layers_of`, without copying them."""
     cache = DynamicCache()
     for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
         layer = kind()
-        # All that its lazy initialization sets, but for empty tensors, which a GPU would be waited for.
+        # As its lazy initialization, but without the empty tensors, which wait for a GPU.
         layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
         layer.is_initialized = True
         cache.layers.append(layer)
@@ -44,11 +39,7 @@ def cache_of(tensors: list[torch.Tensor], kind: type[DynamicLayer] = DynamicLaye
 
 
 class SteadyDecoder:
-    """A decoder as it was when a step of it was recorded.
-
-    Args:
-        watch: over the decoder, which is not being changed meanwhile.
-    """
+    """The hooks, settings and methods of a decoder at the time of a record. `watch` watches the decoder."""
 
     def __init__(self, watch: WeightsWatch):
         self.watch = watch
@@ -60,13 +51,13 @@ class SteadyDecoder:
         self._methods_then = self._methods_now()
 
     def still_holds(self) -> bool:
-        """Whether nobody listens in the decoder, and its settings and methods are what they were. Weights may change
-        freely; whether parts were put in the place of others is for the watch to say."""
+        """Whether the decoder has no hooks, and its settings and methods have not changed. Weights may change freely,
+        and the watch sees replaced parts."""
         if _has_foreign_hooks(self._hooks) or self._methods_now() != self._methods_then:
             return False
         try:
             return self._settings == self._settings_then
-        # Two different tensors, which have no truth value together.
+        # The comparison of two different tensors has no truth value.
         except (RuntimeError, ValueError):
             return False
 
@@ -75,7 +66,7 @@ class SteadyDecoder:
 
 
 def can_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
-    """Whether a record of a step could hold for these modules of a model as they are now."""
+    """Whether a record of a step can hold for these modules of a model in their present state."""
     return (
         _has_steady_positions(model)
         and not any(module.training or "forward" in vars(module) for module in modules)
@@ -85,7 +76,7 @@ def can_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
 
 
 def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Some token, int64 `[1, 1]`, and the keys and values of a context of that length before it."""
+    """A token, int64 `[1, 1]`, and the keys and values of a context of that length before it."""
     embedding = decoder.get_input_embeddings().weight
     context = torch.arange(length, device=embedding.device).remainder(embedding.shape[0]).unsqueeze(0)
     cache = DynamicCache()
@@ -94,13 +85,13 @@ def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torc
 
 
 def are_close(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of a step say the same up to rounding."""
+    """Whether two tensors of a step agree up to rounding."""
     tolerance = 1e-4 if first.dtype == torch.float32 else 5e-2
     return first.shape == second.shape and torch.allclose(first, second, rtol=tolerance, atol=tolerance)
 
 
 def _has_steady_positions(model: PreTrainedModel) -> bool:
-    """Whether a position is turned alike in every context, on one device."""
+    """Whether the rotation of a position is the same in every context, and the model is on one device."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return (
@@ -114,7 +105,7 @@ def _hooks_of(modules: list[nn.Module]) -> list[dict[int, Any]]:
 
 
 def _has_foreign_hooks(hooks: list[dict[int, Any]]) -> bool:
-    """Whether anybody but transformers' recording of outputs listens."""
+    """Whether there are hooks other than transformers' recording of outputs."""
     return nn.modules.module._has_any_global_hook() or any(
         getattr(hook, "__module__", None) != _RECORDING_HOOKS for some in hooks if some for hook in some.values()
     )

@@ -1,9 +1,9 @@
 """One draft step of a causal language model as a traced graph, without the Python between its operations.
 
-A drafter has few layers, and a step of one token does little arithmetic in each: most of the time of such a step is
-spent between the operations. A trace of the step replays them alone. Weights are given to it like any other input, so
-that it never holds old ones, and models of one architecture share it. Tracing takes a fraction of a second, and the
-graph is used only for models with which it has agreed, at lengths other than the one it was traced at.
+A drafter has few layers with little arithmetic for one token, so most of a step's time is spent between operations. A
+trace replays the operations alone. Weights are inputs of the trace, so that it never holds old ones and models of one
+architecture share it. Tracing takes a fraction of a second, and the graph must agree with the model at lengths other
+than the traced one.
 """
 
 import copy
@@ -30,20 +30,20 @@ from .traceable_decoder import (
 )
 from .weights_watch import WeightsWatch
 
-# The length of cached context that is traced at.
+# The length of cached context during tracing.
 _TRACED_LENGTH = 7
 
-# torch never gives back the memory of a trace, some megabytes, so there is a limit to how many are made.
+# torch never frees the memory of a trace, some megabytes, so their number is limited.
 _MOST_TRACES = 32
 _traces: dict[Any, Callable[..., tuple[torch.Tensor, ...]] | None] = {}
 _lock = threading.Lock()
 
 
 class TracedStep:
-    """Draft steps of one model, for as long as its decoder does what it did when this was made.
+    """Draft steps of one model, valid while `still_holds`.
 
     Args:
-        decoder: what was traced.
+        decoder: the traced decoder.
         graph: a trace that agrees with it.
     """
 
@@ -56,37 +56,28 @@ class TracedStep:
         return self._decoder.still_holds()
 
     def layers(self) -> "GrownLayers":
-        """No keys and values yet, to which steps append."""
+        """Empty keys and values, to which steps append."""
         return GrownLayers(self)
 
     def weights(self) -> list[torch.Tensor]:
-        """What `run` takes, good for a round."""
+        """The weights for `run`, valid for a round."""
         return self._decoder.watch.parameters()
 
     def run(
         self, weights: list[torch.Tensor], token_id: torch.Tensor, length: int, layers: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Append one token.
-
-        Args:
-            weights: what `weights()` returned.
-            token_id: int64 `[1]`.
-            length: of the cache.
-            layers: keys and values of every layer.
-
-        Returns:
-            The hidden state `[1, d]`, and the longer keys and values.
-        """
+        """Append a token, int64 `[1]`, to keys and values of `length` positions. Returns the hidden state, `[1, d]`,
+        and the longer keys and values."""
         position = torch.full((1, 1), length, dtype=torch.int64, device=token_id.device)
         hidden, *layers = self._graph(token_id.unsqueeze(0), position, *weights, *layers)
         return hidden[0], layers
 
 
 class GrownLayers:
-    """Keys and values of one text, `[1, heads, n, head_dim]` each, which are longer tensors after every step.
+    """Keys and values of one text, `[1, heads, n, head_dim]` each, which every step replaces by longer tensors.
 
     Args:
-        step: appends a token (None: nothing but the decoder does).
+        step: appends a token (None: only the decoder does).
     """
 
     def __init__(self, step: TracedStep | None = None):
@@ -96,11 +87,11 @@ class GrownLayers:
 
     @property
     def most_appended(self) -> int:
-        """How many tokens `append` takes at most; those after nothing are the decoder's."""
+        """The most tokens for `append`; 0 at the beginning of a text, which the decoder must read."""
         return 1 if self._step is not None and self._tensors else 0
 
     def start_round(self) -> None:
-        """Look up the weights, which may be others than in the round before."""
+        """Look up the weights, which may have changed."""
         if self._step is not None:
             self._weights = self._step.weights()
 
@@ -114,31 +105,24 @@ class GrownLayers:
         return self._tensors
 
     def replace(self, tensors: list[torch.Tensor]) -> None:
-        """Take longer ones in their place, which begin with what these hold."""
+        """Replace the tensors by longer ones with the same beginning."""
         self._tensors = tensors
 
     def truncate(self, length: int) -> None:
-        """Keep the first so many positions."""
+        """Keep the first `length` positions."""
         self._tensors = [tensor[..., :length, :] for tensor in self._tensors] if length else []
 
 
 @torch.no_grad()
 def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None:
-    """Trace one step of a model's decoder, or find a trace of another model of the same architecture.
-
-    Args:
-        model: a causal language model.
-        watch: over its decoder.
-
-    Returns:
-        None where a trace would not hold for every context, or for weights that come and go.
-    """
+    """Trace one step of a model's decoder, which `watch` watches, or find a trace of another model of the same
+    architecture (None: a trace would not hold for every context, or the weights are offloaded)."""
     decoder = watch.module
     if not can_be_recorded(model, list(decoder.modules())) or not _has_steady_masks(model):
         return None
     weights = watch.parameters()
     key = (repr(model.config), repr(decoder), tuple((one.shape, one.dtype, one.device) for one in weights))
-    # A model may do anything in its forward; whatever keeps it from being traced only costs the speed of the trace.
+    # A model may do anything in its forward. Without a trace its steps are only slower.
     try:
         with _lock, without_warnings():
             step = _Step(decoder, weights)
@@ -146,7 +130,7 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
                 _traces[key] = None
                 example = _example(decoder, _TRACED_LENGTH)
                 graph = torch.jit.trace(step.run, (*example[:2], *weights, *example[2:]), check_trace=False)
-                # By this torch would keep alive what was traced, and with it these weights.
+                # This would keep the traced module and its weights alive.
                 graph.__dict__.pop("_torchdynamo_inline", None)
                 _traces[key] = graph
             graph = _traces.get(key)
@@ -160,8 +144,8 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
 
 
 class _Step:
-    """A step as a function of tensors: token, position, weights, keys and values in; hidden state, keys and values
-    out. It runs a copy of the decoder's modules, which share its weights until others are put in their place."""
+    """A step as a function of tensors, from token, position, weights, keys and values to hidden state, keys and
+    values. It runs a copy of the decoder's modules, whose weights it replaces."""
 
     def __init__(self, decoder: nn.Module, weights: list[torch.Tensor]):
         self._decoder = copy.deepcopy(decoder, {id(one): one for one in weights})
@@ -185,8 +169,7 @@ class _Step:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Tracing warns of every value that it takes for a constant, which the comparison checks, and of every attribute
-    that it looks at."""
+    """Silence the warnings of tracing, about constants, which the comparison checks, and about attributes."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -198,14 +181,13 @@ def without_warnings() -> Iterator[None]:
 
 
 def _has_steady_masks(model: PreTrainedModel) -> bool:
-    """Whether a step does the same operations whatever the length of the context is."""
+    """Whether the operations of a step are the same for contexts of every length."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
 
 
 def _example(decoder: nn.Module, length: int) -> tuple[torch.Tensor, ...]:
-    """Inputs of a step after a context of that length."""
     token_id, layers = context_of(decoder, length)
     return token_id, torch.tensor([[length]], device=token_id.device), *layers
 

@@ -1,7 +1,7 @@
-"""Tells whether weights still are what a copy or a trace was made from, at a cost that a round does not notice.
+"""Detects changes of weights at a negligible cost for a round.
 
-People adapt drafters while they generate: adapters come, go, are switched, disabled and merged, weights are loaded,
-cast and trained. Who holds a copy of weights looks here at the start of a round, and copies anew where they changed.
+Drafters may be adapted between rounds: adapters are added, switched, merged and removed, weights are loaded, cast and
+trained. Holders of copies or traces check at the start of a round, and renew them after a change.
 """
 
 import operator
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-# What layers of peft say of the adapters in them, which may change without any tensor.
+# Attributes of peft's layers that may change without any tensor.
 _ADAPTER_SETTINGS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
-# Numbers of a tensor that are compared, spread over it.
+# Compared numbers of a tensor, spread over it.
 _SAMPLED = 16
 
 
 class WeightsWatch:
     """Remembers the parts, weights and adapters of a module.
 
-    A change in place is told by torch's count of such changes. What is changed past that count, through `.data`, is
-    told by a sample of the numbers, on the CPU alone: elsewhere it would have to be waited for. Buffers that are not
-    saved with a model are none of its weights: some rotary embeddings write theirs in every forward. Weights that
-    accelerate keeps elsewhere come and go with every forward too, and cannot be watched.
+    torch counts changes in place. Changes through `.data` escape that count, and show in a sample of the numbers, on
+    the CPU only, as a GPU would have to be waited for. Buffers that are not saved with a model do not count: some
+    rotary embeddings write theirs in every forward. Weights that accelerate offloads come and go with every forward,
+    and cannot be watched.
 
     Args:
-        module: what to watch.
-        samples: whether to look at numbers too, for weights of which copies are held.
+        module: the module to watch.
+        samples: compare numbers too, for weights with copies.
     """
 
     def __init__(self, module: nn.Module, samples: bool = False):
@@ -37,19 +37,19 @@ class WeightsWatch:
         self._remember()
 
     def has_changed(self) -> bool:
-        """Whether anything changed since this was last asked, or since the watch began."""
+        """Whether anything changed since the last call, or since the watch began."""
         if self._is_offloaded or self._is_unchanged():
             return False
         self._remember()
         return True
 
     def accept_weights(self) -> None:
-        """Take what the parameters hold now for unchanged."""
+        """Treat the present numbers of the parameters as unchanged."""
         if not self._is_offloaded:
             self._stamp_then = stamp(self._weights_now(), self._samples)
 
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters and buffers as they are now, in an order that depends on the modules' classes alone."""
+        """All present parameters and buffers, in an order that depends on the modules' classes alone."""
         return [one for one in chain.from_iterable(map(dict.values, self._tensor_dicts)) if one is not None]
 
     def _is_unchanged(self) -> bool:
@@ -89,18 +89,18 @@ class WeightsWatch:
         return [one for one in held if one is not None]
 
     def _adapters_now(self) -> list[Any]:
-        # Copies, as peft changes its lists and dictionaries where they are.
+        # Copies, as peft changes its lists and dictionaries in place.
         return [_copied(getattr(one, name, None)) for one in self._adapted for name in _ADAPTER_SETTINGS]
 
 
 def stamp(tensors: Iterable[torch.Tensor], samples: bool = False) -> list[Any]:
-    """What tells tensors from changed ones: where they lie, of which kind they are, how often they were changed in
-    place, and on the CPU, where `samples`, some of their numbers."""
+    """Marks that change with tensors: addresses, dtypes, counts of changes in place, and with `samples`, on the CPU,
+    some of their numbers."""
     tensors = list(tensors)
     marks = list(chain.from_iterable(map(_marks_of, tensors)))
     on_cpu = [one for one in tensors if samples and one.device.type == "cpu" and one.numel()]
     if on_cpu:
-        # By their bits, since what is no number differs from itself; and together, as each would take as long as all.
+        # Bits, since NaN differs from itself; and all at once, as each comparison would take as long.
         marks.append(torch.cat([_sample(one) for one in on_cpu]).view(torch.uint8).numpy().tobytes())
     return marks
 
@@ -108,7 +108,7 @@ def stamp(tensors: Iterable[torch.Tensor], samples: bool = False) -> list[Any]:
 def _marks_of(tensor: torch.Tensor) -> Iterator[Any]:
     try:
         yield tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # of quantised and other tensors that are made of several
+    except (RuntimeError, NotImplementedError):  # quantised and other composite tensors
         yield id(tensor)
     yield tensor.dtype
     yield 0 if tensor.is_inference() else tensor._version
@@ -117,7 +117,7 @@ def _marks_of(tensor: torch.Tensor) -> Iterator[Any]:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """`[n]`: numbers of a tensor, spread over it."""
     if not tensor.is_contiguous():
-        # The whole of it would be copied.
+        # Flattening all of it would copy it.
         tensor = tensor[:1].flatten()
     step = max(1, tensor.numel() // _SAMPLED)
     return tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))

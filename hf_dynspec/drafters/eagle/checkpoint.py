@@ -1,14 +1,14 @@
 """EAGLE checkpoints on disk: recognising, checking, reading and writing them.
 
-Three layouts are known. They differ in names and settings, not in what the tensors mean:
+There are three layouts, which differ in names and settings:
 
 - EAGLE-2 (Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"; EAGLE-1's heads are
   the same): `fc` of an embedding and a feature, then `layers.0`, a Llama layer without a norm before its attention.
 - EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
   Test"), official: `fc` of several features, then `midlayer`, whose attention reads embedding and feature at once.
-- EAGLE-3 as the speculators library writes it: `layers.0` in place of `midlayer`, and a nested configuration.
+- EAGLE-3 of the speculators library: `layers.0` in place of `midlayer`, and a nested configuration.
 
-Inside the package every tensor has one name: the layer is `layer.…`, all else is called as in the files.
+Inside the package the layer is always `layer.…`; all other names are those of the files.
 """
 
 import os
@@ -41,21 +41,21 @@ from .checkpoint_files import (
 from .checkpoint_tensors import check_contents, check_headers, layer_prefix, renamed
 from .settings import CheckpointFormat, EagleSettings, read_settings
 
-# What errors say of tensors that are not those of a head.
+# The error for tensors of anything but a head.
 NO_HEAD = "has neither `fc` and `layers.0` (EAGLE-2) nor `midlayer` (EAGLE-3)"
 
 
 @dataclass(frozen=True, eq=False)
 class EagleCheckpoint:
-    """An EAGLE head as a file holds it.
+    """The contents of an EAGLE checkpoint.
 
     Args:
-        format: the layout that it was read from and is written in.
+        format: the layout.
         config: the contents of `config.json`, unchanged.
-        settings: what the configuration means.
-        tensors: CPU tensors by the package's names, in the dtypes of the file: floating point, but for `d2t` int32 or
-            int64 `[draft_vocab_size]` (an offset: row `i` stands for token `i + d2t[i]`) and `t2d` bool `[V]`.
-        folder: the absolute path that it was read from, which tells repository and commit of what came from the Hub.
+        settings: the settings of the configuration.
+        tensors: CPU tensors by the package's names, in the dtypes of the file: floating point, except `d2t` int32 or
+            int64 `[draft_vocab_size]` (row `i` stands for token `i + d2t[i]`) and `t2d` bool `[V]`.
+        folder: the absolute path of the checkpoint, which for the Hub contains repository and commit.
     """
 
     format: CheckpointFormat
@@ -66,7 +66,7 @@ class EagleCheckpoint:
 
     @classmethod
     def from_parts(cls, config: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> "EagleCheckpoint":
-        """Check a configuration and tensors under the names that a file of its format gives them.
+        """Check a configuration and tensors by their names in files of its format.
 
         Raises:
             ArtifactError: as `read_checkpoint`.
@@ -78,15 +78,13 @@ class EagleCheckpoint:
         return cls(checkpoint_format, deepcopy(dict(config)), settings, tensors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors under the names that a file of this format gives them."""
+        """The tensors by their names in files of this format."""
         layer = layer_prefix(self.format, self.settings.generation)
         return {renamed(name, "layer.", layer): tensor for name, tensor in self.tensors.items()}
 
     def token_ids(self) -> torch.Tensor | None:
-        """int64 `[draft_vocab_size]`: the target's id of each row of the head's own projection.
-
-        None where row `i` is token `i`.
-        """
+        """int64 `[draft_vocab_size]`: the target's id of each row of the head's own projection (None: row `i` is token
+        `i`)."""
         offsets = self.tensors.get("d2t")
         if offsets is None or (self.settings.draft_vocab_size == self.settings.vocab_size and not bool(offsets.any())):
             return None
@@ -101,19 +99,19 @@ def read_checkpoint(
     token: str | bool | None = None,
     allow_pickle: bool = False,
 ) -> EagleCheckpoint:
-    """Read a checkpoint, of which nothing is believed: names and shapes are checked before tensors are loaded.
+    """Read a checkpoint and check all of it; names and shapes before any tensor is loaded.
 
     Args:
         directory_or_repo: an existing folder, or a repository on the Hub.
         revision: the branch, tag or commit of a repository, resolved to one commit for all files.
-        cache_dir: where downloads are kept (None: the Hub's usual cache).
+        cache_dir: the folder for downloads (None: the Hub's usual cache).
         token: for a private repository (None: the one that you are logged in with).
-        allow_pickle: read `pytorch_model.bin` where there are no safetensors, by `torch.load(weights_only=True)`.
+        allow_pickle: read `pytorch_model.bin` if there are no safetensors, by `torch.load(weights_only=True)`.
 
     Raises:
-        ArtifactError: a file is missing, damaged or a pickle that nobody allowed; a setting is missing, mistyped, out
-            of range or asks for what this package does not do; a tensor is missing, unexpected, of another shape or
-            dtype, not finite, or maps draft tokens to ids that are no tokens.
+        ArtifactError: a file is missing, damaged or a pickle that was not allowed; a setting is missing, mistyped, out
+            of range or not supported; a tensor is missing, unexpected, of another shape or dtype, not finite, or maps
+            draft tokens to ids that are no tokens.
     """
     patterns = [*HEAD_FILES, *[PICKLE_FILE] * allow_pickle]
     folder = local_folder(directory_or_repo, patterns, revision=revision, cache_dir=cache_dir, token=token)
@@ -132,16 +130,11 @@ def read_checkpoint(
 
 
 def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) -> Path:
-    """Write a checkpoint as `config.json` and `model.safetensors`, in its own format.
+    """Write a checkpoint as `config.json` and `model.safetensors`, in its own format, and return the folder, which is
+    made if needed.
 
-    A process that is killed meanwhile leaves the old checkpoint, the new one, or a folder without `config.json`; never
-    one's settings with the other's tensors.
-
-    Args:
-        directory: made if needed.
-
-    Returns:
-        The folder.
+    A process killed meanwhile leaves the old checkpoint, the new one, or a folder without `config.json`, never the
+    settings of one with the tensors of the other.
     """
     import json
 
@@ -155,7 +148,7 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
         named = {name: tensor.contiguous().clone() for name, tensor in checkpoint.named_tensors().items()}
         save_file(named, weights, metadata={"format": "pt"})
         config.write_text(json.dumps(checkpoint.config, indent=2) + "\n", encoding="utf-8")
-        # safetensors lets nobody else read what it writes, and a server may run as somebody else.
+        # safetensors makes files private, and a server may run as another user.
         shutil.copymode(config, weights)
         for path in (weights, config):
             with path.open("rb") as file:
@@ -169,11 +162,7 @@ def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) 
 def _recognise(
     config: Mapping[str, Any], headers: Mapping[str, TensorHeader], source: str
 ) -> tuple[CheckpointFormat, EagleSettings, dict[str, str]]:
-    """Tell the format, read the settings, and map the package's names to the file's.
-
-    Raises:
-        ArtifactError: no format fits, or the tensors are not those of the settings.
-    """
+    """Find the format, read the settings, check the headers, and map the package's names to the file's."""
     checkpoint_format: CheckpointFormat = "official"
     if "speculators_model_type" in config:
         checkpoint_format, generation = "speculators", 3

@@ -1,5 +1,5 @@
-"""The files of EAGLE checkpoints, of which nothing is believed: JSON, safetensors in one file or several, and pickles
-where their reader allows them."""
+"""The files of EAGLE checkpoints, which are not trusted: JSON, safetensors in one or more files, and pickles if
+allowed."""
 
 import re
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
-# What is fetched of a repository.
+# The files to download.
 HEAD_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors")
 
 FETCH_AGAIN = "Download or convert the checkpoint again."
-# The dtypes that weights and token ids may have, by the names that safetensors gives them.
+# The dtypes of weights and token ids, by their names in safetensors.
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 IDS = {"I32": torch.int32, "I64": torch.int64}
 
@@ -33,10 +33,10 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")
 
 
 def read_json(folder: Path, filename: str) -> dict[str, Any]:
-    """The JSON object of a file of a checkpoint.
+    """The JSON object in a file of a checkpoint.
 
     Raises:
-        ArtifactError: it is missing, too large, or not strict JSON.
+        ArtifactError: the file is missing, too large, or not strict JSON.
     """
     path = folder / filename
     if not is_there(path):
@@ -45,7 +45,7 @@ def read_json(folder: Path, filename: str) -> dict[str, Any]:
 
 
 def safetensors_files(folder: Path) -> list[Path] | None:
-    """The one file, or those that an index names; None where there are no safetensors."""
+    """The single file, or the files that an index names (None: there are no safetensors)."""
     if is_there(folder / WEIGHTS_FILE):
         return [folder / WEIGHTS_FILE]
     if not is_there(folder / INDEX_FILE):
@@ -54,7 +54,7 @@ def safetensors_files(folder: Path) -> list[Path] | None:
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise ArtifactError(f"{INDEX_FILE}: weight_map", "must map tensors to files", FETCH_AGAIN)
     for name in sorted(set(shards.values())):
-        # A name with a folder in it could lead anywhere on the disk.
+        # A path could lead anywhere on the disk.
         if not _SHARD_NAME.fullmatch(name) or not is_there(folder / name):
             problem = f"names {shown_value(name)}, which is not there"
             raise ArtifactError(f"{INDEX_FILE}: weight_map", problem, FETCH_AGAIN)
@@ -62,21 +62,17 @@ def safetensors_files(folder: Path) -> list[Path] | None:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """Shapes and dtypes of all tensors, before any of them is loaded.
+    """Read shapes and dtypes of all tensors without loading them.
 
     Raises:
-        ArtifactError: a file cannot be read, there are too many bytes or tensors, or two files have the same one.
+        ArtifactError: a file cannot be read, there are too many bytes or tensors, or a tensor is in two files.
     """
     headers = tensors.read_headers(files, _MOST_TENSORS, _LARGEST_TOTAL)
     return {name: header for held in headers.values() for name, header in held.items()}
 
 
 def load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
-    """All tensors, on the CPU, by the names that the files give them.
-
-    Raises:
-        ArtifactError: a file cannot be read.
-    """
+    """All tensors on the CPU, by their names in the files. Raises `ArtifactError` if a file cannot be read."""
     loaded: dict[str, torch.Tensor] = {}
     for path in files:
         with open_safetensors(path) as file:
@@ -85,10 +81,10 @@ def load_tensors(files: Iterable[Path]) -> dict[str, torch.Tensor]:
 
 
 def load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
-    """Load `pytorch_model.bin` without running code that it may hold, and only when told to.
+    """Load `pytorch_model.bin`, if allowed, without running code in it.
 
     Raises:
-        ArtifactError: it is missing, not allowed, damaged, or holds more than tensors with their values.
+        ArtifactError: it is missing, not allowed, damaged, or holds anything but tensors with their values.
     """
     path = folder / PICKLE_FILE
     if not allow_pickle or not is_there(path):
@@ -108,7 +104,7 @@ def load_pickle(folder: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
         raise ArtifactError(PICKLE_FILE, "is not a dictionary of tensors", FETCH_AGAIN)
     if any(one.layout != torch.strided or one.device.type != "cpu" for one in loaded.values()):
         raise ArtifactError(PICKLE_FILE, "holds tensors without their values", FETCH_AGAIN)
-    # Views can make a few bytes look like any number of them.
+    # Views can claim any size for a few bytes.
     claimed, size = sum(one.numel() * one.element_size() for one in loaded.values()), path.stat().st_size
     if claimed > size:
         problem = f"holds tensors of {claimed} bytes in a file of {size}"

@@ -1,4 +1,4 @@
-"""The tensors of an EAGLE checkpoint: their names in each layout, and what their shapes and values must be."""
+"""The tensors of an EAGLE checkpoint: their names in each layout, their shapes and their values."""
 
 from collections.abc import Mapping
 
@@ -10,19 +10,19 @@ from .settings import CheckpointFormat, EagleSettings
 
 
 def layer_prefix(checkpoint_format: CheckpointFormat, generation: int) -> str:
-    """How the names of the layer's tensors begin in a file; `layer.` inside the package."""
+    """The prefix of the layer's tensors in a file; `layer.` inside the package."""
     return "midlayer." if checkpoint_format == "official" and generation == 3 else "layers.0."
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """A tensor's name with `new` in the place of its beginning `old`, where it has that."""
+    """A tensor's name with the prefix `old` replaced by `new`."""
     return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 def _expected_shapes(
     settings: EagleSettings, found: Mapping[str, TensorHeader]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The shapes of the tensors that must be there, and of those that may be."""
+    """The shapes of the required and of the optional tensors."""
     hidden, vocab, draft_vocab = settings.hidden_size, settings.vocab_size, settings.draft_vocab_size
     inner, inputs = settings.intermediate_size, hidden * (settings.generation - 1)
     sizes = {"q": settings.num_attention_heads, "k": settings.num_key_value_heads, "v": settings.num_key_value_heads}
@@ -59,7 +59,7 @@ def _expected_shapes(
 
 
 def check_headers(settings: EagleSettings, found: Mapping[str, TensorHeader], prefix: str, source: str) -> None:
-    """Hold every tensor against the settings, and name all that is wrong at once."""
+    """Check names, shapes and dtypes of all tensors, and report all problems at once."""
 
     def shown(name: str) -> str:
         return renamed(name, "layer.", prefix)

@@ -1,7 +1,7 @@
-"""From one layout of EAGLE checkpoints to another. What the other layout cannot say is refused, never dropped.
+"""Conversion of EAGLE checkpoints between layouts. A head that the other layout cannot express is refused.
 
-Tensors keep their bits; only their names change. What is added is what the reader of the other layout needs: the
-verifier's rows for speculators, and for SGLang the zero `fc.bias` of an EAGLE-2 head without one.
+Tensors keep their bits and get other names. Added are only the verifier's rows for speculators, and for SGLang a zero
+`fc.bias` for EAGLE-2 heads without one.
 """
 
 import os
@@ -21,7 +21,7 @@ ConversionTarget = Literal["official", "speculators", "sglang"]
 
 _ROWS = ("lm_head.weight", "embed_tokens.weight")
 
-# Settings of an official configuration that stand outside of speculators' `transformer_layer_config`.
+# Settings of an official configuration outside of speculators' `transformer_layer_config`.
 _TOP_KEYS = {
     "architectures",
     "draft_vocab_size",
@@ -42,21 +42,21 @@ def convert_checkpoint(
     output_rows: torch.Tensor | None = None,
     speculative_tokens: int = 5,
 ) -> EagleCheckpoint:
-    """Convert a checkpoint; to the layout that it has already, it is returned as it is.
+    """Convert a checkpoint. One that has the layout already is returned as it is.
 
     Args:
-        checkpoint: what to convert.
-        to: `official` (SafeAILab's EAGLE), `speculators` (EAGLE-3 only; read by vLLM), or `sglang`: the official
-            layout with what SGLang asks for.
+        checkpoint: the checkpoint to convert.
+        to: `official` (SafeAILab's EAGLE), `speculators` (EAGLE-3 only; read by vLLM), or `sglang` (the official
+            layout with SGLang's additions).
         verifier: for speculators, the name or path of the target.
         architectures: for speculators, the target's architectures, such as `LlamaForCausalLM`.
-        output_rows: `[V, H]`: for speculators, the target's output projection. Needed where the head has no
-            `lm_head`, as speculators stores the rows that it uses.
-        speculative_tokens: for speculators, how many tokens it drafts unless told otherwise.
+        output_rows: `[V, H]`: for speculators, the target's output projection. Needed for heads without `lm_head`, as
+            speculators stores the rows that it uses.
+        speculative_tokens: for speculators, the default number of tokens to draft.
 
     Raises:
-        ArtifactError: the layout cannot express the head, or something that it must hold was not given. The message
-            names all settings that stand in the way.
+        ArtifactError: the layout cannot express the head, which names all settings in the way, or an argument is
+            missing.
     """
     if to == "speculators":
         if checkpoint.format == "speculators":
@@ -73,13 +73,13 @@ def read_output_rows(folder: str | os.PathLike) -> tuple[torch.Tensor, tuple[str
     """Read a model's output projection, `[V, d]`, and the names of its architectures, without loading the model.
 
     Raises:
-        ArtifactError: the folder holds no safetensors, or none with an output projection, or one with a bias, which
-            no layout of heads has a place for.
+        ArtifactError: the folder holds no safetensors, no output projection, or one with a bias, for which heads have
+            no place.
     """
     folder = Path(folder)
     config = read_json(folder, CONFIG_FILE)
     text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    # Families differ in what they take for granted, so an embedding is used only where no head is stored.
+    # Families differ in the default of tied embeddings, so a stored head comes first.
     found: dict[str, tuple[Path, str]] = {}
     for path in safetensors_files(folder) or ():
         with open_safetensors(path) as file:
@@ -113,7 +113,7 @@ def _to_official(checkpoint: EagleCheckpoint, for_sglang: bool) -> EagleCheckpoi
     if settings.target_layer_ids is not None:
         config |= _layer_settings(settings.target_layer_ids, for_sglang)
     if for_sglang:
-        # What SGLang would make of these: a bias on `fc`, and the embedding for a head.
+        # SGLang's defaults: a bias on `fc`, and the embedding as the head.
         config |= {"bias": False, "tie_word_embeddings": False}
         if "lm_head.weight" not in checkpoint.tensors:
             config["draft_vocab_size"] = None  # takes the target's head
@@ -121,7 +121,7 @@ def _to_official(checkpoint: EagleCheckpoint, for_sglang: bool) -> EagleCheckpoi
 
 
 def _layer_settings(layer_ids: tuple[int, ...], for_sglang: bool) -> dict[str, Any]:
-    """How a layout names the layers: SGLang counts outputs, which is one less; EAGLE's own code cannot choose."""
+    """The layout's setting of the layers: SGLang counts outputs, which is one less; EAGLE's own code cannot choose."""
     if for_sglang:
         if min(layer_ids) < 1:
             problem = f"is {list(layer_ids)}, and SGLang cannot read the embedding, which is 0"
@@ -164,7 +164,7 @@ def _to_speculators(
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
         "draft_vocab_size": settings.draft_vocab_size,
-        # Always written: releases of speculators and vLLM differ in what an absent key means.
+        # Always written: releases of speculators and vLLM differ in the default.
         "norm_before_residual": settings.norm_before_residual,
         "speculators_config": speculators_config(verifier, architectures, speculative_tokens),
     }
@@ -178,13 +178,8 @@ def _to_speculators(
 
 
 def speculators_config(verifier: str, architectures: Sequence[str], speculative_tokens: int) -> dict[str, Any]:
-    """What speculators' configuration says of how a head is used.
-
-    Args:
-        verifier: the name or path of the target.
-        architectures: the target's.
-        speculative_tokens: tokens to draft unless the server is told otherwise.
-    """
+    """The part of speculators' configuration on the use of a head: the target, its architectures, and the default
+    number of tokens to draft."""
     return {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
@@ -205,10 +200,10 @@ def _checked_rows(settings: EagleSettings, output_rows: torch.Tensor | None) -> 
 
 
 def _eagle2_to_sglang(checkpoint: EagleCheckpoint) -> EagleCheckpoint:
-    """SGLang's `fc` always has a bias, which stays uninitialised where a file has none.
+    """Add the bias of `fc`, which SGLang always has and leaves uninitialised if a file has none.
 
-    The key `bias` is left out of the configuration: SGLang takes it for a bias on the attention's projections, and
-    everybody takes a missing one as saying that `fc` has its bias.
+    The configuration must not have the key `bias`: SGLang reads it as a bias on the attention's projections, and all
+    readers take a missing key as a bias on `fc`.
     """
     if checkpoint.settings.attention_bias:
         problem = "is true, and SGLang has biases on all four projections of an EAGLE-2 head's attention or on none"
@@ -222,7 +217,7 @@ def _eagle2_to_sglang(checkpoint: EagleCheckpoint) -> EagleCheckpoint:
 
 
 def _refuse_unless_plain(settings: EagleSettings, layout: str) -> None:
-    """Name every setting that the code behind a layout would pass over in silence."""
+    """Refuse all settings that the readers of a layout would silently ignore."""
     names = ("norm_before_residual", "norm_before_fc", "qk_norm", "attention_bias", "output_bias")
     switches = [name for name in names if getattr(settings, name)]
     if switches:

@@ -1,11 +1,11 @@
 """EAGLE heads: one layer that drafts from the target's own hidden states.
 
-Row `i` of a head pairs the feature of token `i`, which the target computed, with the embedding of token `i + 1`, at
-position `i`. Its output stands for the feature of token `i + 1`, which does not exist yet, and predicts token `i + 2`.
-EAGLE-2 (Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", section 2.2) reads
-the target's last hidden state and feeds its output back as it is. EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up
-Inference Acceleration of Large Language Models via Training-Time Test", section 3.1) reads several and feeds back its
-output before the final norm, past `fc`.
+Row `i` of a head pairs the target's feature of token `i` with the embedding of token `i + 1`, at position `i`. Its
+output predicts token `i + 2`, and stands for the feature of token `i + 1`, which does not exist yet. EAGLE-2 (Li et
+al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", section 2.2) reads the target's last
+hidden state and feeds its output back as it is. EAGLE-3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration
+of Large Language Models via Training-Time Test", section 3.1) reads several and feeds back its output before the final
+norm, past `fc`.
 
 A step is a handful of operations over fused weights: no modules, no masks for chains, no waiting for the device.
 """
@@ -38,23 +38,22 @@ from .weights import FusedWeights
 class EagleDrafter(Drafter):
     """An EAGLE-2 or EAGLE-3 head beside the target that it was trained for.
 
-    The target is not modified. Its embedding and output projection are referenced, not copied, wherever the checkpoint
-    has none, or has the target's own rows: then the head drafts any token, and otherwise only `head.token_ids`.
-    Embeddings are the rows of the embedding matrix as they are, without the factor of Gemma's models, because EAGLE's
-    own code looks them up in a plain embedding; the norm of EAGLE-3 would take the factor out again.
+    The target is not modified. If the checkpoint has no embedding or output projection, or copies of the target's
+    rows, the target's is used without copying, and the head drafts any token; otherwise only `head.token_ids`.
+    Embeddings are plain rows of the matrix, without the factor of Gemma's models, as in EAGLE's own code; EAGLE-3's
+    norm would cancel the factor anyway.
 
     Args:
-        checkpoint: what `read_checkpoint` returned. Its tensors are copied.
-        target: a decoder-only model of transformers.
-        dtype: of the head's own weights (None: the target's, also where that is cast later).
-        only_own_tokens: draft no tokens but those of the head's own projection, as serving engines do, also where its
-            rows are copies of the target's.
+        checkpoint: from `read_checkpoint`. Its tensors are copied.
+        target: a decoder-only transformers model.
+        dtype: the dtype of the head's own weights (None: the target's, also if that is cast later).
+        only_own_tokens: draft only tokens of the head's own projection, as serving engines do, even if its rows are
+            copies of the target's.
 
     Attributes:
-        module: the head's own weights: what is trained, adapted and saved. Not part of it is what the target lends,
-            which never gets gradients; an `lm_head` that has the target's own rows, which are then drafted with, is
-            frozen.
-        weights: what is drafted with: the module's weights, fused.
+        module: the head's own weights, for training, adapters and saving. The target's weights are no part of it and
+            never get gradients; an `lm_head` with copies of the target's rows is not used, and frozen.
+        weights: the module's weights, fused for drafting.
 
     Raises:
         ArtifactError: the checkpoint was made for a target of another size, or its rotary embedding is unknown.
@@ -75,7 +74,7 @@ class EagleDrafter(Drafter):
         self.settings = checkpoint.settings
         self.reads = _hidden_states_read(checkpoint.settings, target.config.get_text_config().num_hidden_layers)
         self.module = EagleModule(checkpoint)
-        # The tensors are the module's, wherever those are moved.
+        # The module has the tensors.
         self._read = replace(checkpoint, tensors={})
         self._token_ids = checkpoint.token_ids()
         self._target = weakref.ref(target)
@@ -89,12 +88,12 @@ class EagleDrafter(Drafter):
             self.module.lm_head.requires_grad_(False)
 
     def _follow_target(self, target: PreTrainedModel) -> None:
-        """Reference what the target lends, and fuse the module's own weights."""
-        # Until there is all of it, so that a failure is not forgotten.
+        """Reference the target's weights, and fuse the module's own."""
+        # If there is an error here, the next round tries again.
         self._is_current = False
         shared = _head_of(target)
         device, dtype = shared.weight.device, self._dtype or shared.weight.dtype
-        # Only where the target was moved or cast: a module that was cast alone stays so, and is drafted with in dtype.
+        # Only after the target was moved or cast: a module cast by its user stays so, and drafts in `dtype`.
         if self._settled != (device, dtype):
             self.module.settle(device, dtype)
             self._settled = device, dtype
@@ -118,11 +117,11 @@ class EagleDrafter(Drafter):
         return self._version
 
     def _follow_weights(self, of_module: bool = True) -> None:
-        """Take up what changed in what the target lends and, where `of_module`, in the module, whose weights are fused
-        anew then."""
+        """Take up changes in the target's weights and, if `of_module`, in the module, whose weights are then fused
+        anew."""
         with self._lock:
             target = self._target()
-            # A target that is gone lends what it lent last.
+            # After the target is gone, its last weights are used.
             if target is not None and self._has_changed(target, of_module):
                 self._follow_target(target)
                 self._version += 1
@@ -137,8 +136,8 @@ class EagleDrafter(Drafter):
 
     @property
     def checkpoint(self) -> EagleCheckpoint:
-        """What was loaded, with the weights as they are now, in their dtype and where they lie: the module's own
-        memory, except where adapters of peft are merged into copies.
+        """The loaded checkpoint with the present weights, in their dtype and on their device. They share the module's
+        memory, except those with adapters of peft, which are merged into copies.
 
         Raises:
             UnsupportedError: as `EagleModule.merged_tensors`.
@@ -164,15 +163,15 @@ class EagleDrafter(Drafter):
             directory_or_repo: an existing folder, or a repository on the Hub.
             target: the model that it was trained for.
             revision: the branch, tag or commit of a repository, resolved to one commit for all files.
-            cache_dir: where downloads are kept (None: the Hub's usual cache).
+            cache_dir: the folder for downloads (None: the Hub's usual cache).
             token: for a private repository (None: the one that you are logged in with).
-            dtype: of the head's own weights (None: the target's, also where that is cast later).
-            allow_pickle: read `pytorch_model.bin` where there are no safetensors, by `torch.load(weights_only=True)`.
+            dtype: the dtype of the head's own weights (None: the target's, also if that is cast later).
+            allow_pickle: read `pytorch_model.bin` if there are no safetensors, by `torch.load(weights_only=True)`.
             only_own_tokens: as the class.
 
         Raises:
-            ArtifactError: the checkpoint is damaged, not one of these, or made for another target. It names what is
-                wrong; every tensor that is missing, unexpected or of another shape is listed.
+            ArtifactError: the checkpoint is damaged, not one of these, or made for another target. All tensors that
+                are missing, unexpected or of another shape are listed.
             UnsupportedError: as the class.
         """
         checkpoint = read_checkpoint(
@@ -181,19 +180,19 @@ class EagleDrafter(Drafter):
         return cls(checkpoint, target, dtype, only_own_tokens)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write the weights as they are now, in the layout that was loaded and in the dtype that they have, but fp64
-        as fp32, as checkpoints have no more. Adapters of peft that are active are merged into what is written.
+        """Write the present weights in the layout of the loaded checkpoint, with the active adapters of peft merged,
+        and in their dtype, except fp64 as fp32, the widest of checkpoints.
 
         Raises:
             ArtifactError: a weight is not finite. Names it.
-            UnsupportedError: a layer is adapted by something that cannot be merged. Names it.
+            UnsupportedError: a layer's adapter cannot be merged. Names it.
         """
         checkpoint = self.checkpoint
         tensors = dict(checkpoint.tensors)
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                fix = "Go back to weights from before the training went astray."
-                raise ArtifactError(name, "holds NaN or infinity, with which nothing can be drafted", fix)
+                fix = "Go back to weights from before the training diverged."
+                raise ArtifactError(name, "holds NaN or infinity", fix)
             if tensor.dtype == torch.float64:
                 tensors[name] = tensor.float()
         write_checkpoint(directory, replace(checkpoint, tensors=tensors))
@@ -214,7 +213,7 @@ class EagleDrafter(Drafter):
         replace = super().prepare_weights(weights)
         tensors = self.module.merged_tensors()
         if not weights.keys() <= tensors.keys() or "lm_head.weight" in weights:
-            # An adapter lies around a layer, or the projection is another one: `weights_version` looks at all of it.
+            # With adapters or another projection, `weights_version` finds the changes.
             return replace
         fused = self.weights.anew({**tensors, **weights})
 
@@ -239,13 +238,13 @@ class EagleDrafter(Drafter):
         return self.weights.embedding.shape[0]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[w, H]`, in the dtype and on the device that the head drafts in: embeddings of tokens, int64 `[w]`."""
+        """`[w, H]`, in the dtype and on the device of drafting: the embeddings of tokens, int64 `[w]`."""
         return self.weights.embed(token_ids)
 
     def unroll(
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
     ) -> Iterator[UnrolledStep]:
-        # With gradients the module itself runs, and its weights need not be fused after each step of an optimizer.
+        # With gradients the module itself runs, so that its weights need not be fused after each optimizer step.
         with_gradients = torch.is_grad_enabled()
         self._follow_weights(of_module=not with_gradients)
         layer: FusedWeights | EagleModule = self.module if with_gradients else self.weights
@@ -255,7 +254,7 @@ class EagleDrafter(Drafter):
         cos, sin = (table[: rows + depth].to(embedded) for table in self.weights.rotary.tables(rows + depth))
         drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(depth):
-            # The first step reads all rows; of those before `first` only the keys and values are needed.
+            # The first step reads all rows, but only keys and values are needed of rows before `first`.
             start, width = first + step if step else 0, rows - first - step
             feature = layer.feature(hidden[: rows - start], fed_back=step > 0)
             joined, residual = layer.combine(embedded[start:], feature)
@@ -269,7 +268,7 @@ class EagleDrafter(Drafter):
             yield UnrolledStep(embedded[first + step :], feature if step else feature[first:], outputs)
 
     def _embedded_for(self, layer: FusedWeights | EagleModule, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[w, H]`, with gradients where the module has an embedding of its own."""
+        """`[w, H]`, with gradients if the module has an embedding of its own."""
         if isinstance(layer, FusedWeights):
             return layer.embed(token_ids)
         own = layer.embed_tokens
@@ -287,12 +286,12 @@ def _attend_from_everywhere(
     drafted: list[tuple[torch.Tensor, torch.Tensor]],
     first: int,
 ) -> torch.Tensor:
-    """`[w, heads · head_dim]`: attention of rows that belong to `w` different drafts.
+    """`[w, heads · head_dim]`: the attention of rows of `w` different drafts.
 
     Args:
         queries: `[w, heads, head_dim]`.
-        keys, values: `[n, kv_heads, head_dim]`: of the stable rows; draft `i` sees the leading `first + i + 1`.
-        drafted: keys and values, each `[w, kv_heads, head_dim]`, of the drafts' own rows, one of each draft per step.
+        keys, values: `[n, kv_heads, head_dim]`: of the stable rows; draft `i` sees the first `first + i + 1`.
+        drafted: for each step the keys and values of the drafts' own rows, `[w, kv_heads, head_dim]` each.
     """
     width, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -308,9 +307,6 @@ def _attend_from_everywhere(
     return attended.reshape(width, -1)
 
 
-# The target ----------------------------------------------------------------------------------------------------------
-
-
 def _head_of(target: PreTrainedModel) -> DynamicLMHead:
     if target.config.is_encoder_decoder:
         raise UnsupportedError(
@@ -320,7 +316,6 @@ def _head_of(target: PreTrainedModel) -> DynamicLMHead:
 
 
 def _require_fit(settings: EagleSettings, tensor_names: Collection[str], target: PreTrainedModel) -> None:
-    """Compare the sizes that a head was made for with the target's."""
     config = target.config.get_text_config()
     fix = f"Load the head that was made for {config.name_or_path or type(target).__name__}."
     if settings.target_hidden_size != config.hidden_size:
@@ -349,7 +344,7 @@ def _require_fit(settings: EagleSettings, tensor_names: Collection[str], target:
 
 
 def _hidden_states_read(settings: EagleSettings, layers: int) -> tuple[int, ...]:
-    """Which of the target's hidden states, `0 … layers`, the head reads."""
+    """The target's hidden states, among `0 … layers`, that the head reads."""
     if settings.generation == 2:
         return (layers,)
     reads = settings.target_layer_ids or (2, layers // 2, layers - 3)
@@ -370,8 +365,8 @@ def _choose_head(
 ) -> DynamicLMHead:
     """The output projection: the target's, or the head's own, `[draft_vocab_size, H]`, for these tokens.
 
-    speculators freezes the verifier's rows into `lm_head`. A head with exactly those rows can draft every token
-    through the target's own projection, of which its rows are a part, unless it is to draft `only_own_tokens`.
+    speculators copies the verifier's rows into `lm_head`. Unless it is to draft `only_own_tokens`, a head with such
+    rows drafts every token through the target's projection.
     """
     if own is None:
         return shared

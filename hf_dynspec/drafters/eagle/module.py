@@ -1,7 +1,7 @@
-"""The weights of an EAGLE head as a module: what is trained, adapted and saved.
+"""The weights of an EAGLE head as a module, for training, adapters and saving.
 
-Its methods are the head as the papers draw it, an operation at a time, and gradients run through them. Drafting does
-the same with fewer operations (`FusedWeights`), over these weights where that needs no copies of them.
+Its methods compute the head as in the papers, one operation after another and with gradients. `FusedWeights` does the
+same in fewer operations for drafting, without copies of the weights if possible.
 """
 
 import copy
@@ -16,9 +16,9 @@ from .checkpoint import EagleCheckpoint
 from .rotary import rotate
 from .settings import EagleSettings
 
-# What a head is made of. An adapter may lie around any of them.
+# The layers of a head, if no adapter wraps them.
 _PLAIN_LAYERS = (nn.Linear, nn.RMSNorm, nn.Embedding)
-# What reads the same input, and is therefore one matrix when drafting.
+# Layers with the same input, which drafting fuses.
 _SIDE_BY_SIDE = (
     tuple(f"layer.self_attn.{letter}_proj" for letter in "qkv"),
     tuple(f"layer.mlp.{name}_proj" for name in ("gate", "up")),
@@ -28,13 +28,13 @@ _SIDE_BY_SIDE = (
 class EagleModule(nn.Module):
     """A head's own weights, by the package's names of tensors: `fc.weight`, `layer.self_attn.q_proj.weight`, ….
 
-    What the target lends, its embedding and output projection, is no part of it. It may be moved and cast at any time.
+    The target's embedding and output projection are no part of it. It may be moved and cast at any time.
 
     Args:
-        checkpoint: what `read_checkpoint` returned. Its tensors are copied.
+        checkpoint: from `read_checkpoint`. Its tensors are copied.
 
     Attributes:
-        tensor_names: what the checkpoint holds, maps between vocabularies included.
+        tensor_names: the names of the checkpoint's tensors, maps between vocabularies included.
     """
 
     def __init__(self, checkpoint: EagleCheckpoint):
@@ -42,7 +42,7 @@ class EagleModule(nn.Module):
         tensors, self.settings = checkpoint.tensors, checkpoint.settings
         self.tensor_names = tuple(tensors)
         eps = self.settings.rms_norm_eps
-        # Shapes alone: the tensors are put in their places below.
+        # Shapes alone: `load_state_dict` assigns the tensors.
         with torch.device("meta"):
             self.fc = _linear(tensors, "fc")
             self.input_norm = _norm(tensors, "input_norm", eps)
@@ -59,24 +59,17 @@ class EagleModule(nn.Module):
 
     @torch.no_grad()
     def settle(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move and cast all weights, and lay those that drafting fuses side by side in memory, so that it needs no
-        copies of them. Not those with adapters, which are merged into copies."""
+        """Move and cast all weights, and place those that drafting fuses side by side in memory, so that it needs no
+        copies of them. Weights with adapters are excluded, as these are merged into copies."""
         self.to(device=device, dtype=dtype)
-        for names in _SIDE_BY_SIDE:
-            layers = [self.get_submodule(name) for name in names]
-            if any(type(layer) is not nn.Linear for layer in layers):
-                continue
-            for kind in ("weight", "bias"):
-                parts = [getattr(layer, kind) for layer in layers]
-                if parts[0] is None:
-                    continue
-                joined = torch.cat([part.detach() for part in parts])
-                for part, place in zip(parts, joined.split([part.shape[0] for part in parts]), strict=True):
-                    part.data = place
+        plain = [(name, layer) for name, layer in self.named_modules() if type(layer) is nn.Linear]
+        weights = {f"{name}.{kind}": one for name, layer in plain for kind, one in layer.named_parameters()}
+        for name, tensor in side_by_side(weights).items():
+            weights[name].data = tensor.detach()
 
     @property
     def like(self) -> torch.Tensor:
-        """A weight of the dtype and on the device of all of them."""
+        """A weight with the dtype and the device of all."""
         return self.layer.post_attention_layernorm.weight
 
     def feature(self, hidden: torch.Tensor, fed_back: bool) -> torch.Tensor:
@@ -115,14 +108,13 @@ class EagleModule(nn.Module):
         return output if self.norm is None else self.norm(output)
 
     def merged_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by the package's names, as they are now, with the active adapters of peft merged into them.
+        """All present tensors by the package's names, with the active adapters of peft merged into them.
 
-        Tensors without an adapter share their memory with the parameters. Those with one are copies, in fp32 where
-        the weight has 16 bits, which would round much of a small update away.
+        Tensors without an adapter share their memory with the parameters. Others are copies, in fp32 for 16-bit
+        weights, which would round much of a small update away.
 
         Raises:
-            UnsupportedError: there is a layer in the place of one of the head's whose weights cannot be told. Names
-                it.
+            UnsupportedError: the weights of a replaced layer cannot be read. Names it.
         """
         holders: dict[str, nn.Module] = {}
         tensors = {}
@@ -147,7 +139,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """The projections of the attention, and the norms of queries and keys where the head has them."""
+    """The projections of the attention, and the norms of queries and keys, if any."""
 
     def __init__(self, settings: EagleSettings, tensors: Mapping[str, torch.Tensor]):
         super().__init__()
@@ -169,16 +161,15 @@ class _Mlp(nn.Module):
 
 
 def side_by_side(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same weights by name; of those that drafting fuses, where all are there, copies that lie side by side in
-    memory."""
-    laid = dict(weights)
+    """The same weights by name. Each complete group of fused weights is copied side by side in memory."""
+    placed = dict(weights)
     for names in _SIDE_BY_SIDE:
         for kind in ("weight", "bias"):
             parts = {f"{name}.{kind}": weights.get(f"{name}.{kind}") for name in names}
             if all(part is not None for part in parts.values()):
                 joined = torch.cat([part.detach() for part in parts.values()])
-                laid |= dict(zip(parts, joined.split([part.shape[0] for part in parts.values()]), strict=True))
-    return laid
+                placed |= dict(zip(parts, joined.split([part.shape[0] for part in parts.values()]), strict=True))
+    return placed
 
 
 def _linear(tensors: Mapping[str, torch.Tensor], name: str) -> nn.Linear | None:
@@ -193,10 +184,10 @@ def _norm(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.RMSN
 
 @torch.no_grad()
 def _merged(layer: nn.Module, name: str) -> nn.Module:
-    """The layer itself, or of a layer of peft a copy of the one inside with the active adapters merged into it."""
+    """The layer itself, or, for a layer of peft, a copy of its base layer with the active adapters merged into it."""
     if type(layer) in _PLAIN_LAYERS:
         return layer
-    problem = f"{name} of the EAGLE head is a {type(layer).__name__}, of which no weights can be told"
+    problem = f"{name} of the EAGLE head is a {type(layer).__name__}, whose weights cannot be read"
     fix = "Use adapters that peft can merge, such as LoRA."
     if not hasattr(layer, "get_base_layer") or not hasattr(layer, "merge"):
         raise UnsupportedError(f"{problem}. {fix}")
@@ -204,7 +195,7 @@ def _merged(layer: nn.Module, name: str) -> nn.Module:
     if layer.weight.dtype in (torch.float16, torch.bfloat16):
         layer = layer.float()
     try:
-        # As its forward has it: what is merged already counts, unless adapters are switched off.
+        # As in its forward: merged adapters count unless adapters are disabled.
         if layer.disable_adapters and layer.merged:
             layer.unmerge()
         elif not layer.disable_adapters and not layer.merged:

@@ -1,4 +1,4 @@
-"""The rotary embedding of EAGLE heads, as tables that are looked up."""
+"""The rotary embedding of EAGLE heads, as tables."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ _FIRST_LENGTH = 256
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding; `sin` has the sign of its first half turned (`Rotary.tables`)."""
+    """Apply the rotary embedding; the first half of `sin` is negated (`Rotary.tables`)."""
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
 
 
@@ -23,7 +23,7 @@ class Rotary:
     """The rotary embedding of a head, of any kind that transformers knows.
 
     Attributes:
-        is_steady: the rotation of a position is the same in texts of every length.
+        is_steady: whether the rotation of a position is the same in texts of every length.
 
     Raises:
         ArtifactError: transformers does not know the kind, or a parameter is missing or mistyped.
@@ -41,7 +41,7 @@ class Rotary:
             rope = self._config.rope_parameters
             self._kind = rope["rope_type"]
             default = LlamaRotaryEmbedding.compute_default_rope_parameters
-            # The default takes no device in some releases of transformers, and warns of one in others.
+            # Some releases of transformers accept no device for the default kind, and others warn of it.
             is_default = self._kind == "default"
             self._parameters = default if is_default else partial(ROPE_INIT_FUNCTIONS[self._kind], device=device)
             self._limit = rope.get("original_max_position_embeddings", self._config.max_position_embeddings)
@@ -56,25 +56,25 @@ class Rotary:
             raise ArtifactError(f"{CONFIG_FILE}: partial_rotary_factor", problem, "Use a head that rotates all of it.")
 
     def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines `[length or more, 1, head_dim]` for a text of so many positions."""
+        """Cosines and signed sines `[length or more, 1, head_dim]` for a text of `length` positions."""
         key, cos, sin = self._cached
         if key != self._key(length) or cos.shape[0] < length:
-            # Tables that hold for any length are made larger than needed, so that they are made seldom.
+            # Steady tables are made larger than needed, so that they are seldom made.
             key, cos, sin = self._cached = self._compute(max(length, 2 * cos.shape[0]) if self.is_steady else length)
         return cos, sin
 
     def _key(self, length: int) -> int:
-        """Which lengths have the same frequencies."""
+        """A key that lengths with the same frequencies share."""
         if self._kind == "dynamic":
             return max(length, self._config.max_position_embeddings)
         return int(self._kind == "longrope" and length > self._limit)
 
     def _compute(self, length: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        # transformers' own module reads the length off the positions, which waits for the device.
+        # transformers' own module reads the length from the positions, which waits for the device.
         frequencies, scale = self._parameters(self._config, seq_len=length)
         positions = torch.arange(length, device=self._device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies.to(device=self._device, dtype=torch.float32))
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        # Turning the sign here instead of in each step: rotate_half(x) · sin = roll(x) · (−sin, sin).
+        # The sign is changed here instead of in each step: rotate_half(x) · sin = roll(x) · (−sin, sin).
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         return self._key(length), cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1)

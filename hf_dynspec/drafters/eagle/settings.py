@@ -1,4 +1,4 @@
-"""What the configuration of an EAGLE checkpoint says of the head: one spelling for the settings of all layouts."""
+"""The settings of an EAGLE head, read from the configuration of any layout."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .checkpoint_files import CONFIG_FILE, FETCH_AGAIN
 
 CheckpointFormat = Literal["official", "speculators"]
 
-# Several times what the largest models have.
+# Several times the numbers of the largest models.
 _MOST_COUNTS = {
     "vocab_size": 2**22,
     "draft_vocab_size": 2**22,
@@ -26,7 +26,7 @@ _LONGEST_FACTORS = 2**12
 _LARGEST_ROPE_NUMBER = 1e12
 _CANNOT_HONOUR = "Use a checkpoint without it; drafting as if it were not there would only lower acceptance."
 
-# Switches that change what a head computes and that nothing here implements, with the values that mean "off".
+# Switches of computations that are not implemented here, with the values that mean "off".
 _UNKNOWN_SWITCHES: dict[str, tuple[Any, ...]] = {
     "fc_norm": (None, False),
     "norm_output": (None, False),
@@ -40,19 +40,19 @@ _UNKNOWN_EAGLE_SWITCHES: dict[str, tuple[Any, ...]] = {
     "use_last_layernorm": (None, True),
     "use_mtp_layernorm": (None, False),
 }
-# What speculators and transformers write beside it that says nothing of what a head computes.
+# Switches of speculators and transformers without an influence on the computation.
 _NEUTRAL_SWITCHES = {"embed_requires_grad", "enable_sp_ulysses", "return_dict", "use_cache", "has_no_defaults_at_init"}
 
 
 @dataclass(frozen=True)
 class EagleSettings:
-    """What a checkpoint's configuration says of the head, in one spelling for all formats.
+    """The settings of a head, with the same names for all formats.
 
     Args:
         generation: 2 or 3.
         hidden_size: `H`, the width of the head's own hidden states.
         target_hidden_size: the width of the target's.
-        target_layer_ids: which of the target's hidden states are read, 0 being the embedding (None: the usual ones).
+        target_layer_ids: the target's hidden states that are read; 0 is the embedding (None: the usual ones).
         vocab_size: `V`, the target's.
         draft_vocab_size: rows of the head's own output projection.
         fc_bias: whether `fc` has a bias.
@@ -61,8 +61,8 @@ class EagleSettings:
         qk_norm: queries and keys are normalised per attention head, as in Qwen3.
         norm_before_residual: the residual around the attention is the normalised hidden state.
         norm_before_fc: the features are normalised before `fc`.
-        own_embedding: the checkpoint must bring its own embedding.
-        rope: the configuration's settings of the rotary embedding, as they were spelt.
+        own_embedding: the checkpoint must have its own embedding.
+        rope: the settings of the rotary embedding, unchanged.
     """
 
     generation: int
@@ -95,7 +95,7 @@ class EagleSettings:
 
 
 class _Section:
-    """Typed access to one JSON object of the configuration; every error names the key."""
+    """Typed access to a JSON object of the configuration, with errors that name the key."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
@@ -152,10 +152,10 @@ def read_settings(
     Args:
         config: the contents of `config.json`.
         generation: 2 or 3.
-        found: the names of the checkpoint's tensors, by the package's names.
+        found: the package's names of the checkpoint's tensors.
 
     Raises:
-        ArtifactError: a setting is missing, mistyped, out of range, or asks for what this package does not do.
+        ArtifactError: a setting is missing, mistyped, out of range or not supported.
     """
     top = _Section(config, f"{CONFIG_FILE}: ")
     layer = top.section("transformer_layer_config") if checkpoint_format == "speculators" else top
@@ -186,7 +186,7 @@ def read_settings(
         draft_vocab_size=draft_vocab,
         rms_norm_eps=float(eps),
         hidden_act=_activation(layer),
-        # EAGLE-2's code takes an absent key for true; EAGLE-3's `fc` never has a bias.
+        # In EAGLE-2's code the default is true; EAGLE-3's `fc` never has a bias.
         fc_bias=generation == 2 and top.flag("bias", True),
         attention_bias=attention_bias,
         output_bias=output_bias,
@@ -199,7 +199,7 @@ def read_settings(
 
 
 def _attention_shape(layer: _Section) -> tuple[int, int, int]:
-    """Numbers of a hidden state, heads, and heads of keys and values, which fit each other."""
+    """The width of hidden states, and the numbers of heads and of key-value heads, which must fit together."""
     hidden, heads = layer.count("hidden_size"), layer.count("num_attention_heads")
     kv_heads = layer.count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -210,7 +210,7 @@ def _attention_shape(layer: _Section) -> tuple[int, int, int]:
 
 
 def _refuse_unknown_switches(top: _Section, layer: _Section, checkpoint_format: CheckpointFormat) -> None:
-    """Name what would make the head compute something else than what is implemented here."""
+    """Refuse settings of computations that are not implemented here."""
     layers = layer.count("num_hidden_layers", 1)
     if layers != 1:
         raise layer.fail("num_hidden_layers", f"is {layers}", "Only heads of one layer can be used.")
@@ -232,10 +232,10 @@ def _refuse_unknown_switches(top: _Section, layer: _Section, checkpoint_format: 
 
 
 def _target_layer_ids(top: _Section) -> tuple[int, ...] | None:
-    """Which hidden states of the target are read, counted as transformers counts them: 0 is the embedding.
+    """The target's hidden states to read, counted as in transformers: 0 is the embedding.
 
-    Beside the other settings an id `k` stands for the input of layer `k` (vLLM, speculators), which is hidden state
-    `k`. Inside `eagle_config` it stands for the output of layer `k` (SGLang), which is hidden state `k + 1`.
+    At the top level an id `k` is the input of layer `k` (vLLM, speculators), which is hidden state `k`. Inside
+    `eagle_config` it is the output of layer `k` (SGLang), which is hidden state `k + 1`.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     inputs, outputs = top.layer_ids(key), top.section("eagle_config").layer_ids(key)
@@ -252,13 +252,13 @@ def _target_layer_ids(top: _Section) -> tuple[int, ...] | None:
 def _biases(
     layer: _Section, checkpoint_format: CheckpointFormat, generation: int, found: Collection[str]
 ) -> tuple[bool, bool]:
-    """Whether queries, keys and values have a bias, and whether the attention's output has one."""
+    """Whether queries, keys and values have biases, and whether the attention's output has one."""
     if checkpoint_format == "speculators":
         both = layer.flag("attention_bias")
         return both, both
     if generation == 2:
         return layer.flag("qkv_bias"), False
-    # EAGLE-3's code has no setting: configurations copied from a target speak of biases that its heads lack.
+    # EAGLE-3's code has no such setting: in configurations copied from a target it does not describe the head.
     return "layer.self_attn.q_proj.bias" in found, "layer.self_attn.o_proj.bias" in found
 
 
@@ -272,7 +272,7 @@ def _activation(layer: _Section) -> str:
 
 
 def _rope_settings(layer: _Section) -> dict[str, Any]:
-    """Both spellings: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    """The settings of the rotary embedding, as `rope_parameters`, or as `rope_theta` and `rope_scaling`."""
     rope: dict[str, Any] = {"max_position_embeddings": layer.count("max_position_embeddings", 2048)}
     theta = layer.values.get("rope_theta")
     if theta is not None:
@@ -290,7 +290,7 @@ def _rope_settings(layer: _Section) -> dict[str, Any]:
 
 
 def _is_rope_value(value: Any) -> bool:
-    """Whether transformers can compute with it: whether it is the right one it says itself."""
+    """Whether a value has an acceptable type and size. transformers checks it further."""
     if isinstance(value, list):
         return len(value) <= _LONGEST_FACTORS and all(map(_is_rope_number, value))
     return value is None or isinstance(value, bool | str) or _is_rope_number(value)

@@ -1,4 +1,4 @@
-"""What an EAGLE head remembers of a text: the rows of its cache, and the draft after them."""
+"""The cache of an EAGLE head: the rows of a text, and of the draft after it."""
 
 from collections.abc import Callable
 
@@ -15,33 +15,33 @@ _FIRST_CAPACITY = 256
 class EagleState(DrafterState):
     """The stable rows of the verified text, computed from the target's features, and after them the rows of a draft.
 
-    Rows of a draft hold the head's own guesses at features, so they are forgotten even where their tokens were
-    accepted; `length` therefore counts verified tokens only: stable rows, and the token that the last one read.
+    A draft's rows come from the head's own guesses of features, so they are dropped even if their tokens were
+    accepted. `length` counts verified tokens only: the stable rows, and the token that the last one read.
 
-    Keys are kept rotated, except where the rotation of a position changes with the length of the text (dynamic and
-    longrope): there they are kept as they are and rotated at every step.
+    Keys are stored rotated, unless the rotation of a position depends on the length of the text (dynamic and
+    longrope): then they are rotated at every step.
 
     Args:
-        weights_now: says what to compute with, at the start of every round.
+        weights_now: returns the weights, at the start of every round.
     """
 
     def __init__(self, weights_now: Callable[[], FusedWeights]):
         self._weights_now = weights_now
         self._weights = weights_now()
-        self._start = 0  # the position of the first row: not 0 where the features of the beginning were not to be had
+        self._start = 0  # the position of the first row: not 0 if the text's first features were not available
         self._stable = 0
         self._drafted = 0
         self._levels = 0
         # `[w, H]`: the outputs of the last level, or of the last stable row.
         self._output: torch.Tensor | None = None
-        # bool `[w, drafted]`: which drafted rows the last level saw, None where it saw all.
+        # bool `[w, drafted]`: the drafted rows that the last level saw (None: all).
         self._ancestors: torch.Tensor | None = None
         self._reserve(_FIRST_CAPACITY)
 
     @property
     def length(self) -> int:
-        """How many leading tokens of the verified text are covered: the target's features are next wanted from token
-        `length - 1` on (from 0 on where it is 0). A draft does not count."""
+        """The number of covered tokens of the verified text, without the draft. The next features are needed from
+        token `max(0, length - 1)` on."""
         return self._start + self._stable + 1 if self._stable else 0
 
     @torch.no_grad()
@@ -51,19 +51,19 @@ class EagleState(DrafterState):
         features: torch.Tensor | None = None,
         observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
-        """Compute the stable rows of the tokens that were verified since, from the target's features.
+        """Compute the stable rows of newly verified tokens from the target's features.
 
-        Where the features begin later than the rows end, as when the target had the beginning of a text in its cache,
-        the rows start afresh there, at their true positions.
+        If the features begin after the last row, as when the target had the beginning of a text in its cache, the rows
+        start afresh there, at their true positions.
 
         Args:
             prefix: int64 `[n]`, `n >= 2`: all verified tokens, more than are covered.
-            features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May reach back over
-                tokens that are covered already.
-            observe_draft_inputs: as the contract has it. The feature of EAGLE-3 is taken in as `fc` combines it.
+            features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May overlap covered
+                tokens.
+            observe_draft_inputs: as for `DrafterState`. EAGLE-3's feature is the one that `fc` combines.
 
         Returns:
-            `[1, H]`, of the output projection's dtype.
+            `[1, H]`, in the output projection's dtype.
 
         Raises:
             ValueError: there are no features, more than tokens before the last one, or no tokens to cover.
@@ -99,15 +99,15 @@ class EagleState(DrafterState):
         """Append one level of drafted tokens, each with its parent's output in the place of a feature.
 
         Args:
-            token_ids: int64 `[w]`: the target's ids, also of a head with a vocabulary of its own.
-            parents: int64 `[w]`, as the contract has it; None for a chain.
-            observe_draft_inputs: as the contract has it.
+            token_ids: int64 `[w]`: the target's ids, also for a head with its own vocabulary.
+            parents: int64 `[w]`, as for `DrafterState`; None for a chain.
+            observe_draft_inputs: as for `DrafterState`.
 
         Returns:
-            `[w, H]`, of the output projection's dtype.
+            `[w, H]`, in the output projection's dtype.
 
         Raises:
-            ValueError: nothing has been advanced to, or several tokens have no parents.
+            ValueError: `advance` was not called, or several tokens have no parents.
         """
         width = token_ids.shape[0]
         if self._output is None or (parents is None and width != 1):
@@ -127,7 +127,7 @@ class EagleState(DrafterState):
         return self._weights.predict(self._output)
 
     def truncate(self, length: int) -> None:
-        """Keep the rows that the first `length` tokens allow, and no draft."""
+        """Keep the rows of the first `length` tokens, and drop the draft."""
         self._forget_draft()
         self._stable = max(0, min(self._stable, length - 1 - self._start))
 
@@ -136,7 +136,7 @@ class EagleState(DrafterState):
         self._output = self._ancestors = None
 
     def _ancestors_of(self, width: int, parents: torch.Tensor | None) -> torch.Tensor | None:
-        """bool `[w, drafted + w]`: which drafted rows a level sees, itself included. None where it sees all."""
+        """bool `[w, drafted + w]`: the drafted rows that a level sees, itself included (None: all)."""
         if width == 1 and self._ancestors is None and (self._drafted == self._levels):
             return None
         device = self._keys.device
@@ -162,13 +162,13 @@ class EagleState(DrafterState):
         Args:
             token_ids: int64 `[w]`.
             hidden: `[w, d]`.
-            position: of all rows of a draft's level, or of the first of the target's features.
-            fed_back: the rows are a draft's.
-            observe_draft_inputs: called with the embeddings and features of the rows whose outputs are wanted.
+            position: the position of all rows of a draft's level, or of the first stable row.
+            fed_back: whether the rows are a draft's.
+            observe_draft_inputs: called with the embeddings and features of the rows with outputs.
 
         Returns:
-            `[w, H]` for a draft. Of stable rows only the last one's output is ever read, `[1, H]`; of the others no
-            more is computed than the keys and values.
+            The outputs `[w, H]` of a draft's rows; of stable rows only the last one's, `[1, H]`, as the others only
+            need keys and values.
         """
         weights = self._weights
         width = token_ids.shape[0]
@@ -195,10 +195,8 @@ class EagleState(DrafterState):
         return weights.finish(attended, residual[-outputs:])
 
     def _attend(self, queries: torch.Tensor, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`[w, heads · head_dim]`: attention of queries `[w, heads, head_dim]` to the first so many rows.
-
-        The heads that share keys are laid side by side as if they were rows, so that keys are never repeated.
-        """
+        """`[w, heads · head_dim]`: attention of queries `[w, heads, head_dim]` to the first `rows` rows. Heads that
+        share keys are treated as more queries, so that keys are never repeated."""
         width, heads, head_dim = queries.shape
         keys, values = self._keys[:, :rows], self._values[:, :rows]
         if not self._weights.rotary.is_steady:
@@ -216,7 +214,7 @@ class EagleState(DrafterState):
         return attended.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3).reshape(width, -1)
 
     def _reserve(self, capacity: int) -> None:
-        """Make room for so many rows, keeping those that are there."""
+        """Make room for `capacity` rows, and keep the present ones."""
         settings, like = self._weights.settings, self._weights.qkv
         rows = self._stable + self._drafted
         shape = (settings.num_key_value_heads, capacity, settings.head_dim)

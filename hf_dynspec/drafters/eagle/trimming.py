@@ -14,22 +14,22 @@ _HEAD = "lm_head.weight"
 def trim_checkpoint(
     checkpoint: EagleCheckpoint, token_ids: torch.Tensor, output_rows: torch.Tensor | None
 ) -> EagleCheckpoint:
-    """Leave a head nothing to draft but some tokens.
+    """Limit a head to some tokens.
 
     Args:
-        checkpoint: of an EAGLE-3 head, in any layout, which is kept.
-        token_ids: int64 `[n]`, without repeats. They are stored in ascending order, as speculators, where heads are
-            trained on, picks the verifier's rows by the mask `t2d`.
-        output_rows: `[V, H]`: the target's output projection, of which these tokens' rows are taken in the dtype of
-            the head (None: the head's own rows of these tokens).
+        checkpoint: an EAGLE-3 head in any layout, which is kept.
+        token_ids: int64 `[n]`, without repeats. They are stored in ascending order, since speculators picks the
+            verifier's rows by the mask `t2d`.
+        output_rows: `[V, H]`: the target's output projection, whose rows are taken in the dtype of the head (None:
+            take the head's own rows).
 
     Returns:
-        The head with `lm_head` `[n, H]`, `d2t` int64 `[n]`, so that row `i` stands for token `i + d2t[i]`, and `t2d`
-        bool `[V]`. What was there of these before is replaced, all else is as it was.
+        The head with new `lm_head` `[n, H]`, `d2t` int64 `[n]` (row `i` stands for token `i + d2t[i]`) and `t2d` bool
+        `[V]`, and otherwise unchanged.
 
     Raises:
-        ArtifactError: the head has no rows of its own for a token, or the target's are of another size, or a token is
-            none of the target's.
+        ArtifactError: the head has no row for a token, the target's rows have another size, or an id is no token of
+            the target.
     """
     settings, ids = checkpoint.settings, token_ids.sort().values
     if int(ids[-1]) >= settings.vocab_size:
@@ -51,12 +51,8 @@ def trim_checkpoint(
 
 
 def has_target_rows(checkpoint: EagleCheckpoint, output_rows: torch.Tensor) -> bool:
-    """Whether a head drafts through the target's output projection: it has none of its own, or one whose rows are
-    copies of the target's.
-
-    Args:
-        output_rows: `[V, H]`: the target's output projection.
-    """
+    """Whether a head drafts through the target's output projection `[V, H]`: its own is missing, or has copies of the
+    target's rows."""
     own = checkpoint.tensors.get(_HEAD)
     if own is None:
         return True
@@ -73,7 +69,7 @@ def are_copies(own: torch.Tensor, token_ids: torch.Tensor | None, output_rows: t
         token_ids: int64 `[n]`: the token of each row (None: row `i` is token `i`).
         output_rows: `[V, H]`: the target's output projection.
     """
-    # A few rows first: comparing all of them is for those that are likely to agree.
+    # A few rows first, since comparing all of them takes long.
     for rows in (slice(0, 8), slice(None)):
         ids = torch.arange(own.shape[0], device="cpu")[rows] if token_ids is None else token_ids[rows]
         theirs = output_rows.index_select(0, ids.to(output_rows.device))
@@ -83,7 +79,7 @@ def are_copies(own: torch.Tensor, token_ids: torch.Tensor | None, output_rows: t
 
 
 def _own_rows(checkpoint: EagleCheckpoint, ids: torch.Tensor) -> torch.Tensor:
-    """int64 `[n]`: the head's own rows for these tokens."""
+    """int64 `[n]`: the rows of these tokens in the head."""
     own = checkpoint.token_ids()
     if own is None:
         return ids

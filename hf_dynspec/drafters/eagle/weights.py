@@ -1,4 +1,4 @@
-"""The weights that an EAGLE head drafts with: those that read the same input are one matrix."""
+"""The weights of an EAGLE head for drafting: layers with the same input are one matrix."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from .settings import EagleSettings
 
 @dataclass(frozen=True, eq=False)
 class FusedWeights:
-    """What a draft step computes with, all of one dtype and on one device. Made anew where the module has changed.
+    """The weights of a draft step, of one dtype and on one device. Made anew when the module changes.
 
     Args:
         rotary: the rotary embedding.
-        embedding: `[V, H]`: the head's own, or the target's; in its own dtype and where it lies.
-        output_dtype: what the output projection reads.
+        embedding: `[V, H]`: the head's own or the target's, in its own dtype and on its own device.
+        output_dtype: the input dtype of the output projection.
         qkv: `[(heads + 2 · kv_heads) · head_dim, H or 2 · H]`.
-        pair_norm: EAGLE-3's of embeddings and hidden states, over `[w, 2, H]`.
-        query_norm, key_norm: over `[w, heads, head_dim]`, where the head has them.
+        pair_norm: EAGLE-3's norm of embeddings and hidden states, over `[w, 2, H]`.
+        query_norm, key_norm: over `[w, heads, head_dim]`, if the head has them.
         gate_up: `[2 · intermediate, H]`.
     """
 
@@ -59,11 +59,11 @@ class FusedWeights:
         """Fuse a head's tensors.
 
         Args:
-            tensors: by the package's names, of any dtypes and anywhere.
-            embedding: the target's, `[V, H]`, for heads that have none.
-            output_dtype: what the output projection reads.
-            device, dtype: what to draft with.
-            rotary: of these settings, device and dtype, where there is one already.
+            tensors: by the package's names, of any dtype and on any device.
+            embedding: the target's, `[V, H]`, for heads without their own.
+            output_dtype: the input dtype of the output projection.
+            device, dtype: for drafting.
+            rotary: the rotary embedding of these settings, device and dtype (None: make one).
 
         Raises:
             ArtifactError: the rotary embedding is unknown.
@@ -107,7 +107,7 @@ class FusedWeights:
         )
 
     def anew(self, tensors: Mapping[str, torch.Tensor]) -> "FusedWeights":
-        """The same, of other tensors of the head's."""
+        """The same for other tensors of the head."""
         device, dtype = self.qkv.device, self.qkv.dtype
         return self.fuse(self.settings, tensors, self.embedding, self.output_dtype, device, dtype, self.rotary)
 
@@ -117,11 +117,11 @@ class FusedWeights:
         return rows.to(device=self.qkv.device, dtype=self.qkv.dtype)
 
     def feature(self, hidden: torch.Tensor, fed_back: bool) -> torch.Tensor:
-        """`[w, H]`: what stands beside the embeddings.
+        """`[w, H]`: the features beside the embeddings.
 
         Args:
-            hidden: `[w, d]`: the target's hidden states, which EAGLE-3 combines into one, or the head's own outputs
-                where `fed_back`.
+            hidden: `[w, d]`: the target's hidden states, which EAGLE-3 combines into one, or if `fed_back` the head's
+                own outputs.
         """
         if self.settings.generation == 2 or fed_back:
             return hidden
@@ -133,7 +133,7 @@ class FusedWeights:
         """Join embeddings and features, each `[w, H]`.
 
         Returns:
-            What the attention reads, `[w, H]` (EAGLE-2) or `[w, 2 · H]`, and the residual around it, `[w, H]`.
+            The input of the attention, `[w, H]` (EAGLE-2) or `[w, 2 · H]`, and the residual around it, `[w, H]`.
         """
         if self.settings.generation == 2:
             joined = linear(torch.cat([embedded, feature], -1), self.fc, self.fc_bias)
@@ -149,7 +149,7 @@ class FusedWeights:
 
         Args:
             joined: `[w, H or 2 · H]`.
-            outputs: how many queries are wanted.
+            outputs: the number of queries.
             cos, sin: `[w, 1, head_dim]` or `[1, 1, head_dim]`.
 
         Returns:
@@ -189,8 +189,7 @@ class FusedWeights:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`[Σ rows, …]`: the parts one below the other, without a copy where they lie so in memory
-    (`EagleModule.settle`)."""
+    """`[Σ rows, …]`: the parts concatenated, without a copy if they are adjacent in memory (`EagleModule.settle`)."""
     first, end = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -203,8 +202,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 class _Norm:
     """Root mean square normalisation over the last dimension.
 
-    torch's own is one kernel on a GPU, but a dozen operations on a CPU, which there is half of a small head's step.
-    The same takes four: `x / sqrt(|x|² / d + eps) · w = x / hypot(|x|, sqrt(d · eps)) · (sqrt(d) · w)`.
+    torch's own is one kernel on a GPU, but a dozen operations on a CPU, half of a small head's step. Four are enough:
+    `x / sqrt(|x|² / d + eps) · w = x / hypot(|x|, sqrt(d · eps)) · (sqrt(d) · w)`.
 
     Args:
         weight: `[d]`, or `[k, d]` for inputs `[w, k, d]`.
@@ -213,7 +212,7 @@ class _Norm:
     def __init__(self, weight: torch.Tensor, eps: float):
         self._weight, self._eps = weight, eps
         self._shape = weight.shape[-1:]
-        # 16-bit inputs are squared in fp32, which torch's own sees to.
+        # torch's own squares 16-bit inputs in fp32.
         self._is_split = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
         if self._is_split:
             self._scaled = weight * self._shape[0] ** 0.5
