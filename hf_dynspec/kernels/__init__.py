@@ -1,5 +1,5 @@
-"""The arithmetic of the dynamic head and of what screens for it, and the choice of top tokens. The `…_for` functions
-say by device which implementation runs."""
+"""The arithmetic of the dynamic head and of screens, and the choice of top tokens. The `…_for` functions return the
+implementation for a device."""
 
 import importlib.util
 from collections.abc import Callable
@@ -69,16 +69,18 @@ def round_attention_for(device: torch.device) -> RoundAttention:
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.scattered_scores` for a device."""
-    if device.type == "cpu":
-        return cpu.scattered_scores
-    return reference.scattered_scores
+    return cpu.scattered_scores if device.type == "cpu" else reference.scattered_scores
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def block_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.block_scores` for a device."""
     if device.type == "cpu":
         return cpu.block_scores
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if _has_triton(device):
         from .triton_blocks import block_scores as triton_scores
 
         return triton_scores
@@ -89,7 +91,7 @@ def best_rows_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.best_rows` for a device."""
     if device.type == "cpu":
         return cpu_best_rows.best_rows
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if _has_triton(device):
         from .triton_best_rows import best_rows as triton_best_rows
 
         return triton_best_rows

@@ -1,6 +1,5 @@
-"""CPU kernels: those of the head, compiled from head_scores.cpp where there is a C++ compiler, once on a machine and
-for all sizes; and the selection of top tokens, which torch does more slowly there. What cpu_best_rows.py needs for its
-own source file is here too."""
+"""CPU kernels of the head, compiled from head_scores.cpp if there is a C++ compiler, once on a machine and for all
+sizes; and the compilation of the other C++ files."""
 
 import ctypes
 import errno
@@ -11,21 +10,20 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import reference
 
-# What head_scores.cpp has a function for.
+# The dtypes of the functions in head_scores.cpp.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What the system says where nothing can be written to torch's cache of compiled code.
+# Errors of writing to torch's cache of compiled code.
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of an error of torch's or a compiler's in a message.
+# The length of a compiler's error in a message.
 _MOST_CHARACTERS = 200
 
 
-# Of this file's two messages, each of which is shown by default, in one line, and at most once for each source file in
-# a process.
 _log = logging.getLogger(__name__)
 
 
@@ -33,22 +31,21 @@ def compiled_library(file_name: str, what: str | None, *headers: str) -> ctypes.
     """Compile a source file of this folder for this machine; torch keeps the library on disk.
 
     Args:
-        file_name: the source's.
-        what: what is done by plain torch where it cannot be compiled, with a verb, for the one line that says so
-            (None: it makes so little difference that nothing is said of it).
-        headers: names of files to compile before it; torch compiles texts, which have no place to include from.
+        file_name: the source file.
+        what: the work that plain torch does otherwise, with a verb, for a warning (None: no warning, as it makes
+            little difference).
+        headers: files to put before it, since torch compiles a text, which can include no file.
 
     Returns:
-        The library, None where it cannot be compiled.
+        The library (None: it cannot be compiled).
     """
     source = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (*headers, file_name))
     try:
-        # Takes over a second, which importing this file must not. Releases of torch may name it otherwise, as it is
-        # not meant for others. Where there is no compiler that works, loading says so.
+        # Imported here, as it takes over a second. It is private to torch, so releases may rename it.
         from torch._inductor.codecache import CppCodeCache
 
         began, start = time.time(), time.perf_counter()
-        # Where torch compiles, a product and a sum are two instructions, unless told otherwise.
+        # torch's own flags make a product and a sum two instructions.
         library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except (ImportError, AttributeError, TypeError, RuntimeError, OSError) as error:
         if what is not None:
@@ -64,24 +61,22 @@ def compiled_library(file_name: str, what: str | None, *headers: str) -> ctypes.
     return library
 
 
+def typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of a library with the ctypes of its result and its arguments."""
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
 @functools.cache
 def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
-    """The functions of head_scores.cpp by the weight's dtype. Empty, which is said once, where they cannot be
-    compiled."""
+    """The functions of head_scores.cpp by the weight's dtype; none, logged once, if they cannot be compiled."""
     library = compiled_library("head_scores.cpp", "LM heads are scored")
-    if library is None:
-        return {}
-    kernels = {}
-    for dtype in _KERNEL_DTYPES:
-        kernel = library[f"head_scores_{str(dtype).removeprefix('torch.')}"]
-        kernel.argtypes = [ctypes.c_char_p]
-        kernel.restype = ctypes.c_bool
-        kernels[dtype] = kernel
-    return kernels
+    names = {dtype: f"head_scores_{str(dtype).removeprefix('torch.')}" for dtype in _KERNEL_DTYPES if library}
+    return {dtype: typed(library[name], ctypes.c_bool, ctypes.c_char_p) for dtype, name in names.items()}
 
 
 def _is_younger(library: ctypes.CDLL, seconds: float) -> bool:
-    """Whether a library's file was written after that time, and so was not in torch's cache."""
+    """Whether a library's file was written after that time, so that it was not in torch's cache."""
     try:
         return os.stat(library._name).st_mtime >= seconds
     except OSError:
@@ -89,38 +84,35 @@ def _is_younger(library: ctypes.CDLL, seconds: float) -> bool:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do where a kernel could not be compiled."""
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return "let torch write to its cache, or name another folder by TORCHINDUCTOR_CACHE_DIR"
     return "install g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch"
 
 
 def _in_one_line(error: Exception) -> str:
-    """The error's kind and the beginning of what it says; the output of a compiler may be pages."""
+    """The error's kind and the beginning of its text, as a compiler may print pages."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def prepare_kernels() -> None:
-    """Compile the kernels, which takes seconds and is said once, unless a process on this machine did so before."""
+    """Compile the kernels, which takes seconds and is logged, unless a process on this machine did so before."""
     _kernels()
 
 
 def _has_kernel(weight: torch.Tensor) -> bool:
-    """Whether there is a compiled kernel for the weight's dtype; compiles it, where that was not done."""
+    """Whether there is a kernel for the weight's dtype. The first call compiles it."""
     return weight.dtype in _KERNEL_DTYPES and weight.dtype in _kernels()
 
 
-# A matrix product packs its large operand anew in every call, which for a few rows takes longer than the arithmetic.
-# A weight with fewer elements than this fits the cache, and then packing costs little.
+# A matrix product packs its large operand in every call, which for a few rows takes longer than the arithmetic. For
+# weights with fewer elements, which fit the cache, packing costs little.
 FEWEST_COMPILED_ELEMENTS = 2**23
 
 
 def has_dense_kernel(weight: torch.Tensor) -> bool:
-    """Whether `dense_scores` has a compiled kernel for this weight: in fp32, on the CPU, and large.
-
-    Compiles it, which takes seconds, unless a process on this machine did so before.
-    """
+    """Whether `dense_scores` has a kernel for this weight: fp32, on the CPU, and large. The first call compiles it,
+    which takes seconds, unless a process on this machine did so before."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
@@ -130,26 +122,24 @@ def has_dense_kernel(weight: torch.Tensor) -> bool:
     )
 
 
-# Of a smaller head any rows are scored within microseconds, and compiling takes seconds.
+# Rows of smaller heads are scored within microseconds, and compiling takes seconds.
 FEWEST_HEAD_ELEMENTS = 2**20
-# For more hidden states than these a matrix product takes less time; where processors multiply in 16 bits, sooner.
+# For more hidden states a matrix product is faster; with 16-bit products on some processors, sooner.
 _MOST_QUERIES = {torch.float32: 16, torch.bfloat16: 6, torch.float16: 6}
-# What is looked at at a time where numbers are compared: it fits the cache.
+# Numbers that are compared at a time: they fit the cache.
 _COMPARED_ELEMENTS = 2**18
 
 
 def has_packed_kernel(weight: torch.Tensor) -> bool:
-    """Whether `packed_scores` has a compiled kernel for rows of this head, `[V, d]`: contiguous on the CPU, not small.
-
-    Compiles it, which takes seconds, unless a process on this machine did so before.
-    """
+    """Whether `packed_scores` has a kernel for rows of this head, `[V, d]`: contiguous on the CPU, not small. The
+    first call compiles it, which takes seconds, unless a process on this machine did so before."""
     is_large = weight.device.type == "cpu" and weight.is_contiguous() and weight.numel() >= FEWEST_HEAD_ELEMENTS
     return is_large and _has_kernel(weight)
 
 
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`reference.packed_scores` for heads of which `has_packed_kernel` holds: compiled where that is faster, and then
-    summed and returned in fp32. The weight may be of 16 bits where the hidden states are of 32.
+    """`reference.packed_scores` for heads with `has_packed_kernel`: compiled if that is faster, and then summed and
+    returned in fp32. The weight may have 16 bits and the hidden states 32.
 
     Args:
         hidden: `[m, d]`.
@@ -164,8 +154,8 @@ def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def lossless_dtype(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
-    """The dtype of 16 bits in which fp32 tensors are exactly what they are, as those are that were loaded from a
-    checkpoint of that dtype; their own where there is none. Stops at the first number that says so."""
+    """The 16-bit dtype that holds fp32 tensors exactly, as after loading a checkpoint of that dtype; their own dtype
+    if there is none. Stops at the first number that does not fit."""
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             if all(one is None or _is_exact(one, dtype) for one in (weight, bias)):
@@ -179,13 +169,12 @@ def _is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`reference.packed_scores` without bias, compiled where `has_dense_kernel`. Gradients do not flow through it.
+    """`reference.packed_scores` without bias, compiled if `has_dense_kernel`. Gradients do not flow through it.
 
     Args:
         hidden: `[m, d]`.
         weight: `[V, d]`.
-        out: contiguous fp32 `[m, V]` on the CPU: may be used for the result, which saves the system's handing out of
-            memory anew.
+        out: contiguous fp32 `[m, V]` on the CPU: may be used for the result, which saves an allocation.
 
     Returns:
         `[m, V]`.
@@ -201,7 +190,7 @@ def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor |
 def scattered_scores(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`reference.scattered_scores`, compiled where a compiler is at hand, summed and returned in fp32.
+    """`reference.scattered_scores`, compiled if there is a compiler, summed and returned in fp32.
 
     Gradients do not flow through it, and a negative id scores −inf.
 
@@ -217,9 +206,8 @@ def scattered_scores(
 def block_scores(
     hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`reference.block_scores`, compiled where a compiler is at hand; in the first call, unless prepared.
-
-    Gradients do not flow through it.
+    """`reference.block_scores`, compiled by the first call, unless prepared, if there is a compiler. Gradients do not
+    flow through it.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, something is not on the CPU, or the weight or bias is not
@@ -231,10 +219,10 @@ def block_scores(
     return _run(hidden, weight, blocks, bias)
 
 
-# `Call` of head_scores.cpp: ctypes takes longer to turn argument after argument into C's.
+# `Call` of head_scores.cpp: ctypes takes longer to convert single arguments.
 _CALL = struct.Struct("5P6q")
 
-# A product of fewer numbers than this takes one thread less time than others need to wake.
+# Smaller products take one thread less time than waking others.
 _FEWEST_SHARED_PRODUCTS = 2**16
 
 
@@ -245,14 +233,14 @@ def _run(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp32 `[m, n · T]`: the scores of the blocks, or of all in order where `blocks` is None; `out` where it is given.
+    """fp32 `[m, n · T]`: the scores of the blocks (None: all in order), in `out` if given.
 
-    A call costs microseconds, unlike one of a function that torch compiled, whose checks alone take longer than to
-    score a thousand rows.
+    A call costs microseconds. The checks of a function compiled by torch alone take longer than scoring a thousand
+    rows.
     """
     (m, d), (count, block_rows, columns) = hidden.shape, weight.shape
     n = count if blocks is None else blocks.shape[0]
-    # The kernel reads memory by these numbers, unchecked.
+    # The kernel does not check its arguments.
     are_blocks = blocks is None or (blocks.dtype == torch.int64 and blocks.is_cpu)
     if d != columns or not are_blocks or not (hidden.is_cpu and weight.is_cpu and weight.is_contiguous()):
         chosen = "" if blocks is None else f" and blocks {described(blocks)}"
@@ -294,8 +282,8 @@ def _run(
 
 
 def thread_count(products: int) -> int:
-    """How many threads to share so many products out to. All or one: the pool that torch shares dismisses those that a
-    call leaves out."""
+    """The number of threads for so many products: all or one, since torch's pool ends threads that a call leaves
+    out."""
     return torch.get_num_threads() if products >= _FEWEST_SHARED_PRODUCTS else 1
 
 

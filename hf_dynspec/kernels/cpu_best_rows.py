@@ -1,4 +1,4 @@
-"""`reference.best_rows` for CPUs, compiled from best_rows.cpp where there is a C++ compiler."""
+"""`reference.best_rows` for CPUs, compiled from best_rows.cpp if there is a C++ compiler."""
 
 import ctypes
 import functools
@@ -9,24 +9,19 @@ from collections.abc import Callable
 import torch
 
 from . import reference
-from .cpu import compiled_library, described, thread_count
+from .cpu import compiled_library, described, thread_count, typed
 from .reference import TILE_COLUMNS, TILE_ROWS, Screen
 
 
 @functools.cache
 def _kernel() -> Callable[..., bool] | None:
-    """The function of best_rows.cpp, compiled for this machine; None where it cannot be, which is said once."""
+    """The function of best_rows.cpp (None: it cannot be compiled, which is logged once)."""
     library = compiled_library("best_rows.cpp", "Shortlists are screened", "selection.hpp")
-    if library is None:
-        return None
-    kernel = library["best_rows"]
-    kernel.argtypes = [ctypes.c_char_p]
-    kernel.restype = ctypes.c_bool
-    return kernel
+    return None if library is None else typed(library["best_rows"], ctypes.c_bool, ctypes.c_char_p)
 
 
 def prepare_best_rows() -> None:
-    """Compile the kernel, which takes seconds and is said once, unless a process on this machine did so before."""
+    """Compile the kernel, which takes seconds and is logged, unless a process on this machine did so before."""
     _kernel()
 
 
@@ -35,7 +30,7 @@ _CALL = struct.Struct("8P7q")
 
 
 class _Checked:
-    """A screen that the kernel can read, in the numbers that its calls are packed with."""
+    """The numbers of a valid screen for the kernel's calls."""
 
     def __init__(self, screen: Screen):
         factor = screen.factor
@@ -44,7 +39,7 @@ class _Checked:
         read = (screen.projection, levels, factor.scale, factor.lowest, bias)
         dtypes = (torch.float32, torch.uint8, *3 * (torch.float32,))
         shapes = ((rank - 1, width), (tiles, groups, TILE_ROWS, TILE_COLUMNS), (rank,), (rank,), (tiles, TILE_ROWS))
-        # The kernel reads memory by these numbers, unchecked.
+        # The kernel does not check its arguments.
         if (
             tuple(one.dtype for one in read) != dtypes
             or tuple(tuple(one.shape) for one in read) != shapes
@@ -57,24 +52,23 @@ class _Checked:
                 f"each other: they must be float32 [r - 1, d], uint8 [B, r / {TILE_COLUMNS} rounded up, {TILE_ROWS}, "
                 f"{TILE_COLUMNS}], float32 [r] twice and float32 [B, {TILE_ROWS}], all contiguous and on the CPU."
             )
-        # NaN, which no row is chosen by, must not hide the others.
+        # NaN counts as low, and must not hide the other numbers.
         self._highest = bias.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).amax(1).clamp_min(0.0)
         self.pointers = tuple(one.data_ptr() for one in (*read, self._highest))
         self.sizes = (width, rank, groups, tiles)
         self.width, self.tiles, self.products = width, tiles, levels.numel()
 
 
-# Of the screens in use.
+# For the screens in use.
 _checked: "weakref.WeakKeyDictionary[Screen, _Checked]" = weakref.WeakKeyDictionary()
 
 
 def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
-    """`reference.best_rows`, compiled where a compiler is at hand; in the first call, unless prepared.
+    """`reference.best_rows`, compiled by the first call, unless prepared, if there is a compiler.
 
-    The rows are in ascending order, and of several that are equally good at the end the first ones are chosen. Where
-    the processor multiplies bytes, queries are rounded as the factor is: in units of the levels that they are
-    multiplied with, each number to a multiple of a 32,512th of the largest one. What stays the same from call to call
-    is read once of a screen, whose tensors must not be changed in place after its first call.
+    The rows are in ascending order; of equally good rows the first are chosen. On processors that multiply bytes,
+    queries are rounded too: in units of the levels, each number to a multiple of a 32,512th of the largest one. A
+    screen is checked in its first call, and its tensors must not be changed in place afterwards.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, something is not contiguous or not on the CPU, or fewer than

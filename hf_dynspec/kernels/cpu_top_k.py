@@ -1,4 +1,4 @@
-"""The choice of top tokens on CPUs, where torch is slow at it: compiled from top_k.cpp where there is a compiler."""
+"""The choice of top tokens on CPUs, where torch is slow at it: compiled from top_k.cpp if there is a compiler."""
 
 import ctypes
 import functools
@@ -8,37 +8,29 @@ from collections.abc import Callable
 import torch
 
 from . import reference
-from .cpu import compiled_library, thread_count
+from .cpu import compiled_library, thread_count, typed
 
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    """The function of top_k.cpp, compiled for this machine; None where it cannot be, which is said once."""
+    """The function of top_k.cpp (None: it cannot be compiled, which is logged once)."""
     library = compiled_library("top_k.cpp", "Top tokens are chosen", "selection.hpp")
-    if library is None:
-        return None
-    kernel = library["top_k"]
-    kernel.argtypes = [ctypes.c_char_p]
-    kernel.restype = None
-    return kernel
+    return None if library is None else typed(library["top_k"], None, ctypes.c_char_p)
 
 
-# What fp32 holds without rounding.
+# Dtypes that convert to fp32 without rounding.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # `Call` of top_k.cpp.
 _CALL = struct.Struct("2P5q")
-# Fewer are chosen from as fast by torch, and columns are packed into 32 bits.
+# For fewer columns torch is as fast, and column numbers have 32 bits.
 FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 2**32 - 1
-# Of fewer numbers in all, torch finds the largest of each row within about ten microseconds.
+# For fewer numbers in all, torch finds the largest of each row within about ten microseconds.
 _FEWEST_NUMBERS_OF_ARGMAX = 2**14
 
 
 def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """`reference.top_k_ids`, compiled where a compiler is at hand and there are many columns; in the first such call.
-
-    Of equal scores the leftmost are then chosen, and come first. What is no number counts as the largest, as it does
-    to torch.
-    """
+    """`reference.top_k_ids`, for many columns compiled by the first call if there is a compiler. Of equal scores the
+    leftmost are then chosen, and come first. NaN counts as the largest, as in torch."""
     ids = _compiled_top_k(scores, k)
     return reference.top_k_ids(scores, k) if ids is None else ids
 
@@ -50,9 +42,9 @@ def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled_top_k(scores: torch.Tensor, k: int) -> torch.Tensor | None:
-    """None where the kernel cannot be had, or is of no use."""
+    """The kernel's result (None: there is no kernel, or it is not worth calling)."""
     m, columns = scores.shape
-    # The kernel reads memory by these numbers, unchecked.
+    # The kernel does not check its arguments.
     fits = m > 0 and 0 < k <= columns and FEWEST_COLUMNS <= columns <= _MOST_COLUMNS and scores.is_cpu
     kernel = _kernel() if fits and scores.dtype in _DTYPES else None
     if kernel is None:

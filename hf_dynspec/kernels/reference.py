@@ -1,26 +1,26 @@
-"""The kernels in plain torch: the ground truth that every faster twin is tested against."""
+"""The kernels in plain torch: the ground truth for all faster implementations."""
 
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-# Rows that lie side by side in a factor for `best_rows`, and columns of one of them.
+# Rows of a tile in a factor for `best_rows`, and columns that lie together.
 TILE_ROWS, TILE_COLUMNS = 32, 4
-# What a number of such a factor can be, above the lowest one of its column.
+# The highest level of a number in such a factor.
 _LEVELS = 255
 
 
 @dataclass(frozen=True, eq=False)
 class TiledFactor:
-    """The rows of a low-rank factor in 8 bits, laid out as `best_rows` reads them: `T = TILE_ROWS` side by side, and
-    of each row `TILE_COLUMNS` columns, which a processor multiplies at once.
+    """The rows of a low-rank factor in 8 bits, in the layout of `best_rows`: `T = TILE_ROWS` rows side by side, each
+    with `TILE_COLUMNS` columns, which a processor multiplies at once.
 
     Args:
-        levels: uint8 `[B, G, T, TILE_COLUMNS]`: column `k` of row `i` is `levels[i // T, k // 4, i % T, k % 4]`. What
-            is beyond the last row or column is 0.
-        scale: fp32 `[r]`: by how much one level of a column is more than the one below.
-        lowest: fp32 `[r]`: what the level 0 of a column stands for.
+        levels: uint8 `[B, G, T, TILE_COLUMNS]`: column `k` of row `i` is `levels[i // T, k // 4, i % T, k % 4]`; 0
+            beyond the last row or column.
+        scale: fp32 `[r]`: the distance of two levels of a column.
+        lowest: fp32 `[r]`: the value of level 0 of a column.
     """
 
     levels: torch.Tensor
@@ -28,14 +28,14 @@ class TiledFactor:
     lowest: torch.Tensor
 
     def rows(self) -> torch.Tensor:
-        """fp32 `[B · T, r]`: what the levels stand for."""
+        """fp32 `[B · T, r]`: the values of the levels."""
         rows = self.levels.transpose(1, 2).flatten(2).flatten(0, 1)[:, : self.scale.shape[0]]
         return torch.addcmul(self.lowest, rows.float(), self.scale)
 
 
 def tiled(rows: torch.Tensor) -> TiledFactor:
-    """Lay out rows, finite and floating-point `[n, r]`, for `best_rows`. Each number is off by half a level at most, a
-    510th of what the numbers of its column range over."""
+    """Lay out rows, finite and floating-point `[n, r]`, for `best_rows`. The error of each number is at most half a
+    level, a 510th of its column's range."""
     n, rank = rows.shape
     rows = rows.float()
     lowest, highest = rows.aminmax(dim=0)
@@ -48,13 +48,13 @@ def tiled(rows: torch.Tensor) -> TiledFactor:
 
 @dataclass(frozen=True, eq=False)
 class Screen:
-    """What `best_rows` holds hidden states of width `d` against.
+    """The rough scores of hidden states of width `d`, for `best_rows`.
 
     Args:
-        projection: fp32 `[r - 1, d]`: what a hidden state becomes the first numbers of a query by. The last number is
-            its squared length.
-        factor: of `r` columns, see `tiled`.
-        bias: fp32 `[B, T]`: what is added to the score of each row; −inf bars it from being chosen.
+        projection: fp32 `[r - 1, d]`: projects a hidden state to the first numbers of a query. The last number is its
+            squared length.
+        factor: `r` columns, see `tiled`.
+        bias: fp32 `[B, T]`, added to the score of each row; rows with −inf are never chosen.
     """
 
     projection: torch.Tensor
@@ -69,23 +69,15 @@ class Screen:
 
 
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Score rows that lie side by side.
-
-    Args:
-        hidden: `[m, d]`.
-        weight: `[n, d]`, of the same dtype.
-        bias: `[n]` or None.
-
-    Returns:
-        `[m, n]` of the same dtype.
-    """
+    """Score adjacent rows: `[m, n]`, for hidden states `[m, d]`, a weight `[n, d]` and a bias `[n]`, all of one
+    dtype."""
     return functional.linear(hidden, weight, bias)
 
 
 def scattered_scores(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Score rows wherever they lie.
+    """Score any rows.
 
     Args:
         hidden: `[m, d]`.
@@ -103,7 +95,7 @@ def scattered_scores(
 def block_scores(
     hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Score whole blocks of rows, wherever the blocks lie: the fused index and product of DynaSpec (section 4.3).
+    """Score any blocks of rows: the fused index and product of DynaSpec (section 4.3).
 
     Args:
         hidden: `[m, d]`.
@@ -112,7 +104,7 @@ def block_scores(
         bias: `[B, T]` or None.
 
     Returns:
-        fp32 `[m, n · T]`, summed in fp32: the rows of one block after the other, −inf where there is no block.
+        fp32 `[m, n · T]`, summed in fp32: block by block, −inf for −1.
     """
     n, block_rows = blocks.shape[0], weight.shape[1]
     chosen = blocks.clamp(min=0)
@@ -140,30 +132,21 @@ def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
 
 
 def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the column indices of the `k` largest values in each row, largest first.
-
-    Args:
-        scores: `[m, V]`.
-        k: how many, at most `V`.
-
-    Returns:
-        int64 `[m, k]`.
-    """
+    """The columns of the `k <= V` largest values in each row, largest first: int64 `[m, k]` for `[m, V]`."""
     return scores.topk(k, dim=-1).indices
 
 
 def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
-    """Choose the rows of a low-rank factor that score best: a row's score is its bias and the largest of its products
-    with the queries that hidden states become, summed in fp32. What is no number, or −inf, counts as the lowest finite
-    score.
+    """Choose the best rows of a low-rank factor. A row's score is its bias plus the largest of its products with the
+    queries of the hidden states, summed in fp32. NaN and −inf count as the lowest finite score.
 
     Args:
-        hidden: floating-point `[m, d]`, `m >= 1`. One whose query has numbers that are not finite counts for nothing.
-        screen: the factor, and what belongs to it.
-        count: how many rows, of which at least as many are not barred.
+        hidden: floating-point `[m, d]`, `m >= 1`. Those with queries that are not finite are ignored.
+        screen: the factor with its projection and bias.
+        count: the number of rows, at most those with a bias above −inf.
 
     Returns:
-        int64 `[count]`: different rows, in any order. Of rows that score the same, any.
+        int64 `[count]`: different rows, in any order. Ties are broken arbitrarily.
     """
     lowest = torch.finfo(torch.float32).min
     queries, bias = screen.queries(hidden), screen.bias

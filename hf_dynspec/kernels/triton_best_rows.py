@@ -1,7 +1,7 @@
 """`reference.best_rows` for GPUs: rough scores in one Triton kernel, and torch's selection among them.
 
-Importing this file imports triton, which is optional: `kernels.best_rows_for` imports it where it is of use. With
-`TRITON_INTERPRET=1` set before that, the kernel runs on the CPU, line by line, which is for tests.
+This file needs triton, which is optional: `kernels.best_rows_for` imports it if possible. With `TRITON_INTERPRET=1`
+set before that, the kernel runs on the CPU, line by line, for tests.
 """
 
 import torch
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from .reference import TILE_COLUMNS, TILE_ROWS, Screen
 
-# The queries that are multiplied at once: the narrowest matrix that a product takes; likewise ranks.
+# Queries of one product: the narrowest matrix that it takes; likewise ranks.
 QUERY_ROWS = 16
-# Tiles that one program scores at once, and ranks of them that it reads at a time.
+# Tiles of one program, and the most ranks that it reads at a time.
 PROGRAM_TILES = 4
 MOST_RANKS = 64
 
@@ -33,7 +33,7 @@ def _rough_scores_kernel(
     TILES: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """The scores of the rows of a few tiles, whose levels are read once for up to `QUERIES` queries."""
+    """Score the rows of a few tiles. Their levels are read once for up to `QUERIES` queries."""
     row = tl.program_id(0).to(tl.int64) * TILES * T + tl.arange(0, TILES * T)
     is_row = row < tiles * T
     rank = tl.arange(0, RANKS)
@@ -43,7 +43,7 @@ def _rough_scores_kernel(
     lowest = -3.4028234663852886e38
     best = tl.full((TILES * T,), lowest, tl.float32)
     for start in range(0, m, QUERIES):
-        # Beyond the last query it is taken again.
+        # The last query fills the rest.
         query = tl.minimum(start + first, m - 1)
         products = tl.zeros((QUERIES, TILES * T), tl.float32)
         for k in range(0, RANK, RANKS):
@@ -58,7 +58,7 @@ def _rough_scores_kernel(
             # "ieee": tensor cores would otherwise round fp32 to 10 bits (tf32).
             products = tl.dot(asked, numbers.to(tl.float32), products, input_precision="ieee")
         products += tl.load(bases + query)[:, None]
-        # What is no number loses every comparison.
+        # NaN loses every comparison.
         best = tl.maximum(best, tl.max(tl.where(products > lowest, products, lowest), axis=0))
     own = tl.load(bias + row, mask=is_row, other=float("-inf"))
     total = best + own
@@ -75,7 +75,7 @@ def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
     with torch.cuda.device_of(queries):
         _rough_scores_kernel[(triton.cdiv(tiles, PROGRAM_TILES),)](
             queries * factor.scale,
-            # One that is not finite is left out by this: it is no number, or infinitely low.
+            # This excludes queries that are not finite: their scores are NaN or −inf.
             torch.where(queries.isfinite().all(1), torch.mv(queries, factor.lowest), -torch.inf),
             factor.levels,
             bias,

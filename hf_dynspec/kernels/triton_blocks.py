@@ -1,14 +1,14 @@
 """The fused index and matrix product of DynaSpec (section 4.3) for GPUs, in Triton.
 
-Importing this file imports triton, which is optional: `kernels.block_scores_for` imports it where it is of use. With
-`TRITON_INTERPRET=1` set before that, the kernel runs on the CPU, line by line, which is for tests.
+This file needs triton, which is optional: `kernels.block_scores_for` imports it if possible. With `TRITON_INTERPRET=1`
+set before that, the kernel runs on the CPU, line by line, for tests.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# The query rows that one program scores: the narrowest matrix that the tensor cores' instructions take.
+# Query rows of one program: the narrowest matrix of the tensor cores' instructions.
 QUERY_ROWS = 16
 
 
@@ -29,7 +29,7 @@ def _block_scores_kernel(
     HAS_BIAS: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
 ):
-    """One block's rows against up to `QUERIES` rows of hidden states: each row of the weight is read once."""
+    """Score one block's rows for up to `QUERIES` hidden states. Each row of the weight is read once."""
     slot = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     row = tl.arange(0, PADDED_T)
@@ -65,11 +65,8 @@ _PRODUCT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.b
 def block_scores(
     hidden: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`reference.block_scores` in one kernel: a program for each block, which reads its rows once and writes nothing
-    down but scores. A program whose entry is −1 reads no rows.
-
-    All tensors lie on one GPU. The kernel is compiled once for each dtype, `T` and `d`, with and without bias.
-    """
+    """`reference.block_scores` in one kernel, for tensors on one GPU: a program for each block reads its rows once and
+    writes only scores. The kernel is compiled once for each dtype, `T` and `d`, with and without bias."""
     m, d = hidden.shape
     n, block_rows = blocks.shape[0], weight.shape[1]
     scores = torch.empty(m, n * block_rows, dtype=torch.float32, device=hidden.device)
@@ -77,8 +74,8 @@ def block_scores(
         return scores
     product_dtype = _PRODUCT_DTYPES[weight.dtype]
     if _IS_INTERPRETED:
-        # The interpreter keeps bf16 as 16-bit integers and would multiply those. Products in fp32 are the same: that
-        # of two 16-bit numbers is exact there.
+        # The interpreter stores bf16 as 16-bit integers and would multiply those. In fp32 the product of two 16-bit
+        # numbers is exact.
         product_dtype = tl.float32
     # Triton launches on torch's current device, which need not be the tensors'.
     with torch.cuda.device_of(hidden):
@@ -94,8 +91,8 @@ def block_scores(
             T=block_rows,
             PADDED_T=max(16, triton.next_power_of_2(block_rows)),
             QUERIES=QUERY_ROWS,
-            # 256 bytes of each row at a time: whole cache lines, and tiles of which several fit the shared memory, so
-            # that the next are fetched while one is multiplied.
+            # 256 bytes of each row at a time: whole cache lines, and several tiles fit the shared memory, so that the
+            # next are loaded during a product.
             COLUMNS=256 // weight.element_size(),
             HAS_BIAS=bias is not None,
             PRODUCT_DTYPE=product_dtype,

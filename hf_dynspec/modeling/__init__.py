@@ -1,1 +1,1 @@
-"""A model's parts as drafters and verification both use them: the decoder, the dynamic head, the masks of trees."""
+"""Parts of models for drafters and verification: the decoder, the dynamic head, the masks of trees."""

@@ -24,15 +24,13 @@ from ..kernels import (
 from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
 from .parts import FORWARD_ERRORS, decoder_of, input_device, is_plain, projection_of, scale_and_cap
 
-# Rows that are copied at a time, so that a copy of another dtype takes no memory twice.
+# Rows that are copied at a time, so that a conversion needs little temporary memory.
 _COPIED_ROWS = 4096
 
 
 class PackedRows:
-    """The rows of one shortlist, packed side by side for one session and updated as the shortlist changes.
-
-    The buffers are as large as the widest shortlist seen so far, and are kept from one call to the next.
-    """
+    """A copy of the rows of a session's shortlist, updated as the shortlist changes. The buffers grow with the widest
+    shortlist so far, and are kept between calls."""
 
     def __init__(self):
         self._weight: torch.Tensor | None = None
@@ -41,11 +39,11 @@ class PackedRows:
         self._version: int | None = None
 
     def forget(self) -> None:
-        """Pack all rows anew when they are next asked for, as the head's changed."""
+        """Pack all rows anew at the next use, as the head's rows changed."""
         self._weight = self._bias = self._version = None
 
     def update(self, head: "DynamicLMHead", shortlist: Shortlist) -> None:
-        """Make row `i` the head's row for slot `i`. Does nothing where the version is the one already packed."""
+        """Make row `i` the head's row for slot `i`. Does nothing if this version is packed already."""
         if shortlist.version == self._version and shortlist.slots.shape[0] == self._capacity:
             return
         changed = shortlist.replaced
@@ -75,7 +73,7 @@ class PackedRows:
                 packed[first : first + some.shape[0]] = tensor.index_select(0, some)
 
     def scores(self, head: "DynamicLMHead", hidden: torch.Tensor, width: int) -> torch.Tensor:
-        """`[m, width]`: the scores of the leading packed rows."""
+        """`[m, width]`: the scores of the first packed rows."""
         return head.packed_scores(hidden, self._weight[:width], None if self._bias is None else self._bias[:width])
 
 
@@ -87,8 +85,8 @@ class DynamicLMHead:
         bias: `[V]` or None.
         logit_scale: multiplies the projection (Cohere, Granite, Falcon-H1).
         soft_cap: `c` in `c · tanh(logits / c)` (Gemma 2), or None.
-        token_ids: int64 `[V]`: the token id that each row scores, without repeats, for heads that leave most of the
-            vocabulary out. None where row `i` scores id `i`.
+        token_ids: int64 `[V]`: the token id of each row, without repeats, for heads that leave most of the vocabulary
+            out (None: row `i` scores id `i`).
     """
 
     def __init__(
@@ -108,26 +106,22 @@ class DynamicLMHead:
         self._scattered_scores = scattered_scores_for(self.weight.device)
         self._leading: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._block_scores = block_scores_for(self.weight.device)
-        # The rows in the order of a layout, for as long as somebody has that layout.
+        # The rows in the order of a layout, while the layout is in use.
         self._blocks: weakref.WeakKeyDictionary[BlockLayout, _Blocks] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "DynamicLMHead":
-        """Wrap the output projection of a transformers causal language model; its configuration says what follows.
+        """Wrap the output projection of a transformers causal language model, with the configuration's scale and cap.
 
         Raises:
             UnsupportedError: the model has no output projection with a `[V, d]` floating-point weight.
         """
         return cls(*projection_of(model), *scale_and_cap(model))
 
-    def renewed(self) -> "DynamicLMHead":
-        """The same head without the copies that were made of its rows, for rows that were changed in place."""
-        return DynamicLMHead(self.weight, self.bias, self.logit_scale, self.soft_cap, self.token_ids)
-
     @property
     def device(self) -> torch.device:
-        """Where the head's weights lie."""
+        """The device of the head's weights."""
         return self.weight.device
 
     def scores(self, hidden: torch.Tensor, shortlist: Shortlist, rows: PackedRows) -> torch.Tensor:
@@ -135,11 +129,11 @@ class DynamicLMHead:
 
         Args:
             hidden: `[m, d]`, of the head's dtype and on its device.
-            shortlist: what to score; its slots are ids below `V`.
-            rows: the session's packed rows, brought up to date here.
+            shortlist: the shortlist, with ids below `V` in its slots.
+            rows: the session's packed rows, which are updated.
 
         Returns:
-            fp32 `[m, width]`: a logit for each scored slot, −inf for those that are not occupied.
+            fp32 `[m, width]`: a logit for each scored slot, −inf if it is not occupied.
         """
         if isinstance(shortlist, JoinedShortlist):
             return torch.cat([self.scores(hidden, part, rows) for part in (shortlist.chosen, shortlist.rest)], dim=1)
@@ -150,7 +144,7 @@ class DynamicLMHead:
             held = self._held_blocks(shortlist.layout)
             logits = self._block_scores(hidden, held.weight, shortlist.blocks, held.bias)
             if self.soft_cap is None:
-                # What is not occupied is −inf already, and that a scale leaves.
+                # Unoccupied slots are −inf already, also after a scale.
                 return self._finish(logits)
         elif shortlist.is_transient:
             logits = self._scattered_scores(hidden, self.weight, self.rows_of(shortlist.scored_slots), self.bias)
@@ -169,10 +163,10 @@ class DynamicLMHead:
         Args:
             hidden: `[m, d]`, of the head's dtype and on its device.
             token_ids: int64 `[k]`, the same for all rows, or `[m, k]`.
-            projection: the module that the head was made from, where gradients are to reach it too.
+            projection: the module that the head was made from, if gradients are to reach it too.
 
         Returns:
-            `[m, k]`, fp32, or fp64 where the hidden states are: logits, −inf for tokens that have no row.
+            `[m, k]`, fp32, or fp64 for fp64 hidden states: logits, −inf for tokens without a row.
         """
         token_ids = token_ids.to(self.device)
         wanted, places = token_ids.unique(return_inverse=True)
@@ -186,7 +180,7 @@ class DynamicLMHead:
             logits = hidden @ weight.index_select(0, rows).to(hidden).T
             logits = logits if bias is None else logits + bias.index_select(0, rows).to(hidden)
         else:
-            # Adapters and quantised weights: only the module itself knows its rows.
+            # Only the module itself knows its rows after adapters and quantisation.
             like = next(projection.parameters())
             logits = projection(hidden.to(like) if like.is_floating_point() else hidden).index_select(1, rows)
             logits = logits.to(hidden.device)
@@ -195,24 +189,23 @@ class DynamicLMHead:
             logits = logits.masked_fill(~has_row, -torch.inf)
         if token_ids.dim() > 1:
             return logits.gather(1, places)
-        # Sorted ids without repeats need no copy, whose gradients would take longer than the product's.
+        # Sorted ids without repeats need no copy, whose gradients would take longer than the product.
         return logits if torch.equal(wanted, token_ids) else logits[:, places]
 
     @cached_property
     def packed_scores(self) -> Callable[..., torch.Tensor]:
-        """Scores copies of rows, as `reference.packed_scores`, by the fastest implementation for this head."""
+        """The fastest implementation of `reference.packed_scores` for copies of this head's rows."""
         return packed_scores_for(self.weight)
 
     @cached_property
     def copy_dtype(self) -> torch.dtype:
-        """The dtype of copies of rows: 16 bits for a head in fp32 on the CPU that is exactly the same in them, as one
-        that was loaded from such a checkpoint is. A draft step's scores take as long as reading the rows, and sums
-        are in fp32 either way."""
+        """The dtype of copies of rows: 16 bits if that holds an fp32 head on the CPU exactly, as after loading a
+        16-bit checkpoint. Scores take the time of reading the rows, and sums are in fp32 either way."""
         return lossless_dtype(self.weight, self.bias) if has_packed_kernel(self.weight) else self.weight.dtype
 
     def prepare(self, layout: BlockLayout | None = None) -> None:
-        """Look at the rows, copy them in the order of a layout, where there is one, and, on the CPU, compile what
-        scores them, which takes seconds the first time on a machine."""
+        """Choose the dtype of copies and, for a layout, copy the rows in its order and on the CPU compile the kernels,
+        which takes seconds the first time on a machine."""
         _ = self.copy_dtype
         if layout is not None:
             self._held_blocks(layout)
@@ -220,8 +213,7 @@ class DynamicLMHead:
                 prepare_kernels()
 
     def _leading_rows(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the leading rows: where they lie, or in a copy of another dtype, made when so many rows
-        are first asked for."""
+        """Weight and bias of the first rows, or a copy of these in `copy_dtype`, which is made on first use."""
         held = self.weight, self.bias
         if self.copy_dtype != self.weight.dtype:
             with self._lock:
@@ -232,7 +224,7 @@ class DynamicLMHead:
         return weight[:width], None if bias is None else bias[:width]
 
     def _held_blocks(self, layout: BlockLayout) -> "_Blocks":
-        """The rows in the order of a layout, copied when the layout is first seen."""
+        """The rows in the order of a layout, copied on first use."""
         with self._lock:
             held = self._blocks.get(layout)
             if held is None:
@@ -245,8 +237,8 @@ class DynamicLMHead:
 
     @property
     def can_speed_up_all_scores(self) -> bool:
-        """Whether `all_scores` is faster than the module that the head was made from. The first time on a machine
-        takes seconds, as it compiles it."""
+        """Whether `all_scores` is faster than the module that the head was made from. The first call on a machine
+        compiles it, which takes seconds."""
         return has_dense_kernel(self.weight)
 
     def all_scores(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -256,9 +248,9 @@ class DynamicLMHead:
 
     @classmethod
     def matching(cls, model: nn.Module) -> "DynamicLMHead | None":
-        """The head by which decoder and head give tokens the same logits as the whole model does, or None.
+        """The head with which the decoder gives the same logits as the whole model (None: there is none).
 
-        Families differ in what follows the decoder, and in what the same setting means: Granite divides by
+        Families differ in the operations after the decoder, and in the meaning of a setting: Granite divides by
         `logits_scaling`, HyperCLOVA multiplies.
 
         Raises:
@@ -272,7 +264,7 @@ class DynamicLMHead:
         return head if head.agrees_with(model) else None
 
     def agrees_with(self, model: nn.Module) -> bool:
-        """Whether decoder and head give one token the same logits as the whole model does."""
+        """Whether decoder and head give the same logits as the whole model, for one token."""
         token_ids = torch.tensor([[1]], device=input_device(model))
         with torch.no_grad():
             expected = model(input_ids=token_ids, use_cache=False).logits[0, -1].float()
@@ -281,8 +273,8 @@ class DynamicLMHead:
                 actual = self._finish(packed_scores(hidden, self.weight, self.bias).float())[0].to(expected.device)
             except FORWARD_ERRORS:
                 return False
-            # What rounding may do to the logits, also that of a quantised projection; a missing scale, cap or
-            # transform is off by more.
+            # The error of rounding, also in a quantised projection. That of a missing scale, cap or transform is
+            # larger.
             is_exact = self.weight.dtype == torch.float32 and is_plain(model.get_output_embeddings())
             tolerance = (1e-3 if is_exact else 5e-2) * expected.abs().max()
             return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
@@ -292,7 +284,7 @@ class DynamicLMHead:
         return DynamicLMHead(weight, bias, self.logit_scale, self.soft_cap, self.token_ids)
 
     def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64, of the shape of `token_ids`: the row that scores each of them; every one must have a row."""
+        """int64, of the shape of `token_ids`: their rows, which must exist."""
         return token_ids if self._row_of is None else self._row_of[token_ids]
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -300,7 +292,7 @@ class DynamicLMHead:
 
 
 def finish_logits(logits: torch.Tensor, logit_scale: float, soft_cap: float | None) -> torch.Tensor:
-    """Logits of any shape after a scale and `c · tanh(logits / c)`, where there is a cap."""
+    """Logits of any shape after a scale and, with a cap `c`, `c · tanh(logits / c)`."""
     if logit_scale != 1.0:
         logits = logits * logit_scale
     return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
@@ -308,25 +300,25 @@ def finish_logits(logits: torch.Tensor, logit_scale: float, soft_cap: float | No
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """A head's rows in the order of a layout: weight `[B, T, d]` and bias `[B, T]`, −inf where there is no token."""
+    """A head's rows in the order of a layout: weight `[B, T, d]`, and bias `[B, T]`, −inf for no token."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
 
 def _inverse(token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 `[largest id + 1]`: the row of each token id; −1 where it has none."""
+    """int64 `[largest id + 1]`: the row of each token id; −1 for no row."""
     rows = token_ids.new_full((int(token_ids.max()) + 1,), -1)
     return rows.scatter(0, token_ids, torch.arange(token_ids.shape[0], device=token_ids.device))
 
 
 def widen(logits: torch.Tensor, shortlist: Shortlist, into: torch.Tensor) -> None:
-    """Lay shortlist logits out over full token ids. The only place that does; `into` must hold −inf at these ids.
+    """Write a shortlist's logits to their token ids.
 
     Args:
         logits: fp32 `[..., width]`, −inf for slots that are not occupied.
-        shortlist: the shortlist they score.
-        into: fp32 `[..., V]`, written in place.
+        shortlist: the shortlist.
+        into: fp32 `[..., V]`, with −inf at these ids; written in place.
     """
-    # An unoccupied slot may hold the id of an occupied one; the maximum keeps its −inf from winning.
+    # The maximum, since an unoccupied slot may hold the id of an occupied one.
     into.scatter_reduce_(-1, shortlist.scored_slots.expand_as(logits), logits, "amax")

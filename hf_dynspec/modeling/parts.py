@@ -1,4 +1,4 @@
-"""The parts of a transformers model, wherever its family, its wrappers and its adapters keep them."""
+"""The parts of a transformers model of any family, with its wrappers and adapters."""
 
 from typing import Any
 
@@ -8,24 +8,23 @@ from torch.nn import functional
 
 from ..errors import UnsupportedError
 
-# Where configurations of transformers' model families write what happens to the logits after the projection.
+# The families' settings for the scale of logits.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
-# What a model's forward raises where it is not made for what it is given: a model may be of any kind.
+# Errors of a model's forward for unsuitable inputs.
 FORWARD_ERRORS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-# How many unit vectors an output projection of an unknown kind is asked about at a time.
+# Unit vectors in one probe of an unknown output projection.
 _PROBED_COLUMNS = 64
 
 
 def unwrapped(model: Any) -> Any:
     """Return the transformers model inside `torch.compile`'s, peft's and data-parallel wrappers.
 
-    Each of them runs the model inside, so that a `generate` of the wrapper ends in the model's own. peft's adapters
-    are layers of that model, and stay there.
+    All of these run the inner model, whose `generate` theirs ends in. peft's adapters are layers of it, and stay.
 
     Raises:
-        UnsupportedError: the wrapper puts virtual tokens before the text (prompt, prefix and P-tuning), which no
-            token ids stand for.
+        UnsupportedError: the wrapper puts virtual tokens, which have no ids, before the text (prompt, prefix and
+            P-tuning).
     """
     while isinstance(model, nn.Module):
         require_real_tokens(model)
@@ -41,11 +40,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def require_real_tokens(model: Any) -> None:
-    """Refuse a peft wrapper that puts virtual tokens before the text.
-
-    Raises:
-        UnsupportedError: it does.
-    """
+    """Refuse a peft wrapper that puts virtual tokens before the text (`UnsupportedError`)."""
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
     if getattr(config, "is_prompt_learning", False):
         kind = getattr(model.peft_type, "value", model.peft_type)
@@ -56,16 +51,16 @@ def require_real_tokens(model: Any) -> None:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a model that turns token ids into hidden states."""
+    """The part of a model from token ids to hidden states."""
     decoder = model.get_decoder()
-    # For some families transformers finds the model itself, or its output projection.
+    # For some families transformers returns the model itself, or its output projection.
     if decoder is model or decoder is model.get_output_embeddings():
         decoder = getattr(model, "model", model.base_model)
     return decoder
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its token ids, also where accelerate keeps its weights elsewhere."""
+    """The device of a model's token ids, also if accelerate offloads its weights."""
     device = model.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
@@ -75,17 +70,17 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def computes_in_fp32(model: nn.Module) -> bool:
-    """Whether a model's logits are the same, but for the last digits of fp32, however many tokens it reads at once."""
+    """Whether a model's logits depend on the number of tokens read at once only in the last digits of fp32."""
     try:
         multiplies_exactly = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # where some kinds of device only were told to round
+    except RuntimeError:  # only some kinds of device round
         multiplies_exactly = False
     is_autocast = torch.is_autocast_enabled(input_device(model).type)
     return model.dtype == torch.float32 and multiplies_exactly and not is_autocast
 
 
 def output_rows(model: nn.Module) -> int:
-    """How many token ids a model scores, padding included."""
+    """The number of token ids that a model scores, padding included."""
     projection = model.get_output_embeddings()
     weight = getattr(projection, "weight", None)
     if is_plain(projection):
@@ -95,7 +90,7 @@ def output_rows(model: nn.Module) -> int:
 
 
 def require_finite_weights(model: nn.Module) -> None:
-    """Tell damaged weights from what they do, where a model was found to compute something else than it should.
+    """Check whether damaged weights are the reason for a model's wrong outputs.
 
     Raises:
         UnsupportedError: a parameter holds NaN or infinity.
@@ -103,13 +98,13 @@ def require_finite_weights(model: nn.Module) -> None:
     for name, one in model.named_parameters():
         if one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
             raise UnsupportedError(
-                f"{type(model).__name__} holds NaN or infinity in {name}, so that what it computes is no number. Load "
-                "it anew, and not in fp16 if it was trained in bf16."
+                f"{type(model).__name__} holds NaN or infinity in {name}. Load it anew, and not in fp16 if it was "
+                "trained in bf16."
             )
 
 
 def is_plain(projection: Any) -> bool:
-    """Whether an output projection is a product with a matrix in memory, and nothing else."""
+    """Whether an output projection is only a product with a matrix in memory."""
     weight = getattr(projection, "weight", None)
     return (
         isinstance(projection, nn.Linear)
@@ -122,14 +117,14 @@ def is_plain(projection: Any) -> bool:
 
 @torch.no_grad()
 def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight `[V, d]` and bias of a model's output projection. That of a plain one is not copied; any other, such
-    as one that is quantised or has adapters, is asked what it makes of unit vectors."""
+    """The weight `[V, d]` and bias of a model's output projection. A plain one's is not copied; any other, such as a
+    quantised or adapted one, is probed with unit vectors."""
     projection = model.get_output_embeddings()
     if is_plain(projection):
         return projection.weight, projection.bias
     config, device = model.config.get_text_config(), input_device(model)
     try:
-        # accelerate loads what it keeps elsewhere; without it torch would compute with whatever there is.
+        # accelerate loads offloaded weights; without it torch would compute with undefined numbers.
         if any(one.device.type == "meta" for one in projection.parameters()) and not hasattr(projection, "_hf_hook"):
             raise ValueError("its weight is not in memory")
         width = getattr(projection, "in_features", None) or config.hidden_size
@@ -151,8 +146,7 @@ def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def scale_and_cap(model: nn.Module) -> tuple[float, float | None]:
-    """What a transformers model does to its logits after the projection, by its configuration: `finish_logits` takes
-    them."""
+    """The scale and the cap of a model's logits, by its configuration, for `finish_logits`."""
     config = model.config.get_text_config()
     scale = 1.0
     for name in _MULTIPLIERS:
