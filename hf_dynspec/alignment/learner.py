@@ -1,4 +1,4 @@
-"""Trains a copy of a drafter, which drafts nothing, on what requests left."""
+"""Training of a copy of a drafter on recorded requests."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 LARGEST_GRADIENT_NORM = 1.0
-# peft's name of the only adapter, and what it puts before the names of modules in an adapter's file.
+# peft's name of the only adapter, and its prefix of modules in an adapter's file.
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -28,17 +28,16 @@ _16_BITS = (torch.float16, torch.bfloat16)
 class Learner:
     """Trains a copy of a drafter: LoRA on some of its modules, or all of its weights.
 
-    The drafter itself is read once, here, and never written to; what was learnt is `weights`, to be copied into it by
-    whoever drafts with it. The copy's weights are fp32 where the drafter's have 16 bits. Not for several threads at
-    once.
+    The drafter itself is only copied, and never changed; its owner copies the trained `weights` into it. The copy has
+    fp32 in place of 16-bit weights. Not for several threads at once.
 
     Args:
-        drafter: what it is a copy of.
-        settings: of training: see `OnlineAlignment`.
+        drafter: the drafter to copy.
+        settings: see `OnlineAlignment`.
 
     Attributes:
         drafter: the copy.
-        dropped: how many steps were dropped, as loss or gradients were not finite.
+        dropped: the number of steps that were dropped because loss or gradients were not finite.
 
     Raises:
         ConfigurationError: the drafter has no modules of the names in `settings.modules`, or peft cannot adapt them.
@@ -54,57 +53,53 @@ class Learner:
             self._dtypes = {name: one.dtype for name, one in module.named_parameters()}
             if any(dtype in _16_BITS for dtype in self._dtypes.values()):
                 module.float()
-                # What the copy holds of its weights beside its module is made anew.
+                # This renews the copy's own copies of weights.
                 _ = self.drafter.weights_version
             self._adapted = {} if settings.trains_all_parameters else self._inject()
             if settings.trains_all_parameters and not any(one.requires_grad for one in module.parameters()):
                 module.requires_grad_(True)
             self._trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-            # LoRA leaves what it adapts as it was; weights that are trained themselves have to be remembered.
+            # LoRA does not change the adapted weights. Trained weights must be kept.
             self._base = {} if self._adapted else {name: one.detach().clone() for name, one in self._trained.items()}
             self.reset()
 
     def _inject(self) -> dict[str, nn.Module]:
-        """Put LoRA around the modules of the settings; returns its layers by these modules' names."""
-        from peft import inject_adapter_in_model
+        """Put LoRA around the modules of the settings, and return its layers by these modules' names."""
+        from peft import LoraConfig, inject_adapter_in_model
 
-        names = _modules_named(self.drafter.module, self.settings.modules)
-        _require_untied(self.drafter.module, names)
-        self._adapter_config = self._lora_config(names)
+        module = self.drafter.module
+        names = _modules_named(module, self.settings.modules)
+        _require_untied(module, names)
+        self._adapter_config = LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.settings.alpha,
+            lora_dropout=0.0,
+            target_modules=names,
+            fan_in_fan_out=any(_is_transposed(module.get_submodule(name)) for name in names),
+        )
         try:
-            # Without storage: peft draws first matrices from the generator that users seed and other threads use.
-            inject_adapter_in_model(self._adapter_config, self.drafter.module, _ADAPTER, low_cpu_mem_usage=True)
+            # Without storage: peft would draw the matrices from the generator that users seed and other threads use.
+            inject_adapter_in_model(self._adapter_config, module, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigurationError(f"modules: peft cannot adapt {', '.join(names)}: {error}") from error
-        adapted = {name: self.drafter.module.get_submodule(name) for name in names}
+        adapted = {name: module.get_submodule(name) for name in names}
         for layer in adapted.values():
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices[_ADAPTER].to_empty(device=layer.get_base_layer().weight.device)
         return adapted
 
-    def _lora_config(self, names: list[str]) -> "LoraConfig":
-        from peft import LoraConfig
-
-        return LoraConfig(
-            r=self.settings.rank,
-            lora_alpha=self.settings.alpha,
-            lora_dropout=0.0,
-            target_modules=names,
-            fan_in_fan_out=any(_is_transposed(self.drafter.module.get_submodule(name)) for name in names),
-        )
-
     # Training --------------------------------------------------------------------------------------------------------
 
     def chosen(self, trajectory: Trajectory) -> Trajectory | None:
-        """The request with the places that drafts are learnt from; None where it has none. See `choose_places`."""
+        """The request with its training places (None: it has none). See `choose_places`."""
         with torch.inference_mode(False):
             return choose_places(self.drafter, trajectory, self.settings)
 
     def chosen_again(self, trajectory: Trajectory) -> Trajectory | None:
-        """`chosen` of a request that was written and read: places that had been chosen stay, if this chooses any.
+        """`chosen` for a loaded request, which keeps its places if this chooses any.
 
         Raises:
-            RuntimeError: the request was left by another drafter.
+            RuntimeError: the request is another drafter's.
         """
         with torch.inference_mode(False), torch.no_grad():
             if unroll(self.drafter, trajectory, self.settings) is None:
@@ -115,12 +110,12 @@ class Learner:
         return trajectory
 
     def step(self, trajectories: Sequence[Trajectory]) -> float | None:
-        """One optimizer step on the mean loss of some trajectories, gradients clipped to a norm of 1. Requests weigh
-        alike, and where places of them were chosen, these do.
+        """One optimizer step on the mean loss of some trajectories, with gradients clipped to a norm of 1. Requests
+        have equal weights, or, if places were chosen, their places do.
 
         Returns:
-            The loss before the step; None where there was nothing to learn from, or the step was dropped as loss or
-            gradients were not finite, which leaves the weights as they were.
+            The loss before the step. None if there was nothing to learn from, or if loss or gradients were not finite,
+            which leaves the weights unchanged.
         """
         with torch.inference_mode(False), torch.enable_grad():
             try:
@@ -128,13 +123,17 @@ class Learner:
                 shares = [weight / sum(weights) for weight in weights]
                 losses = [self._backward(*each) for each in zip(trajectories, shares, strict=True)]
                 scored = [(share, loss) for share, loss in zip(shares, losses, strict=True) if loss is not None]
-                return self._descend(_mean(scored)) if scored else None
+                if not scored:
+                    return None
+                # Waits for the device once.
+                total = torch.stack([share * loss for share, loss in scored]).sum()
+                return self._descend(float(total / sum(share for share, _ in scored)))
             finally:
                 self._scored.clear()
                 self._optimizer.zero_grad(set_to_none=True)
 
     def _descend(self, loss: float) -> float | None:
-        """The optimizer's part of a step; the loss, or None where the step is dropped."""
+        """Make the optimizer's step, and return the loss (None: the step was dropped)."""
         self._gradient_bytes = sum(one.grad.nbytes for one in self._trained.values() if one.grad is not None)
         norm = nn.utils.clip_grad_norm_(self._trained.values(), LARGEST_GRADIENT_NORM)
         if not math.isfinite(loss) or not bool(norm.isfinite()):
@@ -144,7 +143,7 @@ class Learner:
         return loss
 
     def _backward(self, trajectory: Trajectory, share: float) -> torch.Tensor | None:
-        """Add a request's share to the gradients, and return its loss; None where it has none."""
+        """Add a request's share to the gradients, and return its loss (None: it has none)."""
         horizon = self._scored.pop(trajectory, None) or unroll(self.drafter, trajectory, self.settings)
         if horizon is None:
             return None
@@ -153,11 +152,11 @@ class Learner:
         return loss.detach()
 
     def acceptance(self, trajectory: Trajectory) -> tuple[float, float] | None:
-        """`acceptance_of` a trajectory before anything was learnt, and with what has been learnt: what a gate
-        compares. None where nothing could be scored. A step on the trajectory that follows costs less."""
-        # With gradients, without which an EAGLE head would fuse its weights anew each time.
+        """`acceptance_of` a trajectory with the base weights and with the trained ones, for the gate (None: nothing
+        could be scored). A step on the same trajectory right after it costs less."""
+        # Without gradients an EAGLE head would fuse its weights each time.
         with torch.inference_mode(False), torch.enable_grad():
-            with self._unlearnt():
+            with self._with_base_weights():
                 before = unroll(self.drafter, trajectory, self.settings)
             learnt = unroll(self.drafter, trajectory, self.settings)
             if before is None or learnt is None:
@@ -167,8 +166,7 @@ class Learner:
             return None if None in scores else scores
 
     @contextmanager
-    def _unlearnt(self) -> Iterator[None]:
-        """The copy as it was before anything was learnt."""
+    def _with_base_weights(self) -> Iterator[None]:
         learnt = {name: one.data for name, one in self._trained.items()} if self._base else {}
         try:
             for layer in self._adapted.values():
@@ -183,12 +181,12 @@ class Learner:
                 self._trained[name].data = tensor
 
     def reset(self) -> None:
-        """Forget everything that was learnt, and the optimizer's state; `weights` are `base_weights` again."""
+        """Go back to `base_weights`, with a new optimizer."""
         random = torch.Generator().manual_seed(self.settings.seed)
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._adapted.values():
                 first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-                # As peft does, but for the generator.
+                # As peft does, but with a generator of its own.
                 drawn = torch.empty(first.shape, dtype=first.dtype, device="cpu")
                 first.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random))
                 second.zero_()
@@ -197,7 +195,7 @@ class Learner:
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
-        # What was unrolled to be scored, with the weights that there are.
+        # Drafts unrolled by `acceptance` with the present weights.
         self._scored: dict[Trajectory, Horizon] = {}
         self._gradient_bytes = 0
         parameters = list(self._trained.values())
@@ -207,8 +205,8 @@ class Learner:
 
     @torch.no_grad()
     def weights(self) -> dict[str, torch.Tensor]:
-        """What a drafter that is to draft with what was learnt holds, by the names of its `module`'s parameters: those
-        that are trained or adapted and no others, adapters merged into them, in the drafter's dtypes. New tensors."""
+        """New tensors of the trained or adapted weights, by the names of the `module`'s parameters, with adapters
+        merged and in the drafter's dtypes."""
         if not self._adapted:
             return {name: one.detach().to(self._dtypes[name], copy=True) for name, one in self._trained.items()}
         merged = {}
@@ -219,26 +217,26 @@ class Learner:
 
     @torch.no_grad()
     def base_weights(self) -> dict[str, torch.Tensor]:
-        """What the drafter held before anything was learnt: the names of `weights`, and the very bits. Not to be
-        written to."""
+        """The drafter's own weights before training, with the names of `weights` and the same bits. Not to be written
+        to."""
         adapted = {f"{name}.weight": layer.get_base_layer().weight for name, layer in self._adapted.items()}
         return {name: one.detach().to(self._dtypes[name]) for name, one in (self._base or adapted).items()}
 
     def adapter_config(self) -> "LoraConfig | None":
-        """peft's configuration of the adapter; None where there is no LoRA."""
+        """peft's configuration of the adapter (None: there is no LoRA)."""
         return self._adapter_config if self._adapted else None
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
-        """Copies of the LoRA matrices by the names that peft has in an adapter's file; of all trained weights by their
-        own names where there is no LoRA."""
+        """Copies of the LoRA matrices by peft's names in an adapter's file; without LoRA, of all trained weights by
+        their own names."""
         return {name: one.detach().clone() for name, one in self._named_state().items()}
 
     def load_adapter_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Take up what `adapter_state` gave, and begin with a new optimizer.
+        """Load an `adapter_state`, and begin with a new optimizer.
 
         Raises:
             ConfigurationError: names or shapes are not those of this learner, or a value is not finite. It names them,
-                and nothing was changed.
+                and nothing is changed.
         """
         own = self._named_state()
         wrong = sorted(set(own) ^ set(state)) or [name for name in own if own[name].shape != state[name].shape]
@@ -260,17 +258,14 @@ class Learner:
             return self._trained
         return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): one for name, one in self._trained.items()}
 
-    # What it takes ---------------------------------------------------------------------------------------------------
-
     @property
     def nbytes(self) -> int:
-        """Bytes of the optimizer's state, and of the gradients that the last step had."""
+        """Bytes of the optimizer's state and of the last step's gradients."""
         states = (value for state in self._optimizer.state.values() for value in state.values())
         return self._gradient_bytes + sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
 
     def base_digest(self) -> str:
-        """SHA-256 of what the drafter held before anything was learnt, by name: of the weights that are not trained,
-        and of those that are as they were. Unchanged for as long as this learns."""
+        """SHA-256 of all the drafter's weights before training, which does not change it."""
         digest = hashlib.sha256()
         frozen = {name: one for name, one in self.drafter.module.named_parameters() if name not in self._trained}
         for name, one in sorted((frozen | self._base).items()):
@@ -279,22 +274,13 @@ class Learner:
         return digest.hexdigest()
 
 
-def _mean(shares: Sequence[tuple[float, torch.Tensor]]) -> float:
-    """Of losses, each with its share. Waits for the device once."""
-    return float(torch.stack([share * loss for share, loss in shares]).sum() / sum(share for share, _ in shares))
-
-
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is transformers' linear layer of GPT-2, whose weight is laid out the other way round."""
+    """Whether it is transformers' linear layer of GPT-2, which has a transposed weight."""
     return type(module).__name__ == "Conv1D"
 
 
 def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str]:
-    """The full names of the linear layers that are to be adapted.
-
-    Raises:
-        ConfigurationError: a name is that of none. Says which there are.
-    """
+    """The full names of the linear layers to adapt. An unknown name is refused with the names that there are."""
     find_projection = getattr(module, "get_output_embeddings", None)
     projection = getattr(module, "lm_head", None) if find_projection is None else find_projection()
     linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) or _is_transposed(one)}
@@ -311,11 +297,7 @@ def _modules_named(module: nn.Module, wanted: str | tuple[str, ...]) -> list[str
 
 
 def _require_untied(module: nn.Module, names: list[str]) -> None:
-    """Make sure that nothing else changes with the weights of the layers that are to be adapted.
-
-    Raises:
-        ConfigurationError: something would, as with an output projection that is the embedding too. Names both.
-    """
+    """Refuse to adapt weights that other modules share, such as an output projection that is the embedding too."""
     shares: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shares.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""The settings of online alignment: what is trained, on what, by which objective, when, and what is served."""
+"""The settings of online alignment."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,50 +16,52 @@ AT_REQUEST, AT_FULL_BUFFER = "request", "full_buffer"
 class OnlineAlignment:
     """How a drafter is aligned with its target while it generates.
 
-    The defaults are what works on streams of some dozen requests; `paper()` is EvoSpec (Zhang et al. 2026, "EvoSpec:
-    Evolving Speculative Decoding via Real-Time Vocabulary and Parameter Adaptation", section 3.4 and table 5) as
-    printed, which hardly moves in a hundred requests, and `osd()` is online speculative decoding (Liu et al. 2024,
-    "Online Speculative Decoding", algorithm 2), which it is compared with.
+    The defaults suit streams of some dozen requests; `paper()` is EvoSpec (Zhang et al. 2026, "EvoSpec: Evolving
+    Speculative Decoding via Real-Time Vocabulary and Parameter Adaptation", section 3.4 and table 5) as printed, which
+    hardly learns in a hundred requests, and `osd()` is its baseline, online speculative decoding (Liu et al. 2024,
+    "Online Speculative Decoding", algorithm 2).
 
     Args:
-        modules: which of the drafter's modules get LoRA: `"all-linear"`, which is all linear layers but the output
-            projection (`fc` of EAGLE heads among them), or the last parts of their names, such as
-            `("q_proj", "v_proj")`; or `"all-parameters"`: no LoRA, every weight is trained.
-        rank: of LoRA.
-        alpha: of LoRA; what is learnt is scaled by `alpha / rank`.
-        learning_rate: of AdamW.
+        modules: the modules that get LoRA: `"all-linear"`, all linear layers except the output projection (`fc` of
+            EAGLE heads included), or the last parts of their names, such as `("q_proj", "v_proj")`; or
+            `"all-parameters"`: train every weight, without LoRA.
+        rank: the rank of LoRA.
+        alpha: LoRA's changes are scaled by `alpha / rank`.
+        learning_rate: the learning rate of AdamW.
         steps: optimizer steps in one update.
         batch: requests that a step averages over: the newest, and others drawn from the buffer.
         objective: a name in `alignment.objectives.OBJECTIVES`.
-        support: over which ids the draft is normalised: `"kept"`, the target's most probable ones at the position
-            (equation 5 as printed), or `"shortlist"`, which adds those that were kept at the request's other
-            positions, the verified tokens and the request's shortlist. Over the kept ids alone nothing holds the
-            draft's mass on them, and higher learning rates do harm.
+        support: the ids over which the draft is normalised: `"kept"`, the target's most probable ones at the position
+            (equation 5 as printed), or `"shortlist"`, which adds those of the request's other positions, the verified
+            tokens and the request's shortlist. The kept ids alone do not hold the draft's mass, and high learning
+            rates then do harm.
         horizon: steps that a draft is unrolled for (γ).
-        decay: β of the horizon's weights, equation 4; 0 weighs all steps alike.
-        temperature: of the distillation, T_KD: target and draft alike, whatever is generated with.
+        decay: β of the horizon's weights, equation 4; with 0 all steps weigh the same.
+        temperature: T_KD of the distillation, for target and draft, whatever the temperature of generation.
         top_k: the target's most probable ids that are kept at each position.
-        update_at: when it is updated: `"request"`, after each one, on it and others of the buffer, as far as
-            `max_overhead` lets it; or `"full_buffer"`: whenever `buffer` places of requests have come together, on all
-            of them, which are forgotten then, however long that takes (algorithm 1, lines 25 to 29).
-        buffer: requests that are remembered (B); of `"full_buffer"` the places that an update is made on.
-        buffer_bytes: what they may take; the oldest leave first.
-        context: tokens before the first verified one that are remembered with a request.
-        fill: from which places of a request drafts are learnt: `"all"`, or `"gate"`: those whose verified token was in
-            the shortlist, and where the draft was rejected or its first step diverges by more than `align_threshold`
-            (algorithm 1, lines 22 to 24). It is settled when the request is taken into the buffer.
+        update_at: when to update: `"request"`: after each request, on it and others of the buffer, within
+            `max_overhead`; or `"full_buffer"`: when `buffer` places of requests have been collected, on all of them,
+            which are then dropped, without a limit on time (algorithm 1, lines 25 to 29).
+        buffer: requests to keep (B); for `"full_buffer"` the places of an update.
+        buffer_bytes: the most memory of the buffer; the oldest requests leave first.
+        context: tokens before the first verified one that are kept with a request.
+        fill: the places of a request to learn from: `"all"`, or `"gate"`: those with the verified token in the
+            shortlist, and with a rejected draft or a first step that diverges by more than `align_threshold`
+            (algorithm 1, lines 22 to 24). They are chosen when the request enters the buffer.
         align_threshold: ε_align, in nats.
-        background: train on a thread of its own while requests go on, and not between them.
-        synchronous: finish every update before the next request begins, whatever it takes: reproducible to the bit.
-        max_overhead: the share of the time of generation that training may take, where neither `synchronous` nor
-            `update_at` says when it is done.
-        gate: serve what was learnt only while it is measured to draft better than the drafter itself, by 3% at least.
-        gate_window: over how many of the last requests (W).
-        gate_least: of which there must be so many.
-        seed: of everything that is drawn at random.
+        background: train in another thread during requests, not between them.
+        synchronous: finish every update before the next request begins, without a limit on time: reproducible to the
+            bit.
+        max_overhead: the most training time, as a share of the time of generation, unless `synchronous` or `update_at`
+            decide.
+        gate: serve the trained weights only while they are measured to draft better than the drafter's own, by at
+            least 3%.
+        gate_window: the number of last requests that the gate compares (W).
+        gate_least: the least number of these requests.
+        seed: the seed of all random numbers.
 
     Raises:
-        ConfigurationError: a setting is mistyped or out of range; it names the setting and what it may be.
+        ConfigurationError: a setting is mistyped or out of range. The message names it and its range.
     """
 
     modules: str | tuple[str, ...] = ALL_LINEAR
@@ -101,8 +103,8 @@ class OnlineAlignment:
 
     @classmethod
     def paper(cls, **changes: Any) -> "OnlineAlignment":
-        """EvoSpec as printed: equations 4 and 5, algorithm 1 and table 5. The paper gives no K and no ε_align, and
-        trains in the background (section 4.1), which takes `background=True` here too."""
+        """EvoSpec as printed: equations 4 and 5, algorithm 1 and table 5. The paper gives no K and no ε_align. It
+        trains in the background (section 4.1); add `background=True` for that."""
         printed = {
             "modules": ("q_proj", "v_proj"),
             "learning_rate": 1e-5,
@@ -116,7 +118,7 @@ class OnlineAlignment:
 
     @classmethod
     def osd(cls, **changes: Any) -> "OnlineAlignment":
-        """Online speculative decoding: all weights, on the target's distribution where drafts were wrong."""
+        """Online speculative decoding: all weights, on the target's distribution at wrong drafts."""
         printed = {
             "modules": ALL_PARAMETERS,
             "objective": "cross_entropy",
@@ -130,17 +132,17 @@ class OnlineAlignment:
 
     @property
     def trains_all_parameters(self) -> bool:
-        """Whether every weight is trained, and no LoRA."""
+        """Whether every weight is trained, without LoRA."""
         return self.modules == ALL_PARAMETERS
 
     @property
     def waits_for_full_buffer(self) -> bool:
-        """Whether updates are made when the buffer is full, and not after requests."""
+        """Whether updates are made when the buffer is full, not after requests."""
         return self.update_at == AT_FULL_BUFFER
 
     @property
     def goes_by_clock(self) -> bool:
-        """Whether what may be recorded and learnt depends on the time that it takes."""
+        """Whether recording and training depend on the time that they take."""
         return not self.synchronous and not self.waits_for_full_buffer
 
 

@@ -1,4 +1,4 @@
-"""What a drafter is trained to do, by name. Each objective is one file, and one line of the table."""
+"""Training objectives by name. Each is one file and one line of the table."""
 
 from dataclasses import replace
 
@@ -30,15 +30,15 @@ __all__ = [
 
 
 def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> torch.Tensor | None:
-    """The objective on one request, a mean over the places where drafts could have begun.
+    """The loss of one request, a mean over the places where drafts could have begun.
 
     Args:
-        drafter: whose module is trained.
-        trajectory: what the request left.
-        settings: `objective`, how: see `OnlineAlignment`.
+        drafter: the drafter whose module is trained.
+        trajectory: the recorded request.
+        settings: see `OnlineAlignment`.
 
     Returns:
-        A scalar with gradients where these are enabled. None where the trajectory has nothing to learn from.
+        A scalar, with gradients if enabled (None: the trajectory has nothing to learn from).
     """
     horizon = unroll(drafter, trajectory, settings)
     return None if horizon is None else OBJECTIVES[settings.objective].loss(horizon, settings)
@@ -46,12 +46,12 @@ def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objecti
 
 @torch.no_grad()
 def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> float | None:
-    """How much of what the drafter says of a request would be accepted: `Σ min(p, q)`, which is one less the total
-    variation, a mean over all places and steps, at the temperature of the request. `p` counts on the kept ids only
-    and is normalised over the full vocabulary, `q` over the request's shortlist.
+    """The expected acceptance of the drafter's drafts for a request: `Σ min(p, q)`, one minus the total variation, a
+    mean over all places and steps, at the temperature of the request. `p` counts on the kept ids only and is
+    normalised over the full vocabulary, `q` over the request's shortlist.
 
     Returns:
-        From 0 to 1. None where the trajectory has nothing that could be scored.
+        From 0 to 1 (None: nothing can be scored).
     """
     horizon = unroll(drafter, trajectory, settings)
     return None if horizon is None else horizon.acceptance()
@@ -59,10 +59,10 @@ def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: O
 
 @torch.no_grad()
 def choose_places(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Trajectory | None:
-    """A request with the places that drafts are learnt from (`OnlineAlignment.fill`), by what the drafter says now.
+    """A request with its training places (`OnlineAlignment.fill`), chosen by the drafter's present outputs.
 
     Returns:
-        The trajectory itself where all of it is learnt from at once. None where it has no such place.
+        The trajectory itself if all of it is used at once. None if it has no such place.
     """
     if settings.fill == "all" and not settings.waits_for_full_buffer:
         return trajectory

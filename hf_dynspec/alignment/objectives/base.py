@@ -1,4 +1,4 @@
-"""What objectives share: drafts unrolled over a request's own tokens, and the target's distributions beside them."""
+"""The base of objectives: drafts unrolled over a request's own tokens, with the target's distributions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from torch import nn
 
 from ..replay import LARGEST_SHORTLIST, Trajectory
 
-# Stands for the temperature of greedy requests: all but the most probable token have next to no probability.
+# The temperature for greedy requests: all tokens except the most probable have almost no probability.
 _COLDEST = 0.02
 
 
 class TrainableDrafter(Protocol):
-    """What alignment uses of a drafter: see `drafters.base.Drafter`."""
+    """The part of `drafters.base.Drafter` that alignment uses."""
 
     module: nn.Module
     reads: tuple[int, ...]
@@ -34,11 +34,11 @@ class TrainableDrafter(Protocol):
         """The draft steps of chains after all prefixes of a text at once."""
 
     def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the drafter says of some tokens."""
+        """The drafter's logits of some tokens."""
 
 
 class ObjectiveSettings(Protocol):
-    """What objectives read of `OnlineAlignment`."""
+    """The settings of `OnlineAlignment` that objectives use."""
 
     objective: str
     support: str
@@ -54,24 +54,23 @@ class ObjectiveSettings(Protocol):
 class Horizon:
     """Drafts of a request, one from each place where a verified token was chosen, unrolled over its own tokens.
 
-    All `r` predictions that there are lie in one dimension; `steps[j]` says which of them step `j` of the drafts made,
-    in the order of the places where the drafts began. A step has one less than that before it, as the request ends.
+    All `r` predictions lie in one dimension. `steps[j]` are those of step `j`, in the order of the drafts' first
+    places. Each step has one prediction less than the step before it, as the request ends.
 
     Args:
-        logits: fp32 `[r, s]`, with gradients: the draft's, of the ids that take part; −inf for those that it cannot
-            propose.
+        logits: fp32 `[r, s]`, with gradients: the draft's logits of `s` ids; −inf for ids that it cannot propose.
         kept: int64 `[r, K]`: the columns of the target's most probable ids.
-        target_logits: fp32 `[r, K]`: the target's logits of these; −inf for those that the draft cannot propose.
-        target_log_normalisers: fp32 `[r]`: what these, over the temperature, are less by as log-probabilities over the
-            full vocabulary.
+        target_logits: fp32 `[r, K]`: the target's logits of these; −inf for ids that the draft cannot propose.
+        target_log_normalisers: fp32 `[r]`: the log of the softmax's denominator over the full vocabulary, at the
+            request's temperature.
         verified: int64 `[r]`: the columns of the verified tokens.
         is_wrong: bool `[r]`: the draft was rejected there, or there was none.
         in_shortlist: bool `[r]`: the verified token could have been drafted.
         steps: slices of the `r` predictions.
-        temperature: what the request was generated at.
+        temperature: the temperature of the request.
         could_be_drafted: bool `[s]`: the ids of the request's shortlist.
-        first_place: of which verified token the first draft begins with a prediction.
-        is_chosen: bool `[d]`: which of the `d` drafts are learnt from. None: all.
+        first_place: the index of the verified token that the first draft predicts first.
+        is_chosen: bool `[d]`: the drafts, of `d`, to learn from (None: all).
     """
 
     logits: torch.Tensor
@@ -88,12 +87,12 @@ class Horizon:
     is_chosen: torch.Tensor | None
 
     def target(self, temperature: float) -> torch.Tensor:
-        """`[r, K]`: the target's probabilities, those of the kept ids that can be proposed summing to 1; zeros in rows
-        that have none."""
+        """`[r, K]`: the target's probabilities, normalised over the kept ids that can be proposed; zeros in rows
+        without any."""
         return (self.target_logits / temperature).softmax(-1).masked_fill(self._is_out, 0.0)
 
     def draft_log_probabilities(self, support: str, temperature: float) -> torch.Tensor:
-        """`[r, K]`: the draft's of the kept ids; 0 for those that it cannot propose."""
+        """`[r, K]`: the draft's log-probabilities of the kept ids; 0 for ids that it cannot propose."""
         kept = self.logits.gather(1, self.kept) / temperature
         if support == "kept":
             log_normalisers = kept.masked_fill(self._is_out, -torch.inf).logsumexp(-1)
@@ -105,12 +104,12 @@ class Horizon:
 
     @cached_property
     def _is_out(self) -> torch.Tensor:
-        """bool `[r, K]`: places for kept ids that are empty, or that the draft cannot propose."""
+        """bool `[r, K]`: the kept ids that are missing, or that the draft cannot propose."""
         return self.target_logits == -torch.inf
 
     @cached_property
     def log_normalisers(self) -> torch.Tensor:
-        """`[r]`: of the draft over all ids that take part."""
+        """`[r]`: the draft's log-normalisers over all `s` ids."""
         return self.logits.logsumexp(-1)
 
     def divergence(self, support: str, temperature: float) -> torch.Tensor:
@@ -120,38 +119,34 @@ class Horizon:
         return -(target * self.draft_log_probabilities(support, temperature)).sum(-1) - entropy
 
     def acceptance(self) -> float | None:
-        """The mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request. None where the
-        request had no shortlist, as nothing was drafted for it."""
+        """The mean of `Σ min(p, q)` over all steps of all drafts, at the temperature of the request (None: nothing was
+        drafted, so the request has no shortlist)."""
         if not bool(self.could_be_drafted.any()):
             return None
         temperature = max(self.temperature, _COLDEST)
-        # Were the kept ids to sum to 1, drafts that are too sharp would seem better than they are.
+        # Normalised over the kept ids alone, the target would favour drafts that are too sharp.
         log_target = self.target_logits / temperature - self.target_log_normalisers[:, None]
         target = log_target.exp() if temperature == self.temperature else self.target(temperature)
-        # What is learnt of ids that the request could not draft makes no difference to it.
+        # Ids that the request could not draft do not count.
         logits = self.logits.detach().masked_fill(~self.could_be_drafted, -torch.inf) / temperature
         draft = logits.softmax(-1).gather(1, self.kept)
-        # Where the draft cannot propose, the target's is 0 here.
+        # The target is 0 for ids that the draft cannot propose.
         accepted = torch.minimum(target, draft).sum(-1)
         return float(torch.cat([accepted[step] for step in self.steps]).mean())
 
     def passes_gate(self, settings: ObjectiveSettings) -> torch.Tensor:
-        """bool `[d]`: which drafts are worth learning from, by their first step: algorithm 1, lines 22 to 24."""
+        """bool `[d]`: the drafts to learn from, by their first step: algorithm 1, lines 22 to 24."""
         first = self.steps[0]
         diverges = self.divergence(settings.support, settings.temperature)[first].detach() > settings.align_threshold
         return self.in_shortlist[first] & (self.is_wrong[first] | diverges)
 
     def weigh(self, losses: torch.Tensor, settings: ObjectiveSettings) -> torch.Tensor:
-        """Sum over the steps by the weights of equation 4, `w_j = exp(−β · L_base · (j − 1))`, and take the mean over
-        the drafts that are learnt from. L_base is the cross-entropy of a draft's first step against the verified
-        token; no gradients run through it.
-
-        Args:
-            losses: `[r]`.
-        """
+        """Sum losses `[r]` over the steps by the weights of equation 4, `w_j = exp(−β · L_base · (j − 1))`, and take
+        the mean over the chosen drafts. L_base is the cross-entropy of a draft's first step against the verified
+        token, without gradients."""
         first = self.steps[0]
         verified = self.logits[first].detach().gather(1, self.verified[first, None])[:, 0]
-        # A token that cannot be proposed has an infinite one: such a draft counts by its first step alone.
+        # The cross-entropy of a token that cannot be proposed is infinite: only the draft's first step counts then.
         base = (self.log_normalisers[first].detach() - verified).clamp(0.0, 1e4)
         of_drafts = torch.zeros_like(base)
         for depth, step in enumerate(self.steps):
@@ -165,7 +160,7 @@ class Horizon:
 
 
 class Objective(ABC):
-    """What a drafter is trained to do."""
+    """A training objective."""
 
     @abstractmethod
     def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
@@ -173,12 +168,8 @@ class Objective(ABC):
 
 
 def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Horizon | None:
-    """Draft from every place of a request where a verified token was chosen, as if its own tokens had been drafted:
-    the draft from there on reads what a session's draft would.
-
-    Returns:
-        None where no draft could have begun.
-    """
+    """Draft from every place of a request where a verified token was chosen, as if its own tokens had been drafted.
+    The drafts read the same inputs as those of a session (None: no draft could have begun)."""
     n, verified = trajectory.token_ids.shape[0], trajectory.is_wrong.shape[0]
     # Row i of `Drafter.unroll` drafts from token i + 2 on; nothing drafts before the text has two tokens.
     first_row = max(0, trajectory.first - 2)
@@ -186,7 +177,7 @@ def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objectiv
     if drafts < 1 or verified < 1:
         return None
     depth = min(settings.horizon, drafts)
-    # An independent model says the same of a token at whatever step of a draft it comes: once is enough.
+    # An independent model's outputs do not depend on the step of a draft: one step is enough.
     unrolled = drafter.unroll(trajectory.token_ids, trajectory.features, depth if drafter.reads else 1, first_row)
     hidden = [step.hidden[: drafts - at] for at, step in enumerate(unrolled)]
     places = [torch.arange(at, drafts, device=rows.device) for at, rows in enumerate(hidden)]
@@ -204,7 +195,7 @@ def _beside_the_target(
     steps: tuple[slice, ...],
     first_place: int,
 ) -> Horizon:
-    """The predictions of hidden states, `[r, d]`, of the verified tokens at `places`, int64 `[r]`."""
+    """The predictions by hidden states, `[r, d]`, of the verified tokens at `places`, int64 `[r]`."""
     top_ids, tokens = trajectory.top_ids, trajectory.token_ids[trajectory.first :]
     shortlist = trajectory.shortlist_ids[:LARGEST_SHORTLIST]
     ids, columns = torch.cat([top_ids.flatten(), tokens, shortlist]).unique(return_inverse=True)

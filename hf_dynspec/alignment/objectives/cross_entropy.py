@@ -1,4 +1,4 @@
-"""OSD's: the cross-entropy of the draft against the target's distribution where drafts were wrong."""
+"""The objective of OSD: the cross-entropy of wrong drafts against the target's distribution."""
 
 import torch
 
@@ -11,7 +11,6 @@ class CrossEntropy(Objective):
     It leaves out the target's entropy, which has no gradients."""
 
     def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
-        """See `Objective.loss`."""
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature)
         losses = -(horizon.target(settings.temperature) * draft).sum(-1)
         return horizon.weigh(settings.temperature**2 * losses * horizon.is_wrong, settings)

@@ -1,4 +1,4 @@
-"""What is rejected, itself: the total variation between draft and target."""
+"""The rejection rate as an objective: the total variation between draft and target."""
 
 import torch
 
@@ -10,8 +10,7 @@ class TotalVariation(Objective):
     from Transformers via Speculative Decoding", theorem 3.5), over the horizon by the weights of EvoSpec."""
 
     def loss(self, horizon: Horizon, settings: ObjectiveSettings) -> torch.Tensor:
-        """See `Objective.loss`."""
         target = horizon.target(settings.temperature)
         draft = horizon.draft_log_probabilities(settings.support, settings.temperature).exp()
-        # Where nothing can be proposed, target and loss are 0.
+        # If nothing can be proposed, target and loss are 0.
         return horizon.weigh(target.sum(-1) - torch.minimum(target, draft).sum(-1), settings)
