@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..drafters.base import Drafter
 from ..errors import ConfigurationError, shown_text
-from .objectives import OBJECTIVES, Horizon, TrainableDrafter, choose_places, unroll
+from .objectives import OBJECTIVES, Horizon, choose_places, unroll
 from .replay import Trajectory
 from .settings import ALL_LINEAR, ALL_PARAMETERS, OnlineAlignment
 
@@ -44,7 +45,7 @@ class Learner:
         NotImplementedError: the drafter cannot be copied.
     """
 
-    def __init__(self, drafter: TrainableDrafter, settings: OnlineAlignment):
+    def __init__(self, drafter: Drafter, settings: OnlineAlignment):
         self.settings = settings
         self.dropped = 0
         with torch.inference_mode(False):

@@ -52,7 +52,6 @@ class CapturedSteps:
         self._lock = threading.RLock()
 
     def still_holds(self) -> bool:
-        """See `SteadyDecoder.still_holds`."""
         return self._decoder.still_holds()
 
     def anew(self) -> "CapturedSteps":
@@ -126,7 +125,7 @@ def capture_steps(
 
 
 class FixedLayers:
-    """Keys and values of one text, `[1, heads, n, head_dim]` each, at fixed addresses. `steps` lend the memory."""
+    """Keys and values as `GrownLayers`, but at fixed addresses. `steps` lend the memory."""
 
     def __init__(self, steps: CapturedSteps):
         self._steps = steps
@@ -135,7 +134,6 @@ class FixedLayers:
 
     @property
     def most_appended(self) -> int:
-        """The most tokens for `append`; 0 at the beginning of a text, which the decoder must read."""
         return _MOST_APPENDED if self._count else 0
 
     def start_round(self) -> None:
@@ -151,18 +149,15 @@ class FixedLayers:
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def read(self) -> list[torch.Tensor]:
-        """Views of the memory, as `layers_of` returns them."""
         return self._memory.layers(self._count) if self._count else []
 
     def replace(self, tensors: list[torch.Tensor]) -> None:
-        """Replace the tensors by longer ones with the same beginning."""
         count = tensors[0].shape[-2]
         self._reserve(count)
         self._memory.write(tensors, self._count)
         self._count = count
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` positions."""
         if length < self._count:
             self._memory.clear(length, self._count)
         self._count = length

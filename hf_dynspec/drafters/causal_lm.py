@@ -122,7 +122,7 @@ class CausalLMDrafter(Drafter):
 
     def _require_cache(self) -> None:
         """Refuse a decoder that ignores its cache or cannot roll it back."""
-        text = self._some_tokens(4)
+        text = self._arbitrary_tokens(4)
 
         def trial() -> tuple[torch.Tensor, torch.Tensor]:
             together, one_by_one = self.start(), self.start()
@@ -147,7 +147,7 @@ class CausalLMDrafter(Drafter):
                 f"{type(self.model).__name__} caches more than keys and values, such as convolutions of earlier "
                 "tokens, which would mix the branches of a tree. Draft chains with tree=False."
             )
-        text = self._some_tokens(16)
+        text = self._arbitrary_tokens(16)
 
         def trial() -> tuple[torch.Tensor, torch.Tensor]:
             alone, tree = self.start(), self.start()
@@ -172,17 +172,8 @@ class CausalLMDrafter(Drafter):
     def _require_agreement(
         self, trial: Callable[[], tuple[torch.Tensor, torch.Tensor]], what: str, failing: str, differing: str
     ) -> None:
-        """Draft `what` in two ways that must agree.
-
-        Args:
-            trial: returns two hidden states, `[d]`.
-            what: the kind of draft, for errors.
-            failing: the problem if the trial raises an error, which fills the placeholder.
-            differing: the problem if the hidden states differ.
-
-        Raises:
-            UnsupportedError: the trial fails, or the hidden states differ.
-        """
+        """Refuse the model unless a trial, of drafting `what`, returns two hidden states `[d]` that agree. `failing`
+        is the problem if it raises an error, which fills the placeholder; `differing`, if the two differ."""
         name = type(self.model).__name__
         try:
             actual, expected = trial()
@@ -194,8 +185,7 @@ class CausalLMDrafter(Drafter):
             require_finite_weights(self.model)
             raise UnsupportedError(f"{name} cannot draft {what}: {differing}.")
 
-    def _some_tokens(self, count: int) -> torch.Tensor:
-        """int64 `[count]`."""
+    def _arbitrary_tokens(self, count: int) -> torch.Tensor:
         return torch.arange(1, count + 1, device=input_device(self.model)) % self.head.weight.shape[0]
 
     @property

@@ -52,7 +52,6 @@ class TracedStep:
         self._graph = graph
 
     def still_holds(self) -> bool:
-        """See `SteadyDecoder.still_holds`."""
         return self._decoder.still_holds()
 
     def layers(self) -> "GrownLayers":
@@ -126,17 +125,22 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
     try:
         with _lock, without_warnings():
             step = _Step(decoder, weights)
+
+            def inputs(length: int) -> tuple[torch.Tensor, ...]:
+                token_id, layers = context_of(decoder, length)
+                return token_id, torch.tensor([[length]], device=token_id.device), *weights, *layers
+
+            def agree(inputs: tuple[torch.Tensor, ...]) -> bool:
+                return all(map(are_close, graph(*inputs), step.run(*inputs)))
+
             if key not in _traces and len(_traces) < _MOST_TRACES:
                 _traces[key] = None
-                example = _example(decoder, _TRACED_LENGTH)
-                graph = torch.jit.trace(step.run, (*example[:2], *weights, *example[2:]), check_trace=False)
+                graph = torch.jit.trace(step.run, inputs(_TRACED_LENGTH), check_trace=False)
                 # This would keep the traced module and its weights alive.
                 graph.__dict__.pop("_torchdynamo_inline", None)
                 _traces[key] = graph
             graph = _traces.get(key)
-            if graph is not None and all(
-                _agrees(step, graph, weights, _example(decoder, n)) for n in COMPARED_LENGTHS
-            ):
+            if graph is not None and all(agree(inputs(length)) for length in COMPARED_LENGTHS):
                 return TracedStep(SteadyDecoder(watch), graph)
     except Exception:
         return None
@@ -185,13 +189,3 @@ def _has_steady_masks(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
-
-
-def _example(decoder: nn.Module, length: int) -> tuple[torch.Tensor, ...]:
-    token_id, layers = context_of(decoder, length)
-    return token_id, torch.tensor([[length]], device=token_id.device), *layers
-
-
-def _agrees(step: _Step, graph: Any, weights: list[torch.Tensor], example: tuple[torch.Tensor, ...]) -> bool:
-    inputs = (*example[:2], *weights, *example[2:])
-    return all(map(are_close, graph(*inputs), step.run(*inputs)))

@@ -79,14 +79,15 @@ class WeightsWatch:
         self._stamp_then = stamp(weights, self._samples)
         self._adapters_then = self._adapters_now()
 
-    def _parts_now(self) -> list[Any]:
-        held = list(chain.from_iterable(map(dict.values, chain(self._module_dicts, self._parameter_dicts))))
+    def _held_in(self, dicts: Iterable[dict[str, Any]]) -> list[Any]:
+        held = list(chain.from_iterable(map(dict.values, dicts)))
         return held + [buffers.get(name) for buffers, name in self._saved_buffers]
 
+    def _parts_now(self) -> list[Any]:
+        return self._held_in(chain(self._module_dicts, self._parameter_dicts))
+
     def _weights_now(self) -> list[torch.Tensor]:
-        held = list(chain.from_iterable(map(dict.values, self._parameter_dicts)))
-        held += [buffers.get(name) for buffers, name in self._saved_buffers]
-        return [one for one in held if one is not None]
+        return [one for one in self._held_in(self._parameter_dicts) if one is not None]
 
     def _adapters_now(self) -> list[Any]:
         # Copies, as peft changes its lists and dictionaries in place.

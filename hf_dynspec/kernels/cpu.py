@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..errors import shown_text
 from . import reference
 
 # The dtypes of the functions in head_scores.cpp.
@@ -23,21 +24,14 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUO
 # The length of a compiler's error in a message.
 _MOST_CHARACTERS = 200
 
-
 _log = logging.getLogger(__name__)
 
 
 def compiled_library(file_name: str, what: str | None, *headers: str) -> ctypes.CDLL | None:
-    """Compile a source file of this folder for this machine; torch keeps the library on disk.
+    """Compile a source file of this folder for this machine (None: that is not possible); torch keeps the library on
+    disk. The text that torch compiles can include no files, so `headers` are put before it.
 
-    Args:
-        file_name: the source file.
-        what: the work that plain torch does otherwise, with a verb, for a warning (None: no warning, as it makes
-            little difference).
-        headers: files to put before it, since torch compiles a text, which can include no file.
-
-    Returns:
-        The library (None: it cannot be compiled).
+    `what` names the work that plain torch does otherwise, with a verb, for a warning (None: no warning).
     """
     source = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (*headers, file_name))
     try:
@@ -53,7 +47,8 @@ def compiled_library(file_name: str, what: str | None, *headers: str) -> ctypes.
                 "%s by plain torch, several times slower, as the CPU kernels cannot be compiled: %s. (%s)",
                 what,
                 _remedy(error),
-                _in_one_line(error),
+                # Shortened and in one line, as a compiler may print pages.
+                shown_text(" ".join(f"{type(error).__name__}: {error}".split()), _MOST_CHARACTERS),
             )
         return None
     if what is not None and _is_younger(library, began):
@@ -87,12 +82,6 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return "let torch write to its cache, or name another folder by TORCHINDUCTOR_CACHE_DIR"
     return "install g++, or set CXX to a C++ compiler that works; if there is one, install another release of torch"
-
-
-def _in_one_line(error: Exception) -> str:
-    """The error's kind and the beginning of its text, as a compiler may print pages."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def prepare_kernels() -> None:
@@ -139,13 +128,7 @@ def has_packed_kernel(weight: torch.Tensor) -> bool:
 
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`reference.packed_scores` for heads with `has_packed_kernel`: compiled if that is faster, and then summed and
-    returned in fp32. The weight may have 16 bits and the hidden states 32.
-
-    Args:
-        hidden: `[m, d]`.
-        weight: contiguous `[n, d]`.
-        bias: contiguous `[n]` of the weight's dtype, or None.
-    """
+    returned in fp32. Weight and bias are contiguous, and may have 16 bits for hidden states of 32."""
     needs_gradients = hidden.requires_grad and torch.is_grad_enabled()
     is_narrow = weight.dtype != hidden.dtype
     if not needs_gradients and (is_narrow or hidden.shape[0] <= _MOST_QUERIES[weight.dtype]):
@@ -169,15 +152,8 @@ def _is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dense_scores(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`reference.packed_scores` without bias, compiled if `has_dense_kernel`. Gradients do not flow through it.
-
-    Args:
-        hidden: `[m, d]`.
-        weight: `[V, d]`.
-        out: contiguous fp32 `[m, V]` on the CPU: may be used for the result, which saves an allocation.
-
-    Returns:
-        `[m, V]`.
+    """`reference.packed_scores` without bias: `[m, V]`, compiled if `has_dense_kernel`. Gradients do not flow through
+    it. It may return `out`, contiguous fp32 `[m, V]` on the CPU, which saves an allocation.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or something is not on the CPU.

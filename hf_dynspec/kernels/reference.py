@@ -77,17 +77,8 @@ def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 def scattered_scores(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Score any rows.
-
-    Args:
-        hidden: `[m, d]`.
-        weight: `[V, d]`, of the same dtype.
-        ids: int64 `[n]`, each below `V`.
-        bias: `[V]` or None.
-
-    Returns:
-        `[m, n]` of the same dtype.
-    """
+    """Score the rows `ids`, int64 `[n]`: `[m, n]`, for hidden states `[m, d]`, a weight `[V, d]` and a bias `[V]`, all
+    of one dtype."""
     rows = weight.index_select(0, ids)
     return functional.linear(hidden, rows, None if bias is None else bias.index_select(0, ids))
 
@@ -115,14 +106,8 @@ def block_scores(
 
 
 def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> None:
-    """Set `packed[slots] = table[ids]` in place. Slots that occur twice must be given the same id both times.
-
-    Args:
-        packed: `[C, …]`.
-        slots: int64 `[r]`, each below `C`.
-        table: `[V, …]`, of the same trailing shape; rounded to the dtype of `packed`.
-        ids: int64 `[r]`, each below `V`.
-    """
+    """Set `packed[slots] = table[ids]` in place, rounded to the dtype of `packed` `[C, …]`, for a table `[V, …]` and
+    int64 `[r]` slots and ids. A slot that occurs twice must have the same id both times."""
     packed.index_copy_(0, slots, table.index_select(0, ids).to(packed.dtype))
 
 

@@ -33,7 +33,7 @@ def _rough_scores_kernel(
     TILES: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Score the rows of a few tiles. Their levels are read once for up to `QUERIES` queries."""
+    # Scores the rows of a few tiles. Their levels are read once for up to `QUERIES` queries.
     row = tl.program_id(0).to(tl.int64) * TILES * T + tl.arange(0, TILES * T)
     is_row = row < tiles * T
     rank = tl.arange(0, RANKS)

@@ -5,14 +5,14 @@ drafters, which are used here like any others.
 """
 
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ..errors import ConfigurationError
 from ..fields import Switch, WholeNumber
 from ..storable import WEIGHT_DTYPES, TensorRule
-from .router.clusters import ClusterShortlist, require_router
+from .router.clusters import ClusterShortlist
 from .router.network import MOST_CLUSTERS, MOST_FEATURES, ROUTER_TENSOR_RULES, Router
 
 
@@ -49,22 +49,15 @@ class CoralShortlist(ClusterShortlist):
     card_tags = ("lm-head-router",)
 
     def __init__(self, router: Router | str | os.PathLike, top_groups: int | None = None, packed: bool | None = None):
-        settings: dict[str, Any] = {"top_groups": 64, "packed": True}
-        tokenizer = None
-        if isinstance(router, (str, os.PathLike)):
-            stored, router = self._read(router)
-            tokenizer = stored.tokenizer
-            settings |= stored.settings
-        require_router(router)
+        router, stored = self._loaded(router)
         if router.looks_ahead or router.centroids is not None:
             raise ConfigurationError(
                 "CORAL's router is one layer on the hidden state: output_weight and output_bias alone. Give a network "
                 "or centroids to RouterShortlist"
             )
         given = {"top_groups": top_groups, "packed": packed}
-        settings |= {name: value for name, value in given.items() if value is not None}
-        self.require_settings(settings)
-        super().__init__(router, settings["packed"], tokenizer)
+        settings = self._settings({"top_groups": 64, "packed": True}, stored, given)
+        super().__init__(router, settings["packed"], None if stored is None else stored.tokenizer)
         self.top_groups: int = settings["top_groups"]
 
     def budget(self, depth: int, first: int | None = None) -> int:

@@ -1,11 +1,12 @@
 """A policy and a state that pass every call on: the base of wrappers and unions."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from ..protocol import BackgroundWork, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import BackgroundWork, Needs, Shortlist, VocabularyInfo
 from .base import ShortlistPolicy, ShortlistState, start_state
 
 
@@ -32,6 +33,16 @@ class ForwardingPolicy(ShortlistPolicy):
         return start_state(self.policy, vocabulary, memory)
 
 
+def _passed_on(name: str) -> Callable[..., None]:
+    """A method that calls the method of that name of all `states`."""
+
+    def call(self: "ForwardingState", *arguments: Any) -> None:
+        for state in self.states:
+            getattr(state, name)(*arguments)
+
+    return call
+
+
 class ForwardingState(ShortlistState):
     """Passes every call on to one or more `states`, and selects with the first."""
 
@@ -42,41 +53,15 @@ class ForwardingState(ShortlistState):
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         return self.states[0].select(depth, token_ids, features)
 
-    def begin_round(self) -> None:
-        for state in self.states:
-            state.begin_round()
-
-    def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
-        for state in self.states:
-            state.observe_draft_inputs(embeddings, features)
-
-    def restart(self) -> None:
-        for state in self.states:
-            state.restart()
-
-    def resume(self, token_ids: torch.Tensor) -> None:
-        for state in self.states:
-            state.resume(token_ids)
-
-    def end_call(self) -> None:
-        for state in self.states:
-            state.end_call()
-
-    def observe_prompt(self, prompt: Prompt) -> None:
-        for state in self.states:
-            state.observe_prompt(prompt)
-
-    def observe(self, verdict: Verdict) -> None:
-        for state in self.states:
-            state.observe(verdict)
-
-    def follow_weights(self, vocabulary: VocabularyInfo) -> None:
-        for state in self.states:
-            state.follow_weights(vocabulary)
-
-    def finish_background_work(self) -> None:
-        for state in self.states:
-            state.finish_background_work()
+    begin_round = _passed_on("begin_round")
+    observe_draft_inputs = _passed_on("observe_draft_inputs")
+    restart = _passed_on("restart")
+    resume = _passed_on("resume")
+    end_call = _passed_on("end_call")
+    observe_prompt = _passed_on("observe_prompt")
+    observe = _passed_on("observe")
+    follow_weights = _passed_on("follow_weights")
+    finish_background_work = _passed_on("finish_background_work")
 
     def take_background_work(self) -> BackgroundWork:
         return sum((state.take_background_work() for state in self.states), BackgroundWork())

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..protocol import Needs, VocabularyInfo
+from ..protocol import VocabularyInfo
 from .base import ShortlistPolicy
 from .frequency import FrequencyShortlist
 from .in_context import InContextShortlist
@@ -75,9 +75,7 @@ class HybridShortlist(ShortlistPolicy):
         self.require_settings(self.settings())
         self._core = FrequencyShortlist(ranking, size=core_size)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(self.verify_top_k, self.prompt_top_k, self.prompt_positions)
+    needs, new_memory = InContextShortlist.needs, InContextShortlist.new_memory
 
     @property
     def tokenizer_fingerprints(self) -> tuple[Any, ...]:
@@ -86,9 +84,6 @@ class HybridShortlist(ShortlistPolicy):
     @property
     def static_core(self) -> FrequencyShortlist:
         return self._core
-
-    def new_memory(self) -> RecentTokens | None:
-        return RecentTokens(self.window) if self.memory == "assistant" else None
 
     def start(self, vocabulary: VocabularyInfo, memory: RecentTokens | None = None) -> RecentTokensState:
         """Begin a session over `vocabulary`.

@@ -60,7 +60,7 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
 
 
 def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
-    """A policy as it is, one by name with its default settings, or the default policy for None.
+    """Return a policy unchanged, make one by name with its default settings, or make the default one for None.
 
     Raises:
         ConfigurationError: no policy has that name, or it needs settings.
@@ -73,7 +73,7 @@ def as_policy(policy: ShortlistPolicy | str | None) -> ShortlistPolicy:
 
 
 def require_arguments(policy: type[ShortlistPolicy], given: Iterable[str]) -> None:
-    """Refuse to make a policy without its required arguments, of which `given` names those that there are.
+    """Refuse to make a policy without its required arguments. `given` names the present ones.
 
     Raises:
         ConfigurationError: some are missing. The message says how to pass them.

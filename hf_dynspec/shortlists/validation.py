@@ -76,11 +76,11 @@ class _ValidatedPolicy(ForwardingPolicy):
 
 
 class _ValidatedState(ForwardingState):
-    """Checks the shortlists of a state. `label` names its policy in errors."""
+    """Checks the shortlists of a state, which waits for the device. `label` names its policy in errors."""
 
     def __init__(self, state: ShortlistState, vocabulary: VocabularyInfo, label: str):
         super().__init__(state)
-        self._vocabulary, self._label = vocabulary, label
+        self._vocabulary, self._label, self._depth = vocabulary, label, 0
         self._eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         # The last shortlist's version and a copy of its slots, which may be changed in place.
         self._last: tuple[int, torch.Tensor] | None = None
@@ -90,49 +90,25 @@ class _ValidatedState(ForwardingState):
         super().follow_weights(vocabulary)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
-        shortlist = super().select(depth, token_ids, features)
-        _Check(self._label, depth, self._vocabulary).check(shortlist, self._eos, self.layout, self._last)
+        shortlist, self._depth = super().select(depth, token_ids, features), depth
+        self._check_kinds(shortlist)
+        self._check_slots(shortlist)
+        self._check_ids(shortlist)
+        if self._last is not None:
+            self._check_version(shortlist, *self._last)
         self._last = shortlist.version, shortlist.slots.clone()
         return shortlist
-
-
-class _Check:
-    """Checks one shortlist. Waits for the device."""
-
-    def __init__(self, label: str, depth: int, vocabulary: VocabularyInfo):
-        self._label, self._depth, self._vocabulary = label, depth, vocabulary
-
-    def check(
-        self,
-        shortlist: Shortlist,
-        eos: torch.Tensor,
-        layout: object,
-        last: tuple[int, torch.Tensor] | None,
-    ) -> None:
-        """Raise `PolicyError` if a shortlist breaks the contract.
-
-        Args:
-            shortlist: the policy's return value.
-            eos: int64 `[n]`: the EOS ids.
-            layout: the layout of the state.
-            last: version and slots of the shortlist before.
-        """
-        self._check_kinds(shortlist, layout)
-        self._check_slots(shortlist)
-        self._check_ids(shortlist, eos)
-        if last is not None:
-            self._check_version(shortlist, *last)
 
     def _fail(self, problem: str, fix: str) -> NoReturn:
         raise PolicyError(self._label, self._depth, problem, fix)
 
-    def _check_kinds(self, shortlist: Shortlist, layout: object) -> None:
+    def _check_kinds(self, shortlist: Shortlist) -> None:
         if not isinstance(shortlist, Shortlist):
             self._fail(f"`select` returned {type(shortlist).__name__}", "Return a Shortlist.")
         if isinstance(shortlist.version, bool) or not isinstance(shortlist.version, int):
             self._fail(f"the version is {type(shortlist.version).__name__}", "Count versions with a plain int.")
         blocks = shortlist.chosen if isinstance(shortlist, JoinedShortlist) else shortlist
-        if isinstance(blocks, BlockShortlist) and blocks.layout is not layout:
+        if isinstance(blocks, BlockShortlist) and blocks.layout is not self.layout:
             self._fail(
                 "the blocks are of another layout than the state's",
                 "Make one BlockLayout when the state starts, and keep it as its `layout`.",
@@ -175,17 +151,16 @@ class _Check:
         replaced = shortlist.replaced
         if replaced is not None and bool(((replaced < 0) | (replaced >= count)).any()):
             self._fail(f"`replaced` names slots outside of 0 to {count - 1}", "Name slots, not ids.")
-        if shortlist.is_prefix and not torch.equal(shortlist.scored_slots, self._rows_of_head(shortlist.width)):
+        rows = self._vocabulary.draftable
+        if rows is None:
+            rows = torch.arange(shortlist.width, device=self._vocabulary.device)
+        if shortlist.is_prefix and not torch.equal(shortlist.scored_slots, rows[: shortlist.width]):
             self._fail(
                 "`is_prefix` says that slot i is row i of the head, and it is not",
                 "Leave is_prefix out, or take VocabularyInfo.draftable (else 0, 1, 2, …) as slots.",
             )
 
-    def _rows_of_head(self, count: int) -> torch.Tensor:
-        draftable = self._vocabulary.draftable
-        return torch.arange(count, device=self._vocabulary.device) if draftable is None else draftable[:count]
-
-    def _check_ids(self, shortlist: Shortlist, eos: torch.Tensor) -> None:
+    def _check_ids(self, shortlist: Shortlist) -> None:
         ids, counts = shortlist.ids().unique(return_counts=True)
         repeated = ids[counts > 1]
         if repeated.numel():
@@ -194,7 +169,7 @@ class _Check:
                 "unique: the drafter would draw it with a probability that verification does not know",
                 "Leave repeats unoccupied.",
             )
-        missing = eos[~torch.isin(eos, ids)]
+        missing = self._eos[~torch.isin(self._eos, ids)]
         if missing.numel():
             self._fail(
                 f"the end-of-sequence id {int(missing[0])} is not on the shortlist",
@@ -221,7 +196,7 @@ class _Check:
         if not is_of_same_size:
             self._fail(
                 f"`replaced` is given, and there are {count} slots where there were {slots.shape[0]}",
-                "Give None, for all slots, where their number changes.",
+                "Give None, for all slots, if their number changes.",
             )
         changed = shortlist.slots != slots
         changed[shortlist.replaced] = False

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from ...drafters.base import Drafter
 from ..replay import Trajectory
-from .base import Horizon, Objective, ObjectiveSettings, TrainableDrafter, unroll
+from .base import Horizon, Objective, ObjectiveSettings, unroll
 from .cross_entropy import CrossEntropy
 from .horizon_kl import HorizonKL
 from .total_variation import TotalVariation
@@ -21,7 +22,6 @@ __all__ = [
     "Horizon",
     "Objective",
     "ObjectiveSettings",
-    "TrainableDrafter",
     "acceptance_of",
     "choose_places",
     "loss_of",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> torch.Tensor | None:
+def loss_of(drafter: Drafter, trajectory: Trajectory, settings: ObjectiveSettings) -> torch.Tensor | None:
     """The loss of one request, a mean over the places where drafts could have begun.
 
     Args:
@@ -45,7 +45,7 @@ def loss_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objecti
 
 
 @torch.no_grad()
-def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> float | None:
+def acceptance_of(drafter: Drafter, trajectory: Trajectory, settings: ObjectiveSettings) -> float | None:
     """The expected acceptance of the drafter's drafts for a request: `Σ min(p, q)`, one minus the total variation, a
     mean over all places and steps, at the temperature of the request. `p` counts on the kept ids only and is
     normalised over the full vocabulary, `q` over the request's shortlist.
@@ -58,7 +58,7 @@ def acceptance_of(drafter: TrainableDrafter, trajectory: Trajectory, settings: O
 
 
 @torch.no_grad()
-def choose_places(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Trajectory | None:
+def choose_places(drafter: Drafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Trajectory | None:
     """A request with its training places (`OnlineAlignment.fill`), chosen by the drafter's present outputs.
 
     Returns:

@@ -1,40 +1,18 @@
 """The base of objectives: drafts unrolled over a request's own tokens, with the target's distributions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
 
+from ...drafters.base import Drafter
 from ..replay import LARGEST_SHORTLIST, Trajectory
 
 # The temperature for greedy requests: all tokens except the most probable have almost no probability.
 _COLDEST = 0.02
-
-
-class TrainableDrafter(Protocol):
-    """The part of `drafters.base.Drafter` that alignment uses."""
-
-    module: nn.Module
-    reads: tuple[int, ...]
-    num_embeddings: int
-
-    @property
-    def weights_version(self) -> int:
-        """A number that changes when the weights do."""
-
-    def copy(self) -> "TrainableDrafter":
-        """A drafter whose `module` is a copy."""
-
-    def unroll(self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int) -> Iterator[Any]:
-        """The draft steps of chains after all prefixes of a text at once."""
-
-    def token_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """The drafter's logits of some tokens."""
 
 
 class ObjectiveSettings(Protocol):
@@ -167,7 +145,7 @@ class Objective(ABC):
         """A scalar with gradients."""
 
 
-def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Horizon | None:
+def unroll(drafter: Drafter, trajectory: Trajectory, settings: ObjectiveSettings) -> Horizon | None:
     """Draft from every place of a request where a verified token was chosen, as if its own tokens had been drafted.
     The drafts read the same inputs as those of a session (None: no draft could have begun)."""
     n, verified = trajectory.token_ids.shape[0], trajectory.is_wrong.shape[0]
@@ -188,7 +166,7 @@ def unroll(drafter: TrainableDrafter, trajectory: Trajectory, settings: Objectiv
 
 
 def _beside_the_target(
-    drafter: TrainableDrafter,
+    drafter: Drafter,
     trajectory: Trajectory,
     hidden: torch.Tensor,
     places: torch.Tensor,

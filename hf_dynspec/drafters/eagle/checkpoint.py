@@ -13,7 +13,7 @@ Inside the package the layer is always `layer.…`; all other names are those of
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,9 +72,20 @@ class EagleCheckpoint:
             ArtifactError: as `read_checkpoint`.
         """
         headers = {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
-        checkpoint_format, settings, names = _recognise(config, headers, WEIGHTS_FILE)
-        tensors = {name: named[given] for name, given in names.items()}
-        tensors = check_contents(settings, tensors, WEIGHTS_FILE)
+        return cls._checked(config, headers, lambda: named, WEIGHTS_FILE)
+
+    @classmethod
+    def _checked(
+        cls,
+        config: Mapping[str, Any],
+        headers: Mapping[str, TensorHeader],
+        load: Callable[[], Mapping[str, torch.Tensor]],
+        source: str,
+    ) -> "EagleCheckpoint":
+        """Check a configuration and headers, and only then load and check the tensors."""
+        checkpoint_format, settings, names = _recognise(config, headers, source)
+        named = load()
+        tensors = check_contents(settings, {name: named[given] for name, given in names.items()}, source)
         return cls(checkpoint_format, deepcopy(dict(config)), settings, tensors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -99,14 +110,8 @@ def read_checkpoint(
     token: str | bool | None = None,
     allow_pickle: bool = False,
 ) -> EagleCheckpoint:
-    """Read a checkpoint and check all of it; names and shapes before any tensor is loaded.
-
-    Args:
-        directory_or_repo: an existing folder, or a repository on the Hub.
-        revision: the branch, tag or commit of a repository, resolved to one commit for all files.
-        cache_dir: the folder for downloads (None: the Hub's usual cache).
-        token: for a private repository (None: the one that you are logged in with).
-        allow_pickle: read `pytorch_model.bin` if there are no safetensors, by `torch.load(weights_only=True)`.
+    """Read a checkpoint and check all of it; names and shapes before any tensor is loaded. The arguments are those of
+    `EagleDrafter.from_pretrained`.
 
     Raises:
         ArtifactError: a file is missing, damaged or a pickle that was not allowed; a setting is missing, mistyped, out
@@ -119,14 +124,10 @@ def read_checkpoint(
     files = safetensors_files(folder)
     if files is None:
         checkpoint = EagleCheckpoint.from_parts(config, load_pickle(folder, allow_pickle))
-        return replace(checkpoint, folder=str(folder.absolute()))
-    source = files[0].name if len(files) == 1 else INDEX_FILE
-    headers = read_headers(files)
-    checkpoint_format, settings, names = _recognise(config, headers, source)
-    loaded = load_tensors(files)
-    tensors = {name: loaded[given] for name, given in names.items()}
-    tensors = check_contents(settings, tensors, source)
-    return EagleCheckpoint(checkpoint_format, config, settings, tensors, str(folder.absolute()))
+    else:
+        source = files[0].name if len(files) == 1 else INDEX_FILE
+        checkpoint = EagleCheckpoint._checked(config, read_headers(files), lambda: load_tensors(files), source)
+    return replace(checkpoint, folder=str(folder.absolute()))
 
 
 def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) -> Path:

@@ -91,7 +91,11 @@ class EagleDrafter(Drafter):
         """Reference the target's weights, and fuse the module's own."""
         # If there is an error here, the next round tries again.
         self._is_current = False
-        shared = _head_of(target)
+        if target.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"{type(target).__name__} is an encoder-decoder model. EAGLE heads draft for decoder-only models."
+            )
+        shared = DynamicLMHead.from_model(target)
         device, dtype = shared.weight.device, self._dtype or shared.weight.dtype
         # Only after the target was moved or cast: a module cast by its user stays so, and drafts in `dtype`.
         if self._settled != (device, dtype):
@@ -305,14 +309,6 @@ def _attend_from_everywhere(
     for step, (_, value) in enumerate(drafted, start=keys.shape[0]):
         attended = attended + weights[..., step, None] * value.unsqueeze(2)
     return attended.reshape(width, -1)
-
-
-def _head_of(target: PreTrainedModel) -> DynamicLMHead:
-    if target.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{type(target).__name__} is an encoder-decoder model. EAGLE heads draft for decoder-only models."
-        )
-    return DynamicLMHead.from_model(target)
 
 
 def _require_fit(settings: EagleSettings, tensor_names: Collection[str], target: PreTrainedModel) -> None:

@@ -1,7 +1,8 @@
 """The weights of an EAGLE head as a module, for training, adapters and saving.
 
-Its methods compute the head as in the papers, one operation after another and with gradients. `FusedWeights` does the
-same in fewer operations for drafting, without copies of the weights if possible.
+`feature`, `combine`, `project`, `finish` and `final_norm` compute the head as in the papers, one operation after
+another and with gradients. Those of `FusedWeights` do the same in fewer operations for drafting, without copies of the
+weights if possible.
 """
 
 import copy
@@ -73,13 +74,11 @@ class EagleModule(nn.Module):
         return self.layer.post_attention_layernorm.weight
 
     def feature(self, hidden: torch.Tensor, fed_back: bool) -> torch.Tensor:
-        """As `FusedWeights.feature`."""
         if self.settings.generation == 2 or fed_back:
             return hidden
         return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
 
     def combine(self, embedded: torch.Tensor, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `FusedWeights.combine`."""
         if self.settings.generation == 2:
             joined = self.fc(torch.cat([embedded, feature], -1))
             return joined, joined
@@ -90,7 +89,6 @@ class EagleModule(nn.Module):
     def project(
         self, joined: torch.Tensor, outputs: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `FusedWeights.project`, with tables for all rows."""
         attention, shape = self.layer.self_attn, (-1, self.settings.head_dim)
         queries = attention.q_proj(joined[-outputs:]).unflatten(-1, shape)
         keys, values = (one(joined).unflatten(-1, shape) for one in (attention.k_proj, attention.v_proj))
@@ -99,12 +97,10 @@ class EagleModule(nn.Module):
         return rotate(queries, cos[-outputs:], sin[-outputs:]), rotate(keys, cos, sin), values
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """As `FusedWeights.finish`."""
         hidden = residual + self.layer.self_attn.o_proj(attended)
         return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
 
     def final_norm(self, output: torch.Tensor) -> torch.Tensor:
-        """As `FusedWeights.final_norm`."""
         return output if self.norm is None else self.norm(output)
 
     def merged_tensors(self) -> dict[str, torch.Tensor]:

@@ -104,24 +104,26 @@ class _Section:
     def fail(self, key: str, problem: str, fix: str = FETCH_AGAIN) -> ArtifactError:
         return ArtifactError(f"{self._where}{key}", problem, fix)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, or the default for an absent or null one."""
         value = self.values.get(key)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
         most = _MOST_COUNTS.get(key, 2**31 - 1)
         if type(value) is not int or not 1 <= value <= most:
             raise self.fail(key, f"must be a whole number from 1 to {most}, got {shown_value(value)}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.fail(key, f"must be true or false, got {shown_value(value)}")
         return value
 
     def section(self, key: str) -> "_Section":
-        value = self.values.get(key)
-        value = {} if value is None else value
+        value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, "must be a JSON object")
         return _Section(value, f"{self._where}{key}.")
@@ -147,16 +149,14 @@ class _Section:
 def read_settings(
     config: Mapping[str, Any], checkpoint_format: CheckpointFormat, generation: int, found: Collection[str]
 ) -> EagleSettings:
-    """Read the settings of a head.
-
-    Args:
-        config: the contents of `config.json`.
-        generation: 2 or 3.
-        found: the package's names of the checkpoint's tensors.
+    """Read the settings of a head of generation 2 or 3 from the contents of `config.json` and the package's names of
+    its tensors.
 
     Raises:
         ArtifactError: a setting is missing, mistyped, out of range or not supported.
     """
+    from transformers.activations import ACT2FN
+
     top = _Section(config, f"{CONFIG_FILE}: ")
     layer = top.section("transformer_layer_config") if checkpoint_format == "speculators" else top
     _refuse_unknown_switches(top, layer, checkpoint_format)
@@ -173,6 +173,9 @@ def read_settings(
         problem = "is true, so that the head's own embedding is its output projection"
         raise layer.fail("tie_word_embeddings", problem, "Store that projection as lm_head.weight.")
     attention_bias, output_bias = _biases(layer, checkpoint_format, generation, found)
+    activation = layer.values.get("hidden_act") or "silu"
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise layer.fail("hidden_act", f"is {shown_value(activation)}, which transformers does not know")
     return EagleSettings(
         generation=generation,
         hidden_size=hidden,
@@ -185,7 +188,7 @@ def read_settings(
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         rms_norm_eps=float(eps),
-        hidden_act=_activation(layer),
+        hidden_act=activation,
         # In EAGLE-2's code the default is true; EAGLE-3's `fc` never has a bias.
         fc_bias=generation == 2 and top.flag("bias", True),
         attention_bias=attention_bias,
@@ -260,15 +263,6 @@ def _biases(
         return layer.flag("qkv_bias"), False
     # EAGLE-3's code has no such setting: in configurations copied from a target it does not describe the head.
     return "layer.self_attn.q_proj.bias" in found, "layer.self_attn.o_proj.bias" in found
-
-
-def _activation(layer: _Section) -> str:
-    from transformers.activations import ACT2FN
-
-    name = layer.values.get("hidden_act") or "silu"
-    if not isinstance(name, str) or name not in ACT2FN:
-        raise layer.fail("hidden_act", f"is {shown_value(name)}, which transformers does not know")
-    return name
 
 
 def _rope_settings(layer: _Section) -> dict[str, Any]:

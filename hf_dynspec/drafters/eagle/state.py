@@ -56,11 +56,8 @@ class EagleState(DrafterState):
         If the features begin after the last row, as when the target had the beginning of a text in its cache, the rows
         start afresh there, at their true positions.
 
-        Args:
-            prefix: int64 `[n]`, `n >= 2`: all verified tokens, more than are covered.
-            features: `[m, d_target · len(reads)]`: of `prefix[n - 1 - m : n - 1]`, `m >= 1`. May overlap covered
-                tokens.
-            observe_draft_inputs: as for `DrafterState`. EAGLE-3's feature is the one that `fc` combines.
+        The arguments are those of `DrafterState`, with `n >= 2` tokens, and features of `m >= 1` tokens, which may
+        overlap covered ones. `observe_draft_inputs` gets EAGLE-3's feature after `fc`.
 
         Returns:
             `[1, H]`, in the output projection's dtype.
@@ -96,12 +93,8 @@ class EagleState(DrafterState):
         parents: torch.Tensor | None = None,
         observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
-        """Append one level of drafted tokens, each with its parent's output in the place of a feature.
-
-        Args:
-            token_ids: int64 `[w]`: the target's ids, also for a head with its own vocabulary.
-            parents: int64 `[w]`, as for `DrafterState`; None for a chain.
-            observe_draft_inputs: as for `DrafterState`.
+        """Append one level of drafted tokens, each with its parent's output in the place of a feature. The arguments
+        are those of `DrafterState`, with the target's ids also for a head with its own vocabulary.
 
         Returns:
             `[w, H]`, in the output projection's dtype.
@@ -157,19 +150,9 @@ class EagleState(DrafterState):
         fed_back: bool,
         observe_draft_inputs: ObserveDraftInputs | None,
     ) -> torch.Tensor:
-        """Append rows.
-
-        Args:
-            token_ids: int64 `[w]`.
-            hidden: `[w, d]`.
-            position: the position of all rows of a draft's level, or of the first stable row.
-            fed_back: whether the rows are a draft's.
-            observe_draft_inputs: called with the embeddings and features of the rows with outputs.
-
-        Returns:
-            The outputs `[w, H]` of a draft's rows; of stable rows only the last one's, `[1, H]`, as the others only
-            need keys and values.
-        """
+        """Append rows for tokens, int64 `[w]`, and hidden states `[w, d]`: those of a draft (`fed_back`), all of them
+        at `position`, or stable rows from `position` on. Returns the outputs `[w, H]` of a draft's rows; of stable
+        rows only the last one's, `[1, H]`, as the others only need keys and values."""
         weights = self._weights
         width = token_ids.shape[0]
         outputs = width if fed_back else 1

@@ -145,16 +145,8 @@ class FusedWeights:
     def project(
         self, joined: torch.Tensor, outputs: int, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of the last rows, keys and values of all; queries and keys rotated, if tables are given.
-
-        Args:
-            joined: `[w, H or 2 · H]`.
-            outputs: the number of queries.
-            cos, sin: `[w, 1, head_dim]` or `[1, 1, head_dim]`.
-
-        Returns:
-            `[outputs, heads, head_dim]`, `[w, kv_heads, head_dim]` and the same.
-        """
+        """Queries of the last rows, `[outputs, heads, head_dim]`, and keys and values of all, `[w, kv_heads,
+        head_dim]`, for `[w, H or 2 · H]`. With tables, `[w or 1, 1, head_dim]`, queries and keys are rotated."""
         settings = self.settings
         heads, kv_heads, head_dim = settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim
         width, split = joined.shape[0], heads * head_dim

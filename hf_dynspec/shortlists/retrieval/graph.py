@@ -158,16 +158,8 @@ class WantedSuccessors:
         self._unknown = graph.vocabulary_size
 
     def of(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up the successors of tokens.
-
-        Args:
-            token_ids: int64 `[n]`, repeats allowed. Ids that are not in the graph (padding rows of a head, negative
-                ids) have no successors.
-
-        Returns:
-            The successors, int64 `[m]`, token by token, the likeliest first; and their number for each token, int64
-            `[n]`.
-        """
+        """The successors, int64 `[m]`, of tokens, int64 `[n]`, one token after another and the likeliest first; and
+        their number for each token, int64 `[n]`. Ids outside the graph, as of padding rows, have none."""
         is_known = (token_ids >= 0) & (token_ids < self._unknown)
         rows = np.where(is_known, token_ids, self._unknown)
         first = self._offsets[rows]

@@ -276,11 +276,11 @@ def _digest(rows: torch.Tensor, settings: IndexSettings) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while part := file.read(2**20):
             digest.update(part)
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def _default_folder() -> Path:

@@ -47,7 +47,7 @@ _LEAST_TO_CHOOSE_FROM = 8
 # The rank of the core's factor, relative to one of a whole head: with a fifth of the rows, columns cost little, and a
 # better factor needs fewer candidates.
 _RANKS = 2
-# Rounds without a trigger after which the worker is told of their tokens, if no trigger comes first.
+# The most rounds without a trigger before their tokens are passed to the worker.
 _MOST_PASSED = 64
 
 

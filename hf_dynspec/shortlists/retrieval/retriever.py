@@ -126,15 +126,8 @@ class Retriever:
         self._listener = listener
 
     def retrieve(self, event: RetrievalEvent, passed: Sequence[list[int]] = ()) -> dict[int, int]:
-        """Take in an event.
-
-        Args:
-            event: the event.
-            passed: tokens that were verified since the last event and triggered nothing.
-
-        Returns:
-            The changed slots of the cache, with their tokens.
-        """
+        """Take in an event, after tokens that were `passed`: verified since the last event, without a trigger.
+        Returns the changed slots of the cache, with their tokens."""
         for token_ids in passed:
             self._pass(token_ids, is_verified=True)
         if self._listener is None:

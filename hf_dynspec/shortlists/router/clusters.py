@@ -101,28 +101,38 @@ class ClusterShortlist(ShortlistPolicy):
         return {"router": Router.from_tensors(tensors), **rest}
 
     @classmethod
-    def _read(cls, artifact: str | os.PathLike) -> tuple[StoredPolicy, Router]:
-        """Read an artifact of this policy, and its router.
+    def _loaded(cls, router: Router | str | os.PathLike) -> tuple[Router, StoredPolicy | None]:
+        """The router, and the artifact that was given in its place.
 
         Raises:
+            ConfigurationError: it is neither.
             ArtifactError: the artifact is of another policy, or its tensors do not fit together.
         """
-        stored = read_stored_policy(artifact, tensor="clusters")
+        if isinstance(router, Router):
+            return router, None
+        if not isinstance(router, str | os.PathLike):
+            raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")
+        stored = read_stored_policy(router, tensor="clusters")
         if stored.name != cls.name:
             fix = f"Name an artifact of the policy {cls.name!r}."
-            raise ArtifactError("config.json: policy", f"is {stored.name!r}", fix, str(artifact))
+            raise ArtifactError("config.json: policy", f"is {stored.name!r}", fix, str(router))
         try:
-            router = Router.from_tensors(stored.tensors)
-            cls._require_stored(stored.settings, router, stored.tensors)
+            loaded = Router.from_tensors(stored.tensors)
+            cls._require_stored(stored.settings, loaded, stored.tensors)
         except ConfigurationError as error:
             raise ArtifactError("model.safetensors", str(error), "Build the router again.") from error
-        return stored, router
+        return loaded, stored
+
+    @classmethod
+    def _settings(
+        cls, defaults: Mapping[str, Any], stored: StoredPolicy | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The given settings that are not None, else the stored ones, else the defaults, checked."""
+        settings = {**defaults, **({} if stored is None else stored.settings)}
+        settings |= {name: value for name, value in given.items() if value is not None}
+        cls.require_settings(settings)
+        return settings
 
     @classmethod
     def _require_stored(cls, settings: Mapping[str, Any], router: Router, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse an artifact's other contents if they do not fit the router (`ConfigurationError`)."""
-
-
-def require_router(router: Any) -> None:
-    if not isinstance(router, Router):
-        raise ConfigurationError(f"router must be a Router or the name of an artifact, got {router!r}")

@@ -13,7 +13,7 @@ from ...errors import ConfigurationError
 from ...fields import OneOf, Share, Switch, WholeNumber
 from ...storable import ID_DTYPES, TensorRule, token_ranking
 from ..frequency import as_ranking
-from .clusters import ClusterShortlist, require_router
+from .clusters import ClusterShortlist
 from .network import MOST_CLUSTERS, ROUTER_TENSOR_RULES, Router, described
 
 # The number of clusters at later draft steps, see `RouterShortlist`.
@@ -87,14 +87,11 @@ class RouterShortlist(ClusterShortlist):
         packed: bool | None = None,
         budgets: torch.Tensor | None = None,
     ):
-        settings = {**_DEFAULTS, "schedule": "dynaspec" if budgets is None else "fitted"}
-        stored = None
-        if isinstance(router, (str, os.PathLike)):
-            stored, router = self._read(router)
+        defaults = {**_DEFAULTS, "schedule": "dynaspec" if budgets is None else "fitted"}
+        router, stored = self._loaded(router)
+        if stored is not None:
             ranking = stored.tensors.get("ranking") if ranking is None else ranking
             budgets = stored.tensors.get("budgets") if budgets is None else budgets
-            settings |= stored.settings
-        require_router(router)
         if not router.looks_ahead and router.centroids is None:
             raise ConfigurationError("a router of one layer is CORAL's: give it to CoralShortlist")
         given = {
@@ -104,8 +101,7 @@ class RouterShortlist(ClusterShortlist):
             "pinned": pinned,
             "packed": packed,
         }
-        settings |= {name: value for name, value in given.items() if value is not None}
-        self.require_settings(settings)
+        settings = self._settings(defaults, stored, given)
         if settings["mass"] < 1 and router.centroids is not None:
             raise ConfigurationError("mass needs a trained router; centroids give no probabilities")
         if settings["pinned"] and ranking is None:

@@ -14,13 +14,8 @@ from .network import Router
 class RouterState(ShortlistState):
     """Chooses clusters by the scores of the present draft step. Several tokens, as in a tree, count by their maximum.
 
-    Args:
-        router: scores the clusters.
-        layout: the vocabulary in blocks, cluster by cluster.
-        device: the device of the drafter's head.
-        budget: the most clusters at each draft step.
-        mass: the share of the router's probability at which to stop choosing.
-        packed: show whole blocks, not single slots.
+    `budget` returns the most clusters at a draft step, and `mass` is the share of the router's probability at which to
+    stop. If `packed`, shortlists are whole blocks of the layout, otherwise single slots.
     """
 
     def __init__(

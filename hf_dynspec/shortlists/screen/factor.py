@@ -142,17 +142,13 @@ class ScreenFactor:
 
 
 def _require_numbers(name: str, numbers: torch.Tensor, weight: torch.Tensor) -> None:
-    if (
-        not isinstance(numbers, torch.Tensor)
-        or numbers.dim() != 2
-        or not numbers.numel()
-        or not numbers.is_floating_point()
-        or numbers.shape[1] != weight.shape[1]
-    ):
-        shown = f"{numbers.dtype} {list(numbers.shape)}" if isinstance(numbers, torch.Tensor) else repr(numbers)
-        wanted = (
-            "[V, d]" if numbers is weight else f"[n, {weight.shape[1]}], as the head has {weight.shape[1]} columns"
-        )
+    is_tensor = isinstance(numbers, torch.Tensor)
+    is_matrix = is_tensor and numbers.dim() == 2 and numbers.numel() and numbers.is_floating_point()
+    if not is_matrix or numbers.shape[1] != weight.shape[1]:
+        shown = f"{numbers.dtype} {list(numbers.shape)}" if is_tensor else repr(numbers)
+        wanted = "[V, d]"
+        if numbers is not weight:
+            wanted = f"[n, {weight.shape[1]}], as the head has {weight.shape[1]} columns"
         raise ConfigurationError(f"{name} must be floating-point {wanted}; got {shown.removeprefix('torch.')}")
 
 
