@@ -28,21 +28,13 @@ INTERRUPTION = "interrupted before all was measured"
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A target and what drafts for it, and what they are measured on.
+    """A target and what drafts for it, and what they are measured on."""
 
-    Args:
-        target: the model to speed up.
-        drafters: the drafters by label, at least one; `INDEPENDENT` is the small model.
-        tokenizer: the tokenizer of all.
-        prompts: the prompts.
-        encoded: the token ids of each prompt.
-    """
-
-    target: PreTrainedModel
-    drafters: dict[str, Drafter]
+    target: PreTrainedModel  # the model to speed up
+    drafters: dict[str, Drafter]  # the drafters by label, at least one; `INDEPENDENT` is the small model
     tokenizer: Any
     prompts: list[WorkloadPrompt]
-    encoded: list[list[int]]
+    encoded: list[list[int]]  # the token ids of each prompt
 
     @property
     def drafter_model(self) -> PreTrainedModel | None:

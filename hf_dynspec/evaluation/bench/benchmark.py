@@ -56,56 +56,33 @@ class BenchmarkSettings(SystemsSettings):
 
 @dataclass(frozen=True)
 class Generation:
-    """One timed call.
-
-    Args:
-        prompt: the prompt's identifier.
-        domain: the prompt's domain.
-        system: the system's label.
-        temperature: 0 for greedy decoding.
-        repeat: counted from 0.
-        tokens: new tokens.
-        seconds: wall time of `generate`, the prompt included.
-        rounds: verifications; of a baseline, forwards of the target.
-    """
+    """One timed call."""
 
     prompt: str
     domain: str
     system: str
-    temperature: float
-    repeat: int
-    tokens: int
-    seconds: float
-    rounds: int
+    temperature: float  # 0 for greedy decoding
+    repeat: int  # counted from 0
+    tokens: int  # new tokens
+    seconds: float  # wall time of `generate`, the prompt included
+    rounds: int  # verifications; of a baseline, forwards of the target
 
 
 @dataclass
 class BenchmarkResult:
-    """The measurements so far; `figures.summarize` computes the figures.
-
-    Args:
-        settings: the settings.
-        policies: the policies by label.
-        prompts: identifier, domain and number of tokens of each prompt.
-        models: descriptions of the target and the drafters.
-        threads: CPU threads in use.
-        started: UTC time in ISO format.
-        finished: UTC time; None while the run is not complete.
-        notes: notes for the reader, such as a baseline that could not run.
-        combinations: the parts of each assistant by its label, in the order of the tables.
-        memory: a line for each call, see `suites.runs`.
-    """
+    """The measurements so far; `figures.summarize` computes the figures."""
 
     settings: BenchmarkSettings
     policies: dict[str, ShortlistPolicy]
-    prompts: list[dict[str, Any]]
-    models: dict[str, Any]
-    threads: int
-    started: str
-    finished: str | None = None
-    notes: list[str] = field(default_factory=list)
+    prompts: list[dict[str, Any]]  # identifier, domain and number of tokens of each prompt
+    models: dict[str, Any]  # descriptions of the target and the drafters
+    threads: int  # CPU threads in use
+    started: str  # UTC time in ISO format
+    finished: str | None = None  # UTC time; None while the run is not complete
+    notes: list[str] = field(default_factory=list)  # notes for the reader, such as a baseline that could not run
+    # The parts of each assistant by its label, in the order of the tables.
     combinations: dict[str, Combination] = field(default_factory=dict)
-    memory: RunMemory = field(default_factory=RunMemory)
+    memory: RunMemory = field(default_factory=RunMemory)  # a line for each call, see `suites.runs`
 
     @property
     def complete(self) -> bool:

@@ -45,17 +45,11 @@ PROMPT_LOOKUP_SETTINGS = {"prompt_lookup_num_tokens": 10}
 
 @dataclass(frozen=True)
 class Combination:
-    """The parts of one assistant.
-
-    Args:
-        drafter: the drafter's label.
-        policy: the label of the policy, or of the method in an evaluation.
-        tree: the shape of its trees; None for chains.
-    """
+    """The parts of one assistant."""
 
     drafter: str
-    policy: str
-    tree: TreeConfig | None
+    policy: str  # the label of the policy, or of the method in an evaluation
+    tree: TreeConfig | None  # the shape of its trees; None for chains
 
     @property
     def group(self) -> tuple[str, TreeConfig | None]:
@@ -91,26 +85,16 @@ def combine(
 
 @dataclass
 class System:
-    """One way to generate.
-
-    Args:
-        label: its name in tables.
-        baseline: the `assistant_model` of a baseline; None for plain generation.
-        assistant: the assistant; None for a baseline.
-        policies: the assistant's policy by domain.
-        parts: the parts of the assistant; None for a baseline.
-        learns: earlier prompts have an influence on it.
-        surroundings: makes the context of its calls.
-        generation: settings in the generation configuration of its calls.
-    """
+    """One way to generate."""
 
     label: str
-    baseline: Any = None
+    baseline: Any = None  # the `assistant_model` of a baseline; None for plain generation
     assistant: DynSpecAssistant | None = None
-    policies: Mapping[str, ShortlistPolicy] = field(default_factory=dict)
+    policies: Mapping[str, ShortlistPolicy] = field(default_factory=dict)  # the assistant's policy by domain
     parts: Combination | None = None
-    learns: bool = False
-    surroundings: Callable[[], AbstractContextManager] = nullcontext
+    learns: bool = False  # earlier prompts have an influence on it
+    surroundings: Callable[[], AbstractContextManager] = nullcontext  # makes the context of its calls
+    # Settings in the generation configuration of its calls.
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:

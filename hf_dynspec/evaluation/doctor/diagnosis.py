@@ -42,34 +42,21 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One call of `generate`.
-
-    Args:
-        prompt: the number of the prompt.
-        ends: seconds from the start to the arrival of each round's tokens.
-        tokens: the number of tokens of each round, the target's own included.
-    """
+    """One call of `generate`."""
 
     prompt: int
-    ends: tuple[float, ...]
-    tokens: tuple[int, ...]
+    ends: tuple[float, ...]  # seconds from the start to the arrival of each round's tokens
+    tokens: tuple[int, ...]  # the number of tokens of each round, the target's own included
 
 
 @dataclass
 class TimedSetting:
-    """The calls of one policy with one shape of drafts, or of plain generation.
-
-    Args:
-        policy: the label of the policy.
-        shape: the length of chains, or the shape of trees; None for plain generation.
-        calls: one for each prompt, in their order.
-        stats: the counts of all calls.
-    """
+    """The calls of one policy with one shape of drafts, or of plain generation."""
 
     policy: str
-    shape: int | TreeConfig | None
-    calls: list[TimedCall] = field(default_factory=list)
-    stats: DraftingStatistics = field(default_factory=DraftingStatistics)
+    shape: int | TreeConfig | None  # the length of chains, or the shape of trees; None for plain generation
+    calls: list[TimedCall] = field(default_factory=list)  # one for each prompt, in their order
+    stats: DraftingStatistics = field(default_factory=DraftingStatistics)  # the counts of all calls
 
     def seconds(self, tokens: int, prompts: Collection[int]) -> float:
         """Seconds of a text of so many tokens, the prompt included: the mean first round, then the median round."""
@@ -94,33 +81,20 @@ class TimedSetting:
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """The speed of one policy with one shape of drafts.
-
-    Args:
-        policy: its label.
-        steps: the length of the chains, or the draft steps of the trees.
-        tree: the shape of the trees; None for chains.
-        tokens_per_second: new tokens / seconds of a text, the prompt included.
-        ratio: this speed / that of plain generation on the same prompts.
-        error: the standard error of the ratio over prompts; None with one prompt.
-        tokens_per_round: the acceptance length.
-        round_seconds: the median seconds of a round.
-        rounds: the number of measured rounds with drafts.
-        prompts: the number of measured prompts.
-        pays_from: for chains, the acceptance, equal at all steps, with which a round is as fast as plain generation;
-            None for trees, and if no acceptance is enough.
-    """
+    """The speed of one policy with one shape of drafts."""
 
     policy: str
-    steps: int
-    tree: TreeConfig | None
-    tokens_per_second: float
-    ratio: float
-    error: float | None
-    tokens_per_round: float
-    round_seconds: float
+    steps: int  # the length of the chains, or the draft steps of the trees
+    tree: TreeConfig | None  # the shape of the trees; None for chains
+    tokens_per_second: float  # new tokens / seconds of a text, the prompt included
+    ratio: float  # this speed / that of plain generation on the same prompts
+    error: float | None  # the standard error of the ratio over prompts; None with one prompt
+    tokens_per_round: float  # the acceptance length
+    round_seconds: float  # the median seconds of a round
     rounds: int
     prompts: int
+    # For chains, the acceptance, equal at all steps, with which a round is as fast as plain generation; None for
+    # trees, and if no acceptance is enough.
     pays_from: float | None
 
     @property
@@ -131,36 +105,24 @@ class MeasuredSpeed:
 
 @dataclass
 class Diagnosis:
-    """The measurements of a pair, and what to do. `str` shows all of it.
-
-    Args:
-        settings: the settings of the measurement.
-        policies: the policies by label, `full` among them.
-        models: descriptions of the target and the drafter.
-        vocabulary: `tokens`, `target_rows` and `drafter_rows`.
-        prompts: identifier, domain and number of tokens of each prompt. The first ones were measured.
-        threads: CPU threads in use.
-        started: UTC time in ISO format.
-        finished: UTC time.
-        notes: what was left out and why.
-        plain: calls of plain generation.
-        head_product: the same with the head product of verifications; None if there is none.
-        timed: calls of policies: all with chains of the middle length, the best one with other lengths and trees.
-        profiles: by policy the seconds of a round of chains of the middle length, by section of `stats.SECTIONS`.
-    """
+    """The measurements of a pair, and what to do. `str` shows all of it."""
 
     settings: DoctorSettings
-    policies: dict[str, ShortlistPolicy]
-    models: dict[str, Any]
-    vocabulary: dict[str, int]
+    policies: dict[str, ShortlistPolicy]  # the policies by label, `full` among them
+    models: dict[str, Any]  # descriptions of the target and the drafter
+    vocabulary: dict[str, int]  # `tokens`, `target_rows` and `drafter_rows`
+    # Identifier, domain and number of tokens of each prompt. The first ones were measured.
     prompts: list[dict[str, Any]]
-    threads: int
-    started: str
-    finished: str | None = None
-    notes: list[str] = field(default_factory=list)
+    threads: int  # CPU threads in use
+    started: str  # UTC time in ISO format
+    finished: str | None = None  # UTC time
+    notes: list[str] = field(default_factory=list)  # what was left out and why
+    # Calls of plain generation.
     plain: TimedSetting = field(default_factory=lambda: TimedSetting("plain generate", None))
-    head_product: TimedSetting | None = None
+    head_product: TimedSetting | None = None  # the same with the head product of verifications; None if there is none
+    # Calls of policies: all with chains of the middle length, the best one with other lengths and trees.
     timed: list[TimedSetting] = field(default_factory=list)
+    # By policy the seconds of a round of chains of the middle length, by section of `stats.SECTIONS`.
     profiles: dict[str, dict[str, float]] = field(default_factory=dict)
 
     # Figures -----------------------------------------------------------------------------------------------------

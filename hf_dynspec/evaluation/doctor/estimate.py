@@ -81,19 +81,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a part of a round.
+    """The work of a part of a round."""
 
-    Attributes:
-        operations: kernels to launch.
-        bytes: bytes of parameters, keys and values that are read or written.
-        flops: floating-point operations; a multiplication and an addition are two.
-        is_captured: one CUDA graph launches the operations.
-    """
-
-    operations: float = 0
-    bytes: float = 0
-    flops: float = 0
-    is_captured: bool = False
+    operations: float = 0  # kernels to launch
+    bytes: float = 0  # bytes of parameters, keys and values that are read or written
+    flops: float = 0  # floating-point operations; a multiplication and an addition are two
+    is_captured: bool = False  # one CUDA graph launches the operations
 
     def seconds(self, machine: Machine) -> float:
         """Seconds on a machine: those of the bytes or of the arithmetic, whichever is longer, and of the launches."""
@@ -164,24 +157,15 @@ class EstimateSettings:
 
 @dataclass(frozen=True)
 class PolicyEstimate:
-    """The estimate of one policy.
+    """The estimate of one policy."""
 
-    Attributes:
-        rows: rows that the head scores at a draft step.
-        head: the work of a draft step besides the drafter's layers: head, choice of a token, policy.
-        other: the work of a round besides draft steps and verification.
-        costs: seconds of the parts of a round.
-        head_share: the share of `head` in a draft step.
-        pays_from: see `break_even_acceptance`.
-        chains: for each acceptance rate the best chain length (0: no drafts) and its tokens per second.
-    """
-
-    rows: int
-    head: Work
-    other: Work
-    costs: RoundCosts
-    head_share: float
-    pays_from: float | None
+    rows: int  # rows that the head scores at a draft step
+    head: Work  # the work of a draft step besides the drafter's layers: head, choice of a token, policy
+    other: Work  # the work of a round besides draft steps and verification
+    costs: RoundCosts  # seconds of the parts of a round
+    head_share: float  # the share of `head` in a draft step
+    pays_from: float | None  # the acceptance from which on some chain is as fast as plain generation; None if none is
+    # For each acceptance rate the best chain length (0: no drafts) and its tokens per second.
     chains: tuple[tuple[int, float], ...]
 
     def as_fast_as(self, speed: float, longest: int) -> float | None:
@@ -192,29 +176,17 @@ class PolicyEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated speeds of a pair.
-
-    Attributes:
-        settings: the settings.
-        models: descriptions of `"target"` and `"drafter"`.
-        vocabulary: token ids that both score.
-        verification: the work of a forward of the target over 1, 2, … tokens.
-        layers: the work of the drafter's layers in a draft step.
-        plain: the work of plain generation for a token besides the forward.
-        plain_speed: tokens per second of plain generation.
-        policies: the estimate of each policy.
-        started: UTC time in ISO format, as `finished`.
-    """
+    """Estimated speeds of a pair."""
 
     settings: EstimateSettings
-    models: dict[str, dict[str, Any]]
-    vocabulary: int
-    verification: tuple[Work, ...]
-    layers: Work
-    plain: Work
-    plain_speed: float
-    policies: dict[str, PolicyEstimate]
-    started: str
+    models: dict[str, dict[str, Any]]  # descriptions of `"target"` and `"drafter"`
+    vocabulary: int  # token ids that both score
+    verification: tuple[Work, ...]  # the work of a forward of the target over 1, 2, … tokens
+    layers: Work  # the work of the drafter's layers in a draft step
+    plain: Work  # the work of plain generation for a token besides the forward
+    plain_speed: float  # tokens per second of plain generation
+    policies: dict[str, PolicyEstimate]  # the estimate of each policy
+    started: str  # UTC time in ISO format, as `finished`
     finished: str
 
     def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -526,17 +498,11 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CountedRound:
-    """Operations of a round of chains besides the models' layers and the target's head.
+    """Operations of a round of chains besides the models' layers and the target's head."""
 
-    Attributes:
-        step: of each draft step: head, choice, policy, the drafter's cache.
-        other: of the rest of the round: acceptance, policy, the loop.
-        rows: rows that the head scored at a draft step.
-    """
-
-    step: int
-    other: int
-    rows: int
+    step: int  # of each draft step: head, choice, policy, the drafter's cache
+    other: int  # of the rest of the round: acceptance, policy, the loop
+    rows: int  # rows that the head scored at a draft step
 
 
 def count_round(policy: ShortlistPolicy, vocabulary: int, dtype: torch.dtype, temperature: float) -> CountedRound:

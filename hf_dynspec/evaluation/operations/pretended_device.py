@@ -35,19 +35,12 @@ _WAITING |= {"aten::multinomial", "aten::histc", "aten::allclose"}
 
 
 class Event(NamedTuple):
-    """A call of torch on the device.
+    """A call of torch on the device."""
 
-    Args:
-        name: torch's name of the operation.
-        waits: the host waits for it.
-        is_operation: it launches a kernel.
-        where: the stack of a wait, the innermost line last.
-    """
-
-    name: str
-    waits: bool
-    is_operation: bool
-    where: str = ""
+    name: str  # torch's name of the operation
+    waits: bool  # the host waits for it
+    is_operation: bool  # it launches a kernel
+    where: str = ""  # the stack of a wait, the innermost line last
 
 
 class PretendedTensor(torch.Tensor):

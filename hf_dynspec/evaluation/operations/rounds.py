@@ -19,33 +19,23 @@ PROMPT_TOKENS = 12
 
 @dataclass(frozen=True)
 class Round:
-    """One round, from the beginning of one verification to the beginning of the next.
-
-    Attributes:
-        events: what happened in it.
-        sections: for each event the section of a profile (`stats.SECTIONS`) that it belongs to, `"other"` for none.
-        target: how many of the events belong to the target's forward.
-        heads: before which of them the draft steps' heads began.
-        shortlists: what these heads scored.
-    """
+    """One round, from the beginning of one verification to the beginning of the next."""
 
     events: list[Event]
+    # For each event the section of a profile (`stats.SECTIONS`) that it belongs to, `"other"` for none.
     sections: list[str]
-    target: int
-    heads: list[int]
-    shortlists: list[Shortlist]
+    target: int  # how many of the events belong to the target's forward
+    heads: list[int]  # before which of them the draft steps' heads began
+    shortlists: list[Shortlist]  # what these heads scored
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What happened within one call.
+    """What happened within one call."""
 
-    Attributes:
-        sections: name, first event and end of each section of a profile, in the order in which they ended.
-        shortlists: what a head scored, by the event before which it began.
-    """
-
+    # Name, first event and end of each section of a profile, in the order in which they ended.
     sections: list[tuple[str, int, int]] = field(default_factory=list)
+    # What a head scored, by the event before which it began.
     shortlists: dict[int, Shortlist] = field(default_factory=dict)
 
     def rounds(self, events: list[Event]) -> list[Round]:

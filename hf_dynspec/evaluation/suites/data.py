@@ -25,23 +25,14 @@ _NOT_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True)
 class Suite:
-    """One suite.
+    """One suite."""
 
-    Args:
-        title: what it is shown as.
-        fields: what each row must have.
-        learns_within: `PROMPT`, `DOMAIN` or `EVERYTHING`.
-        least_turns: how many turns each row must have at least.
-        least_domains: how many categories there must be at least.
-        merged: categories by the domain that they are counted as.
-    """
-
-    title: str
-    fields: tuple[str, ...] = ()
-    learns_within: str = DOMAIN
-    least_turns: int = 1
-    least_domains: int = 1
-    merged: tuple[tuple[str, str], ...] = ()
+    title: str  # what it is shown as
+    fields: tuple[str, ...] = ()  # what each row must have
+    learns_within: str = DOMAIN  # `PROMPT`, `DOMAIN` or `EVERYTHING`
+    least_turns: int = 1  # how many turns each row must have at least
+    least_domains: int = 1  # how many categories there must be at least
+    merged: tuple[tuple[str, str], ...] = ()  # categories by the domain that they are counted as
 
 
 SUITES = {

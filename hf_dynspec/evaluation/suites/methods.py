@@ -20,17 +20,11 @@ ALIGNMENTS: Mapping[str, Callable[..., OnlineAlignment]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft.
+    """A way to draft."""
 
-    Args:
-        label: what it is shown as.
-        policy: what `parse_policy` understands; `{domain}` stands for the domain of a prompt.
-        alignment: how the drafter is aligned, a name in `ALIGNMENTS`; None leaves it as it is.
-    """
-
-    label: str
-    policy: str
-    alignment: str | None = None
+    label: str  # what it is shown as
+    policy: str  # what `parse_policy` understands; `{domain}` stands for the domain of a prompt
+    alignment: str | None = None  # how the drafter is aligned, a name in `ALIGNMENTS`; None leaves it as it is
 
     def online_alignment(self) -> OnlineAlignment | None:
         """The settings of the alignment."""

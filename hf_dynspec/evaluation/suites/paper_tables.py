@@ -21,49 +21,32 @@ GIVEN = {"ranking": "ranking", "vocabtrim": "ranking", "router": "router", "cora
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
+    """A row of a table."""
 
-    Args:
-        label: what the paper calls it.
-        policy: what `parse_policy` understands, in which the names in `GIVEN`, such as `${ranking}`, and `${core}`
-            stand for settings that name what was given; None for a baseline of `bench`, whose name is the label.
-        alignment: a name in `methods.ALIGNMENTS`.
-        needs: names in `GIVEN`, without which the row is left out.
-        omitted: why the row cannot be measured here; None where it can.
-    """
-
-    label: str
+    label: str  # what the paper calls it
+    # What `parse_policy` understands, in which the names in `GIVEN`, such as `${ranking}`, and `${core}` stand for
+    # settings that name what was given; None for a baseline of `bench`, whose name is the label.
     policy: str | None = None
-    alignment: str | None = None
-    needs: tuple[str, ...] = ()
-    omitted: str | None = None
+    alignment: str | None = None  # a name in `methods.ALIGNMENTS`
+    needs: tuple[str, ...] = ()  # names in `GIVEN`, without which the row is left out
+    omitted: str | None = None  # why the row cannot be measured here; None where it can
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper.
+    """A table of a paper."""
 
-    Args:
-        title: the paper and the table's number.
-        shows: what it is about.
-        rows: in the paper's order; those of this package's own settings come last.
-        by_domain: figures (see `figures.summarize`) that have a column for each domain, and one for their mean.
-        overall: figures that have one column, a mean over domains.
-        compared_with: the label of the row that the first figure is divided by (None: there is no such column).
-        suite: whose prompts it is measured on, unless told otherwise.
-        temperatures: likewise.
-        recall_k: see `SuiteSettings.recall_k`.
-    """
-
-    title: str
-    shows: str
-    rows: tuple[Row, ...]
+    title: str  # the paper and the table's number
+    shows: str  # what it is about
+    rows: tuple[Row, ...]  # in the paper's order; those of this package's own settings come last
+    # Figures (see `figures.summarize`) that have a column for each domain, and one for their mean.
     by_domain: tuple[str, ...] = ()
-    overall: tuple[str, ...] = ()
+    overall: tuple[str, ...] = ()  # figures that have one column, a mean over domains
+    # The label of the row that the first figure is divided by (None: there is no such column).
     compared_with: str | None = None
-    suite: str = "domains"
-    temperatures: tuple[float, ...] = (0.0,)
-    recall_k: tuple[int, ...] = ()
+    suite: str = "domains"  # whose prompts it is measured on, unless told otherwise
+    temperatures: tuple[float, ...] = (0.0,)  # likewise
+    recall_k: tuple[int, ...] = ()  # see `SuiteSettings.recall_k`
 
 
 SPEED, LENGTH, SIZE, MEMORY = "tokens_per_second", "acceptance_length", "active_vocabulary", "training_bytes"

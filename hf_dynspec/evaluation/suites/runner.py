@@ -37,17 +37,11 @@ _SWITCHES = {PROFILE: "profile", COVERAGE: "measure_coverage"}
 
 @dataclass(frozen=True)
 class Share:
-    """Which of several processes this is.
+    """Which of several processes this is."""
 
-    Args:
-        index: from 0; the first puts the results together.
-        count: how many there are.
-        wait: waits for all of them.
-    """
-
-    index: int = 0
-    count: int = 1
-    wait: Callable[[], None] = lambda: None
+    index: int = 0  # from 0; the first puts the results together
+    count: int = 1  # how many there are
+    wait: Callable[[], None] = lambda: None  # waits for all of them
 
     @property
     def is_first(self) -> bool:
