@@ -1,13 +1,16 @@
 """What all plots have in common: that they can be drawn is known before there is anything to draw, and an image is
 replaced in one step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..files import replacing
+
+# Lines and points differ in shape too, for black and white and for readers who do not see all colours.
+MARKERS = "osD^vP*X<>"
 
 
 def require_plot_file(path: Path, otherwise: str | None = None) -> None:
@@ -31,24 +34,23 @@ def require_plot_file(path: Path, otherwise: str | None = None) -> None:
 
 
 @contextmanager
-def plot_style(font_size: float = 10) -> Iterator[None]:
+def plot_style(font_size: float = 10, more: Mapping[str, Any] | None = None) -> Iterator[None]:
     """What is drawn and saved in this context gives the same bytes each time, and texts of an SVG stay texts.
 
     Args:
         font_size: in points.
+        more: other settings of matplotlib.
     """
     import matplotlib
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": font_size}):
+    style = {"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": font_size}
+    with matplotlib.rc_context({**style, **(more or {})}):
         yield
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib in one step: an image that was there stays until the new one is whole.
-
-    Args:
-        figure: what was drawn.
-        path: the image; its suffix says the format.
+def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
+    """Write a figure of matplotlib in one step: an image that was there stays until the new one is whole. The path's
+    suffix says the format.
 
     Raises:
         OSError: the file cannot be written.
@@ -56,4 +58,4 @@ def save_figure(figure: Any, path: Path) -> None:
     form = path.suffix.removeprefix(".").lower()
     metadata = {"Date": None} if form in ("svg", "svgz") else {"CreationDate": None} if form == "pdf" else None
     with replacing(path) as scratch:
-        figure.savefig(scratch, dpi=150, format=form, metadata=metadata)
+        figure.savefig(scratch, dpi=dpi, format=form, metadata=metadata)

@@ -1,7 +1,7 @@
 """Tables for terminals of any width: what does not fit side by side is shown in blocks below one another."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions
@@ -28,17 +28,22 @@ class FittedTable:
         headings: of all columns, those of the labels first; may have several lines.
         caption: what is below it.
         labels: how many of the columns, at the left, say what a row is.
-
-    Attributes:
-        title: as given.
-        headings: as given.
-        rows: the cells of each row, which may have several lines.
+        rows: the cells of each row, which may have several lines; `add_row` adds more.
     """
 
-    def __init__(self, title: str, headings: Sequence[str], caption: str = "", labels: int = 1):
+    def __init__(
+        self,
+        title: str,
+        headings: Sequence[str],
+        caption: str = "",
+        labels: int = 1,
+        rows: Iterable[Sequence[str]] = (),
+    ):
         self.title, self.headings, self._caption, self._labels = title, list(headings), caption, labels
         self.rows: list[list[str]] = []
         self._section_ends: set[int] = set()
+        for row in rows:
+            self.add_row(*row)
 
     def add_row(self, *cells: str, ends_section: bool = False) -> None:
         """Add a row with a cell for each heading.
@@ -114,6 +119,22 @@ def _with_folded_heading(column: list[str], most: int) -> list[str]:
     widths = [_width(cells)] if cells else []
     widths += [cell_len(piece.strip()) for piece in _PIECE.findall(heading)]
     return [fold_label(heading, min(most, max(widths))), *cells]
+
+
+def decoding(temperature: float, top_k: int | None = None) -> str:
+    """How was decoded, in words."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}" + (f", top-k {top_k}" if top_k else "")
+
+
+def decoding_title(temperature: float, top_k: int) -> str:
+    """The same above a table of what was decoded so."""
+    all_tokens = "" if top_k or temperature == 0 else ", all tokens"
+    return decoding(temperature, top_k).capitalize() + all_tokens
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure as text, if it was measured."""
+    return "–" if value is None else format(value, form)
 
 
 def shown_speed(tokens_per_second: float) -> str:

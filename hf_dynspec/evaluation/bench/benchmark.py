@@ -89,13 +89,10 @@ class BenchmarkResult:
         """Whether everything was measured."""
         return self.finished is not None
 
-    def lines(self, kind: str, temperature: float | None = None, system: str | None = None) -> list[dict[str, Any]]:
-        """The lines of a kind, of all temperatures or systems if these are None."""
-        return [
-            line
-            for line in self.memory.lines.values()
-            if line["kind"] == kind and temperature in (None, line["temperature"]) and system in (None, line["system"])
-        ]
+    def lines(self, kind: str, **only: Any) -> list[dict[str, Any]]:
+        """The lines of a kind with these values; None stands for all values."""
+        wanted = {"kind": kind, **{name: value for name, value in only.items() if value is not None}}
+        return [line for line in self.memory.lines.values() if wanted.items() <= line.items()]
 
     @property
     def generations(self) -> list[Generation]:
@@ -137,10 +134,7 @@ def run_benchmark(
 
     Args:
         settings: what to measure.
-        target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model. Its generation settings are put back at the end.
-        tokenizer: the tokenizer of both.
-        prompts: prompts that are not read from files.
+        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
         report: called between generations with the activity, the generations done and those in all.
         save: called after each repeat and at the end, so that results survive a kill.
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from ..plots import plot_style, require_plot_file, save_figure
-from ..tables import shown_speed
-from .published_rows import BASELINES, decoding, generation_of, hardware_of, workload
-from .systems import PLAIN
+from ..tables import decoding, shown_speed
+from .published_rows import generation_of, hardware_of, workload
+from .systems import BASELINES, PLAIN
 
 # Readable on any page: the chart brings its own paper.
 _PAPER, _INK, _BASELINE, _OURS = "white", "0.15", "0.65", "#2f6fb3"
@@ -57,7 +57,8 @@ def write_speed_chart(path: Path, data: dict[str, Any]) -> None:
     """
     require_plot_file(path)
     try:
-        panels, conditions = _panels(data), _conditions(data)
+        panels = _panels(data)
+        conditions = f"{workload(data)}; {hardware_of(data)}; {generation_of(data)}"
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError("the results are not what --json of hf-dynspec bench writes") from error
     if not panels:
@@ -72,15 +73,12 @@ def _panels(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         if row["domain"] is not None or "tokens_per_second" not in row:
             continue
         speed, label = row["tokens_per_second"], row["system"]
-        bar = {"label": BASELINES.get(label, label), "ours": label not in BASELINES}
+        # The bars keep their width beside a policy with many settings.
+        bar = {"label": BASELINES.get(label, label).replace(",", ",\n"), "ours": label not in BASELINES}
         bar |= {name: float(speed[name]) for name in ("median", "min", "max")}
         bar["ratio"] = 1.0 if label == PLAIN else float(row["ratios"][PLAIN]["median"])
         panels.setdefault(decoding(row["temperature"], data["settings"]["top_k"]), []).append(bar)
     return panels
-
-
-def _conditions(data: dict[str, Any]) -> str:
-    return f"{workload(data)}; {hardware_of(data)}; {generation_of(data)}"
 
 
 def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) -> None:
@@ -88,7 +86,9 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
 
     with plot_style(font_size=9):
         # A label of several lines needs room for them.
-        heights = [len(bars) * max(1.0, _LINE * max(map(_lines, bars))) for bars in panels.values()]
+        heights = [
+            len(bars) * max(1.0, _LINE * max(1 + bar["label"].count("\n") for bar in bars)) for bars in panels.values()
+        ]
         figure = Figure(figsize=(_WIDTH, _ROW * sum(heights) + 0.5 * len(heights) + 0.5), layout="constrained")
         figure.set_facecolor(_PAPER)
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -97,14 +97,6 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
         all_axes[-1].set_xlabel("tokens per second (times plain generate)", color=_INK)
         figure.supxlabel(conditions, fontsize=7, color=_INK)
         save_figure(figure, path)
-
-
-def _broken_label(bar: dict[str, Any]) -> str:
-    return bar["label"].replace(",", ",\n")
-
-
-def _lines(bar: dict[str, Any]) -> int:
-    return _broken_label(bar).count("\n") + 1
 
 
 def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
@@ -125,8 +117,7 @@ def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
     for place, bar in enumerate(bars):
         text = f"{shown_speed(bar['median'])}  ({bar['ratio']:.2f}×)"
         axes.annotate(text, (bar["max"], place), (4, 0), textcoords="offset points", va="center", color=_INK)
-    # The bars keep their width beside a policy with many settings.
-    axes.set_yticks(places, [_broken_label(bar) for bar in bars], color=_INK)
+    axes.set_yticks(places, [bar["label"] for bar in bars], color=_INK)
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=9, color=_INK)
     axes.set_facecolor(_PAPER)

@@ -5,7 +5,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...stats import DRAFT_SECTIONS, LAYER_SECTIONS, DraftingStatistics
-from ..suites.figures import all_tokens, first_difference
+from ..suites.figures import compare_with_plain
 from ..suites.runs import COVERAGE, PROFILE, TIMED
 from .benchmark import BenchmarkResult, Generation
 from .systems import BASELINES, HEAD_PRODUCT, PLAIN
@@ -31,11 +31,15 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
         for domain in domains:
             repeats = _repeats(result, temperature, domain)
             for label in result.labels:
-                rows.append({"temperature": temperature, "domain": domain, "system": label})
-                rows[-1].update(_speed(repeats, label, _baselines(result, label)))
-                rows[-1].update(_drafting(result, temperature, domain, label))
+                place = {"temperature": temperature, "domain": domain, "system": label}
+                rows.append(
+                    {**place, **_speed(repeats, label, _baselines(result, label)), **_drafting(result, **place)}
+                )
                 if temperature == 0:
-                    rows[-1].update(_identity(result, domain, label))
+                    plain = result.lines(TIMED, temperature=0.0, system=PLAIN)
+                    compared, mismatches = compare_with_plain(result.lines(TIMED, **place), plain)
+                    prompts = len(set(compared))
+                    rows[-1] |= {"compared": prompts, "identical": prompts - len(mismatches), "mismatches": mismatches}
     return rows
 
 
@@ -94,12 +98,12 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "per_repeat": list(values)}
 
 
-def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, label: str) -> dict[str, Any]:
+def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, system: str) -> dict[str, Any]:
     """Acceptance and active vocabulary and, over all domains, the figures of profiled calls."""
-    if label in (PLAIN, HEAD_PRODUCT):
+    if system in (PLAIN, HEAD_PRODUCT):
         return {"acceptance_length": 1.0}
-    lines = [one for one in result.lines(TIMED, temperature, label) if domain in (None, one["domain"])]
-    if label in BASELINES:
+    lines = result.lines(TIMED, temperature=temperature, domain=domain, system=system)
+    if system in BASELINES:
         turns = [turn for line in lines for turn in line["turns"]]
         rounds = sum(turn["rounds"] for turn in turns)
         return {"acceptance_length": sum(len(turn["tokens"]) for turn in turns) / rounds} if rounds else {}
@@ -111,7 +115,7 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, l
             figures[name] = figures["drafting"][name]
         figures["drafted_per_round"] = stats.drafted / stats.rounds
     if domain is None:
-        figures.update(_profiled(result, temperature, label))
+        figures.update(_profiled(result, temperature=temperature, system=system))
     return figures
 
 
@@ -122,9 +126,9 @@ def _summed(lines: Iterable[dict[str, Any]]) -> DraftingStatistics:
     return stats
 
 
-def _profiled(result: BenchmarkResult, temperature: float, label: str) -> dict[str, Any]:
+def _profiled(result: BenchmarkResult, **place: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    profile, coverage = (_summed(result.lines(kind, temperature, label)) for kind in (PROFILE, COVERAGE))
+    profile, coverage = (_summed(result.lines(kind, **place)) for kind in (PROFILE, COVERAGE))
     if profile.rounds:
         total = sum(profile.seconds.values())
         per_round = {name: 1e3 * seconds / profile.rounds for name, seconds in profile.seconds.items()}
@@ -136,16 +140,3 @@ def _profiled(result: BenchmarkResult, temperature: float, label: str) -> dict[s
     if coverage.calls:
         figures["coverage"] = coverage.coverage
     return figures
-
-
-def _identity(result: BenchmarkResult, domain: str | None, label: str) -> dict[str, Any]:
-    """Compare greedy tokens with those of the first plain generation, which itself must repeat them."""
-    plain = {one["prompt"]: all_tokens(one) for one in result.lines(TIMED, 0.0, PLAIN) if one["repeat"] == 0}
-    lines = [one for one in result.lines(TIMED, 0.0, label) if domain in (None, one["domain"])]
-    compared = {one["prompt"] for one in lines if one["prompt"] in plain}
-    mismatches: dict[str, int] = {}
-    for line in lines:
-        position = first_difference(all_tokens(line), plain.get(line["prompt"]))
-        if position is not None:
-            mismatches.setdefault(line["prompt"], position)
-    return {"compared": len(compared), "identical": len(compared) - len(mismatches), "mismatches": mismatches}

@@ -10,16 +10,9 @@ from ...errors import ConfigurationError, counted
 from ...shortlists import ShortlistPolicy
 from ...tree_config import AUTO, TreeConfig
 from ..provenance import cpu_threads, describe_policies
+from ..tables import decoding
 from ..tree_text import format_tree
-from .systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORMERS_DEFAULTS
-
-BASELINES = {
-    PLAIN: "plain generate",
-    HEAD_PRODUCT: HEAD_PRODUCT,
-    TRANSFORMERS: "transformers' assisted",
-    TRANSFORMERS_DEFAULTS: "transformers' defaults",
-    PROMPT_LOOKUP: PROMPT_LOOKUP,
-}
+from .systems import BASELINES, HEAD_PRODUCT, PLAIN
 
 
 def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, Any]]:
@@ -43,7 +36,8 @@ def read_published_rows(path: Path, policy: ShortlistPolicy) -> list[dict[str, A
         if data["complete"] is not True:
             raise ConfigurationError(f"{path} is of a run that was interrupted; run the measurement to its end")
         names = _artifact_names(path, data["policies"], policy)
-        return [_without_missing({**row, **conditions}) for row in rows(data, lambda label: names.get(label, label))]
+        found = rows(data, lambda label: names.get(label, label))
+        return [{key: value for key, value in {**row, **conditions}.items() if value is not None} for row in found]
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -98,33 +92,21 @@ def generation_of(data: dict[str, Any]) -> str:
     return f"{counted(settings['max_new_tokens'], 'new token')}, {chains} unless trees"
 
 
-def decoding(temperature: float, top_k: int | None = None) -> str:
-    """How was decoded, in words."""
-    if temperature == 0:
-        return "greedy"
-    return f"temperature {temperature:g}" + (f", top-k {top_k}" if top_k else "")
-
-
 def _benchmark_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[dict[str, Any]]:
-    rows = []
-    for row in data["results"]:
-        if row["domain"] is not None or "tokens_per_second" not in row:
-            continue
-        rows.append(
-            {
-                "measurement": "benchmark",
-                "decoding": decoding(row["temperature"], data["settings"]["top_k"]),
-                "system": _system(data["systems"], row["system"], named),
-                "tokens_per_second": row["tokens_per_second"]["median"],
-                "speedup": row["ratios"][PLAIN]["median"],
-                "speedup_over_plain_with_head_product": row["ratios"].get(HEAD_PRODUCT, {}).get("median"),
-                "acceptance_length": row.get("acceptance_length"),
-                "active_vocabulary": row.get("active_vocabulary"),
-                "draft_ms_per_round": row.get("draft_ms_per_round"),
-                "coverage": row.get("coverage"),
-            }
-        )
-    return rows
+    as_they_are = ("acceptance_length", "active_vocabulary", "draft_ms_per_round", "coverage")
+    return [
+        {
+            "measurement": "benchmark",
+            "decoding": decoding(row["temperature"], data["settings"]["top_k"]),
+            "system": _system(data["systems"], row["system"], named),
+            "tokens_per_second": row["tokens_per_second"]["median"],
+            "speedup": row["ratios"][PLAIN]["median"],
+            "speedup_over_plain_with_head_product": row["ratios"].get(HEAD_PRODUCT, {}).get("median"),
+            **{name: row.get(name) for name in as_they_are},
+        }
+        for row in data["results"]
+        if row["domain"] is None and "tokens_per_second" in row
+    ]
 
 
 def _system(systems: dict[str, Any], label: str, named: Callable[[str], str]) -> str:
@@ -140,27 +122,19 @@ def _system(systems: dict[str, Any], label: str, named: Callable[[str], str]) ->
 
 
 def _coverage_rows(data: dict[str, Any], named: Callable[[str], str]) -> list[dict[str, Any]]:
-    rows = []
-    for row in data["results"]:
-        if row["domain"] is not None:
-            continue
-        figures = {name: estimate["mean"] for name, estimate in row["figures"].items()}
-        rows.append(
-            {
-                "measurement": "coverage",
-                "decoding": decoding(data["settings"]["temperature"]),
-                "system": named(row["policy"]),
-                "shortlist_size": figures["size"],
-                "mass": figures["mass"],
-                "oracle_mass": figures["oracle_mass"],
-                f"recall_at_{data['settings']['recall_k']}": figures["recall"],
-                "oov_rate": figures["oov"],
-                "acceptance_probability": figures["acceptance"],
-                "expected_acceptance_length": figures["acceptance_length"],
-            }
-        )
-    return rows
-
-
-def _without_missing(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if value is not None}
+    return [
+        {
+            "measurement": "coverage",
+            "decoding": decoding(data["settings"]["temperature"]),
+            "system": named(row["policy"]),
+            "shortlist_size": row["figures"]["size"]["mean"],
+            "mass": row["figures"]["mass"]["mean"],
+            "oracle_mass": row["figures"]["oracle_mass"]["mean"],
+            f"recall_at_{data['settings']['recall_k']}": row["figures"]["recall"]["mean"],
+            "oov_rate": row["figures"]["oov"]["mean"],
+            "acceptance_probability": row["figures"]["acceptance"]["mean"],
+            "expected_acceptance_length": row["figures"]["acceptance_length"]["mean"],
+        }
+        for row in data["results"]
+        if row["domain"] is None
+    ]

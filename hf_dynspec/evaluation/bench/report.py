@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import counted
 from ..provenance import describe_policies, provenance
-from ..tables import FittedTable
+from ..tables import FittedTable, cell, decoding_title
 from .benchmark import BenchmarkResult
 from .figures import BASELINE_POLICIES, summarize
 from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP_SETTINGS, TRANSFORMERS
@@ -16,9 +16,6 @@ from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP_S
 SCHEMA_VERSION = 3
 # The columns of the ratios to the baselines.
 _HEADINGS = {PLAIN: "vs plain", HEAD_PRODUCT: "vs plain with\nhead product", TRANSFORMERS: "vs transformers"}
-
-
-# Tables ------------------------------------------------------------------------------------------------------------
 
 
 def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
@@ -31,7 +28,7 @@ def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     same = "; full and frequency are those of the same drafter and shape" if len(result.groups) > 1 else ""
     headings = ["system", "tokens/s", *(_HEADINGS.get(base, f"vs {base}") for base in compared), "acceptance\nlength"]
     table = FittedTable(
-        f"{_temperature_name(result, temperature)}, {counted(prompts, 'prompt')}",
+        f"{decoding_title(temperature, result.settings.top_k)}, {counted(prompts, 'prompt')}",
         headings + ["identical"] * (temperature == 0),
         caption=f"{spread}; the acceptance length counts the target's own token of a round{same}",
     )
@@ -42,7 +39,7 @@ def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
             "" if bases.get(name) in (None, row["system"]) else _spread_cell(row["ratios"][bases[name]], ".2f", "×")
             for name in compared
         ]
-        cells.append(_cell(row.get("acceptance_length"), ".2f"))
+        cells.append(cell(row.get("acceptance_length"), ".2f"))
         if temperature == 0:
             cells.append("" if row["system"] == PLAIN else f"{row['identical']}/{row['compared']}")
         table.add_row(*cells, ends_section=_ends_group(result, row["system"]))
@@ -53,7 +50,7 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
     """One row per assistant: what a round drafts and from how many tokens, and where its time goes."""
     headings = ["system", "drafted\ntokens", "acceptance\nlength", "active\nvocabulary", "coverage", "draft ms"]
     table = FittedTable(
-        f"{_temperature_name(result, temperature)}, one round",
+        f"{decoding_title(temperature, result.settings.top_k)}, one round",
         [*headings, "verification\nms", "of the\noracle"],
         caption="times are of profiled calls; the oracle's rounds take no time but that of both models' layers",
     )
@@ -61,13 +58,13 @@ def round_table(result: BenchmarkResult, temperature: float) -> FittedTable:
         if row["system"] not in result.combinations:
             continue
         cells = [
-            _cell(row.get("drafted_per_round"), ".1f"),
-            _cell(row.get("acceptance_length"), ".2f"),
-            _cell(row.get("active_vocabulary"), ",.0f"),
-            _cell(row.get("coverage"), ".4f"),
-            _cell(row.get("draft_ms_per_round"), ".2f"),
-            _cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
-            _cell(row.get("share_of_oracle"), ".1%"),
+            cell(row.get("drafted_per_round"), ".1f"),
+            cell(row.get("acceptance_length"), ".2f"),
+            cell(row.get("active_vocabulary"), ",.0f"),
+            cell(row.get("coverage"), ".4f"),
+            cell(row.get("draft_ms_per_round"), ".2f"),
+            cell(row.get("ms_per_round", {}).get("verification"), ".2f"),
+            cell(row.get("share_of_oracle"), ".1%"),
         ]
         table.add_row(row["system"], *cells, ends_section=_ends_group(result, row["system"]))
     return table
@@ -112,22 +109,13 @@ def acceptance_table(result: BenchmarkResult, temperature: float) -> FittedTable
         for row in summarize(result)
         if row["temperature"] == temperature
     }
-    table = FittedTable(f"Acceptance length, {_temperature_name(result, temperature)}", ["system", *domains])
+    table = FittedTable(
+        f"Acceptance length, {decoding_title(temperature, result.settings.top_k)}", ["system", *domains]
+    )
     for label in result.labels:
         if label not in (PLAIN, HEAD_PRODUCT):
-            table.add_row(label, *(_cell(lengths[label, domain], ".2f") for domain in domains))
+            table.add_row(label, *(cell(lengths[label, domain], ".2f") for domain in domains))
     return table
-
-
-def _temperature_name(result: BenchmarkResult, temperature: float) -> str:
-    if temperature == 0:
-        return "Greedy"
-    top_k = result.settings.top_k
-    return f"Temperature {temperature:g}, " + (f"top-k {top_k}" if top_k else "all tokens")
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> str:
@@ -139,9 +127,6 @@ def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> st
     return text
 
 
-# The file ----------------------------------------------------------------------------------------------------------
-
-
 def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> dict[str, Any]:
     """All that was measured and where it comes from, as JSON values. Holds no path beyond its last two parts.
 
@@ -149,15 +134,14 @@ def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> di
         result: what was measured.
         command: the words of the command line (None: the measurement was called from Python).
     """
-    settings = result.settings.to_dict()
-    settings["temperatures"] = list(settings["temperatures"])
     return {
         "schema_version": SCHEMA_VERSION,
         "complete": result.complete,
         "notes": result.notes,
         "provenance": provenance(command, result.started, result.finished, result.threads),
         "settings": {
-            **settings,
+            **result.settings.to_dict(),
+            "temperatures": list(result.settings.temperatures),
             "drafter_settings_of_all_systems": CONSTANT_DRAFT_LENGTH,  # but of the rivals
             "prompt_lookup_settings": PROMPT_LOOKUP_SETTINGS,
         },

@@ -33,8 +33,13 @@ TRANSFORMERS = "transformers"
 TRANSFORMERS_DEFAULTS = "transformers' defaults"
 PROMPT_LOOKUP = "prompt lookup"
 RIVALS = (TRANSFORMERS_DEFAULTS, PROMPT_LOOKUP)
-# In the order of the tables. Their rounds are counted by the target's forwards.
-BASELINES = (PLAIN, HEAD_PRODUCT, TRANSFORMERS, *RIVALS)
+# Their names for readers, in the order of the tables. Their rounds are counted by the target's forwards.
+BASELINES = {
+    PLAIN: "plain generate",
+    HEAD_PRODUCT: HEAD_PRODUCT,
+    TRANSFORMERS: "transformers' assisted",
+    **{rival: rival for rival in RIVALS},
+}
 
 # All systems except the rivals draft the same number of tokens in every round, so that rounds compare. transformers'
 # default is 20, and a draft ends after the first token with a drafter probability below 0.4.

@@ -7,11 +7,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from .result import CoverageResult, TextCoverage
-from .rounds import expected_acceptance_length
+from .rounds import DEPTH_MEANS, MEANS, expected_acceptance_length
 
-# The figures of texts, and of depths, that are summarised over prompts.
-FIGURES = ("size", "mass", "oracle_mass", "recall", "oov", "acceptance", "acceptance_length")
-DEPTH_FIGURES = ("size", "mass", "acceptance")
+# The figures of texts that are summarised over prompts.
+FIGURES = (*MEANS, "acceptance_length")
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,11 @@ class Estimate:
         error = None if residuals.standard_error is None else residuals.standard_error / mean
         return cls(ratio, error)
 
+    def shown(self, form: str, before: str = " ± ") -> str:
+        """The mean as text, with the standard error after `before`, if there is one."""
+        error = "" if self.standard_error is None else f"{before}{self.standard_error:{form}}"
+        return f"{self.mean:{form}}{error}"
+
 
 @dataclass(frozen=True)
 class DepthSummary:
@@ -45,7 +49,7 @@ class DepthSummary:
     depth: int
     prompts: int
     positions: float  # expected number
-    figures: dict[str, Estimate]  # by `DEPTH_FIGURES`
+    figures: dict[str, Estimate]  # by `DEPTH_MEANS`
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def _summarize(result: CoverageResult, label: str, domain: str | None) -> Covera
 def _summarize_depth(rows: list[TextCoverage], depth: int) -> DepthSummary:
     parts = [(row.prompt, row.by_depth[depth]) for row in rows if depth < len(row.by_depth)]
     prompts, positions = len({prompt for prompt, _ in parts}), sum(part.positions for _, part in parts)
-    return DepthSummary(depth, prompts, positions, _estimates(parts, DEPTH_FIGURES))
+    return DepthSummary(depth, prompts, positions, _estimates(parts, DEPTH_MEANS))
 
 
 def _estimates(parts: list[tuple[str, Any]], names: Sequence[str]) -> dict[str, Estimate]:

@@ -7,28 +7,20 @@ from typing import Any
 
 from ...errors import counted
 from ...shortlists import ShortlistPolicy
-from ..plots import plot_style, require_plot_file, save_figure
+from ..plots import MARKERS, plot_style, require_plot_file, save_figure
 from ..provenance import describe_policies, provenance
-from ..tables import FittedTable
-from .estimates import CoverageSummary, Estimate, oracle_curve, summarize
+from ..tables import FittedTable, decoding
+from .estimates import FIGURES, CoverageSummary, oracle_curve, summarize
 from .result import CoverageResult
 
 # 4: rows have `draws`, and `drawn` has those of all policies; a policy may differ by domain.
 SCHEMA_VERSION = 4
 
-# How the figures of `estimates.FIGURES` are shown.
-_FORMS = {
-    "size": ",.0f",
-    "mass": ".4f",
-    "oracle_mass": ".4f",
-    "recall": ".3f",
-    "oov": ".4f",
-    "acceptance": ".3f",
-    "acceptance_length": ".2f",
-}
+# How the figures are shown.
+_FORMS = dict(zip(FIGURES, (",.0f", ".4f", ".4f", ".3f", ".4f", ".3f", ".2f"), strict=True))
 
-# Policies differ in shape too, for black and white and for readers who do not see all colours.
-_MARKERS = "osD^vP*X<>"
+# Below the mean, what stands before its standard error.
+_ERROR = "\n±"
 
 
 def coverage_table(result: CoverageResult) -> FittedTable:
@@ -60,7 +52,7 @@ def coverage_table(result: CoverageResult) -> FittedTable:
         )
     table = FittedTable(title(result), headings, caption)
     for row in rows:
-        cells = [_cell(row.figures[name], form) for name, form in _FORMS.items()]
+        cells = [row.figures[name].shown(form, _ERROR) for name, form in _FORMS.items()]
         table.add_row(row.policy, *cells, _relative(result, row), f"{row.expected_acceptance_length:.2f}")
     return table
 
@@ -71,10 +63,10 @@ def domain_tables(result: CoverageResult) -> list[FittedTable]:
     by_place = {(row.policy, row.domain): row for row in summarize(result)}
     tables = []
     for name in ("Mass on the shortlist", f"Acceptance length relative to {result.baseline}"):
-        table = FittedTable(f"{name}, {_temperature(result)}", ["policy", *result.domains])
+        table = FittedTable(f"{name}, {decoding(result.settings.temperature)}", ["policy", *result.domains])
         for label in result.policies:
             rows = [by_place[label, domain] for domain in result.domains]
-            masses = [_cell(row.figures["mass"], _FORMS["mass"]) for row in rows]
+            masses = [row.figures["mass"].shown(_FORMS["mass"], _ERROR) for row in rows]
             table.add_row(label, *([_relative(result, row) for row in rows] if tables else masses))
         tables.append(table)
     return tables
@@ -83,7 +75,7 @@ def domain_tables(result: CoverageResult) -> list[FittedTable]:
 def depth_table(result: CoverageResult) -> FittedTable:
     """A row per policy and draft depth at which a draft of it was verified, over all prompts."""
     table = FittedTable(
-        f"By draft depth, {_temperature(result)}",
+        f"By draft depth, {decoding(result.settings.temperature)}",
         ["policy", "depth", "positions", "shortlist size", "mass", "acceptance probability"],
         caption="depth: drafts of the round before it; positions: expected number of drafts verified there; means "
         "over the prompts on which it was verified",
@@ -103,7 +95,7 @@ def title(result: CoverageResult) -> str:
     prompts = counted(len({prompt for prompt, _ in result.oracle_curves}), "prompt")
     texts = f", {len(result.oracle_curves)} texts" if result.settings.continuations > 1 else ""
     stream = ", as a stream" if result.settings.stream else ""
-    return f"Coverage, {_temperature(result)}, {prompts}{texts}{stream}"
+    return f"Coverage, {decoding(result.settings.temperature)}, {prompts}{texts}{stream}"
 
 
 def write_plot(path: Path, result: CoverageResult) -> None:
@@ -129,7 +121,7 @@ def write_plot(path: Path, result: CoverageResult) -> None:
         axes.plot(*zip(*oracle_curve(result), strict=True), color="0.45", linewidth=1.5, label=most, zorder=1)
         for index, row in enumerate(rows):
             size, mass = row.figures["size"].mean, row.figures["mass"]
-            style = {"fmt": _MARKERS[index % len(_MARKERS)], "color": f"C{index % 10}", "markersize": 7, "capsize": 3}
+            style = {"fmt": MARKERS[index % len(MARKERS)], "color": f"C{index % 10}", "markersize": 7, "capsize": 3}
             axes.errorbar(size, mass.mean, yerr=mass.standard_error, label=row.policy, zorder=2, **style)
         axes.set_xscale("log")
         axes.set_xlim(left=max(1.0, min(row.figures["size"].mean for row in rows) / 3))
@@ -182,13 +174,4 @@ def _overall(result: CoverageResult) -> list[CoverageSummary]:
 
 
 def _relative(result: CoverageResult, row: CoverageSummary) -> str:
-    return "100%" if row.policy == result.baseline else _cell(row.relative_acceptance_length, ".2%")
-
-
-def _temperature(result: CoverageResult) -> str:
-    return f"temperature {result.settings.temperature:g}" if result.settings.temperature else "greedy"
-
-
-def _cell(estimate: Estimate, form: str) -> str:
-    error = "" if estimate.standard_error is None else f"\n±{estimate.standard_error:{form}}"
-    return f"{estimate.mean:{form}}{error}"
+    return "100%" if row.policy == result.baseline else row.relative_acceptance_length.shown(".2%", _ERROR)

@@ -32,8 +32,9 @@ class DraftSteps(NamedTuple):
     is_draft: torch.Tensor
 
 
-# The figures that have means.
-_MEANS = DraftSteps._fields[:-1]
+# The figures that have means, and those of them that have one at each draft depth.
+MEANS = DraftSteps._fields[:-1]
+DEPTH_MEANS = ("size", "mass", "acceptance")
 
 
 def draft_steps(
@@ -235,7 +236,7 @@ class RoundFigures:
     def __init__(self, num_assistant_tokens: int, draws: int = 1):
         self._draws = draws
         # fp64 `[2, figures, k]`: by depth, the weights of each figure's values, and their weighted sums.
-        self._sums = torch.zeros(2, len(_MEANS), num_assistant_tokens, dtype=torch.float64)
+        self._sums = torch.zeros(2, len(MEANS), num_assistant_tokens, dtype=torch.float64)
         self._rounds = self._tokens = 0.0
 
     def add(self, steps: DraftSteps, start: float, reached: torch.Tensor) -> None:
@@ -244,9 +245,9 @@ class RoundFigures:
         start /= self._draws
         self._rounds += start
         self._tokens += start * expected_tokens(steps.acceptance, steps.is_draft).item()
-        weights = start * reached.repeat(len(_MEANS), 1)
+        weights = start * reached.repeat(len(MEANS), 1)
         # Every draft step scores a shortlist, whether its draft is verified or not.
-        weights[_MEANS.index("size")] = start
+        weights[MEANS.index("size")] = start
         values = torch.stack(steps[:-1]).double().cpu()
         self._sums[:, :, : reached.shape[0]] += torch.stack([weights, weights * values])
 
@@ -257,16 +258,15 @@ class RoundFigures:
 
     def by_depth(self) -> list[dict[str, float]]:
         """The counts and means of `result.DepthCoverage`, by name."""
-        depths = [_figures(self._sums[..., depth]) for depth in range(self._sums.shape[-1])]
-        wanted = ("draft_steps", "positions", "size", "mass", "acceptance")
+        depths = [_figures(sums) for sums in self._sums.unbind(-1)]
         return [
-            {"depth": depth, **{name: figures[name] for name in wanted}}
+            {"depth": depth, **{name: figures[name] for name in ("draft_steps", "positions", *DEPTH_MEANS)}}
             for depth, figures in enumerate(depths)
             if figures["positions"] > LEAST_PROBABILITY
         ]
 
 
 def _figures(sums: torch.Tensor) -> dict[str, float]:
-    weights = dict(zip(_MEANS, sums[0].tolist(), strict=True))
-    means = dict(zip(_MEANS, (sums[1] / sums[0]).tolist(), strict=True))
+    weights = dict(zip(MEANS, sums[0].tolist(), strict=True))
+    means = dict(zip(MEANS, (sums[1] / sums[0]).tolist(), strict=True))
     return {"draft_steps": weights["size"], "positions": weights["mass"], **means}

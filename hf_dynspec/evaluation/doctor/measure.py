@@ -63,10 +63,7 @@ def diagnose_pair(
     Args:
         settings: what to measure.
         make_assistant: `DynSpecAssistant`.
-        target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model or EAGLE head.
-        tokenizer: the tokenizer of both.
-        prompts: prompts that are not read from files.
+        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
         fast_target_head: as for `DynSpecAssistant`.
         optional: labels of policies that are left out, with a note, if they do not work for the pair. The default
             policies always are.

@@ -1,24 +1,20 @@
 """The figures of an evaluation, for a paper: each as PNG and as SVG, with a panel for each temperature."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...files import replacing
 from ...stats import DRAFT_SECTIONS
-from ..bench.published_rows import BASELINES
-from ..bench.systems import PLAIN
+from ..bench.systems import BASELINES, PLAIN
 from ..coverage.estimates import Estimate
-from ..plots import require_plot_file
+from ..plots import MARKERS, plot_style, require_plot_file, save_figure
 from .data import EVERYTHING, PROMPT, SUITES
 from .figures import Evaluation, by_request, by_turn, round_times, summarize
-from .report import decoding
 
 SUFFIXES = (".png", ".svg")
-# Told apart by readers who do not see all colours (Okabe and Ito, 2008), and in black and white by their shapes.
+# Told apart by readers who do not see all colours (Okabe and Ito, 2008).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
-_MARKERS = "osD^vP*X<>"
 _GREY = "0.55"
 _WIDTH = 6.8  # inches: a page's text
 # Requests of a stream over which an acceptance length is averaged, to see its course.
@@ -33,43 +29,35 @@ def write_charts(evaluation: Evaluation) -> list[Path]:
         OSError: an image cannot be written.
     """
     require_plot_file(evaluation.folder.path / f"figure{SUFFIXES[0]}")
+    from matplotlib.figure import Figure
+
     written: list[Path] = []
-    for name, draw in _CHARTS.items():
-        for suffix in SUFFIXES:
-            path = evaluation.folder.path / f"{name}{suffix}"
-            with _figure(path) as figure:
-                if draw(figure, evaluation):
-                    written.append(path)
-                else:
-                    figure.clear()
+    style = {"axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    for (name, draw), suffix in product(_CHARTS.items(), SUFFIXES):
+        path = evaluation.folder.path / f"{name}{suffix}"
+        with plot_style(8, style):
+            figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
+            if draw(figure, evaluation):
+                save_figure(figure, path, dpi=200)
+                written.append(path)
     return written
 
 
-@contextmanager
-def _figure(path: Path) -> Iterator[Any]:
-    """A figure that is written at the end of the block, if something was drawn. The same lines give the same bytes."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": 8, "axes.titlesize": 8}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
-        yield figure
-        if figure.axes:
-            with replacing(path) as scratch:
-                form = path.suffix.removeprefix(".")
-                metadata = {"Date": None} if form == "svg" else None
-                figure.savefig(scratch, dpi=200, format=form, metadata=metadata)
+def _panels(figure: Any, evaluation: Evaluation, height: float, across: bool = True) -> list[tuple[float, Any]]:
+    """Axes for each temperature, side by side or below one another, with one scale for what they have in common."""
+    figure.set_figheight(height)
+    count = len(evaluation.temperatures)
+    shape = {"ncols": count, "sharey": True} if across else {"nrows": count, "sharex": True}
+    found = list(zip(evaluation.temperatures, figure.subplots(squeeze=False, **shape).flat, strict=True))
+    for temperature, axes in found:
+        axes.set_title(evaluation.decoding(temperature), loc="left")
+    return found
 
 
 def _style(evaluation: Evaluation, system: str) -> dict[str, str]:
     """Colour and marker of a system, the same in all figures."""
     number = [label for label in evaluation.systems if label != PLAIN].index(system)
-    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
-
-
-# By domain -----------------------------------------------------------------------------------------------------------
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _speed_by_domain(figure: Any, evaluation: Evaluation) -> bool:
@@ -103,28 +91,17 @@ def _by_domain(
 ) -> bool:
     """A row of dots for each domain, and one for all together."""
     rows = [*evaluation.domains, *([None] if len(evaluation.domains) > 1 else [])]
-    temperatures = evaluation.temperatures
-    figure.set_figheight(0.9 + 0.17 * len(systems) + 0.055 * len(rows) * (len(systems) + 2))
-    all_axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    panels = _panels(figure, evaluation, 0.9 + 0.17 * len(systems) + 0.055 * len(rows) * (len(systems) + 2))
     drawn = False
-    for axes, temperature in zip(all_axes, temperatures, strict=True):
-        for place, domain in enumerate(rows):
-            for number, system in enumerate(systems):
-                one = value(temperature, system, domain)
-                if one is not None:
-                    drawn = True
-                    # Side by side within the row, so that none hides another.
-                    height = place + 0.7 * ((number + 0.5) / len(systems) - 0.5)
-                    axes.errorbar(
-                        one.mean,
-                        height,
-                        xerr=one.standard_error,
-                        linestyle="none",
-                        markersize=4,
-                        elinewidth=0.8,
-                        label=system,
-                        **_style(evaluation, system),
-                    )
+    for temperature, axes in panels:
+        for (place, domain), (number, system) in product(enumerate(rows), enumerate(systems)):
+            one = value(temperature, system, domain)
+            if one is not None:
+                drawn = True
+                # Side by side within the row, so that none hides another.
+                height = place + 0.7 * ((number + 0.5) / len(systems) - 0.5)
+                style = {"linestyle": "none", "markersize": 4, "elinewidth": 0.8} | _style(evaluation, system)
+                axes.errorbar(one.mean, height, xerr=one.standard_error, label=system, **style)
         if reference is not None:
             axes.axvline(reference, color=_GREY, linewidth=0.8)
         for border in range(1, len(rows)):
@@ -132,10 +109,9 @@ def _by_domain(
         axes.set_yticks(range(len(rows)), ["all" if one is None else one for one in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
-        axes.set_title(decoding(evaluation, temperature), loc="left")
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.25)
-    _legend(figure, all_axes[0], systems)
+    _legend(figure, panels[0][1], systems)
     return drawn
 
 
@@ -147,9 +123,6 @@ def _legend(figure: Any, axes: Any, systems: Sequence[str]) -> None:
     names = [BASELINES.get(one, one) for one in known]
     columns = 2 if max(map(len, names), default=0) > 30 else 3
     figure.legend([found[one] for one in known], names, loc="outside lower center", ncols=columns, fontsize=7)
-
-
-# Against the size of shortlists --------------------------------------------------------------------------------------
 
 
 def _acceptance_by_size(figure: Any, evaluation: Evaluation) -> bool:
@@ -165,11 +138,12 @@ def _coverage(figure: Any, evaluation: Evaluation) -> bool:
 
 
 def _against_size(figure: Any, evaluation: Evaluation, size: str, name: str, label: str) -> bool:
-    systems, temperatures = evaluation.assistants, evaluation.temperatures
-    figure.set_figheight(2.6 + 0.09 * len(systems))
-    all_axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    systems = evaluation.assistants
+    panels = _panels(figure, evaluation, 2.6 + 0.09 * len(systems))
     drawn = False
-    for axes, temperature in zip(all_axes, temperatures, strict=True):
+    for temperature, axes in panels:
         for system in systems:
             found = summarize(evaluation, temperature, system)
             if size in found and name in found:
@@ -177,26 +151,17 @@ def _against_size(figure: Any, evaluation: Evaluation, size: str, name: str, lab
                 style = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(evaluation, system)
                 place = found[size].mean, found[name].mean
                 axes.errorbar(*place, yerr=found[name].standard_error, label=system, **style)
-        _count_axis(axes)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        short = FuncFormatter(lambda count, _: f"{count:g}" if count < 1e3 else f"{count / 1e3:g}k")
+        axes.xaxis.set_major_formatter(short)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.12, y=0.12)
         axes.set_xlabel("mean shortlist size (tokens)")
-        axes.set_title(decoding(evaluation, temperature), loc="left")
         axes.grid(alpha=0.25)
-    all_axes[0].set_ylabel(label)
-    _legend(figure, all_axes[0], systems)
+    panels[0][1].set_ylabel(label)
+    _legend(figure, panels[0][1], systems)
     return drawn
-
-
-def _count_axis(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}" if size < 1e3 else f"{size / 1e3:g}k"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.12, y=0.12)
-
-
-# Time ----------------------------------------------------------------------------------------------------------------
 
 
 def _round_time(figure: Any, evaluation: Evaluation) -> bool:
@@ -224,14 +189,11 @@ def _round_time(figure: Any, evaluation: Evaluation) -> bool:
         axes.set_yticks(range(len(times)), list(times))
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
-        axes.set_title(decoding(evaluation, temperature), loc="left")
+        axes.set_title(evaluation.decoding(temperature), loc="left")
     all_axes[-1].set_xlabel("milliseconds of a round")
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7)
     return True
-
-
-# Along a stream or a conversation ------------------------------------------------------------------------------------
 
 
 def _course(figure: Any, evaluation: Evaluation) -> bool:
@@ -239,10 +201,10 @@ def _course(figure: Any, evaluation: Evaluation) -> bool:
     within = SUITES[evaluation.settings["suite"]].learns_within
     if within not in (EVERYTHING, PROMPT):
         return False
-    systems, temperatures = evaluation.assistants, evaluation.temperatures
-    figure.set_figheight(0.6 + 2.0 * len(temperatures) + 0.09 * len(systems))
-    all_axes = figure.subplots(len(temperatures), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, temperature in zip(all_axes, temperatures, strict=True):
+    systems = evaluation.assistants
+    height = 0.6 + 2.0 * len(evaluation.temperatures) + 0.09 * len(systems)
+    panels = _panels(figure, evaluation, height, across=False)
+    for temperature, axes in panels:
         for system in systems:
             measured = (by_request if within == EVERYTHING else by_turn)(evaluation, temperature, system)
             values = _running_means(measured, evaluation) if within == EVERYTHING else measured
@@ -253,13 +215,14 @@ def _course(figure: Any, evaluation: Evaluation) -> bool:
             axes.plot(places, [values[place - 1] for place in places], label=system, **style)
         if within == EVERYTHING:
             _mark_switches(axes, evaluation)
+            # Above the topics' names.
+            axes.set_title(evaluation.decoding(temperature), loc="left", pad=14)
         axes.set_ylabel("acceptance length")
-        axes.set_title(decoding(evaluation, temperature), loc="left", pad=14 if within == EVERYTHING else None)
         axes.grid(alpha=0.25)
     what = f"request (lines are means of up to {_WINDOW} requests of a topic)" if within == EVERYTHING else "turn"
-    all_axes[-1].set_xlabel(what)
-    all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    _legend(figure, all_axes[0], systems)
+    panels[-1][1].set_xlabel(what)
+    panels[-1][1].xaxis.get_major_locator().set_params(integer=True)
+    _legend(figure, panels[0][1], systems)
     return True
 
 

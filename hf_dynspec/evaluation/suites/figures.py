@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from ...errors import ConfigurationError
 from ...stats import DRAFT_SECTIONS
 from ..bench.systems import PLAIN
 from ..coverage.estimates import Estimate
+from ..tables import decoding_title
 from .runs import COVERAGE, PROFILE, RECALL, TIMED, RunFolder, read_settings
 
 Line = Mapping[str, Any]
@@ -61,6 +63,10 @@ class Evaluation:
         ran = {place[2] for place in self._by_place}
         return [label for label in self.folder.systems if label in ran]
 
+    def decoding(self, temperature: float) -> str:
+        """How tokens were chosen at a temperature, as a title."""
+        return decoding_title(temperature, self.settings["top_k"])
+
     @property
     def assistants(self) -> list[str]:
         """Those of them that are of this package."""
@@ -91,9 +97,6 @@ class Evaluation:
         """The timed lines of a system on what all systems have finished, so that speeds are of the same work."""
         lines = self.lines(TIMED, temperature, system, domain)
         return [one for one in lines if (one["prompt"], one["temperature"], one["repeat"]) in self._finished_by_all]
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
 
 
 def summarize(
@@ -184,14 +187,12 @@ def round_times(
     return {name: 1e3 * sum(one["seconds"].get(name, 0.0) for one in drafting) / rounds for name in names}
 
 
-def mean_over_domains(
-    evaluation: Evaluation, temperature: float, system: str, name: str, domains: Iterable[str]
-) -> Estimate | None:
+def mean_over_domains(evaluation: Evaluation, temperature: float, system: str, name: str) -> Estimate | None:
     """The mean of a figure over domains, as papers give it, each of which weighs the same; None where one lacks it in
     which another system has it. On texts that end at once, nothing can be measured teacher-forced."""
     has_figure = (
         domain
-        for domain in domains
+        for domain in evaluation.domains
         if any(name in summarize(evaluation, temperature, label, domain) for label in evaluation.systems)
     )
     found = [summarize(evaluation, temperature, system, domain).get(name) for domain in has_figure]
@@ -202,36 +203,29 @@ def mean_over_domains(
     return Estimate(sum(one.mean for one in found) / len(found), error)
 
 
-# Losslessness --------------------------------------------------------------------------------------------------------
-
-
 def identity(evaluation: Evaluation, system: str) -> tuple[int, dict[str, int]]:
     """Compare greedy results with those of the first plain generation. Returns how many were compared, and for each
     prompt whose tokens differ the position of the first that does."""
-    plain = {line["prompt"]: all_tokens(line) for line in evaluation.lines(TIMED, 0.0, PLAIN) if line["repeat"] == 0}
-    lines = [line for line in evaluation.lines(TIMED, 0.0, system) if line["prompt"] in plain]
+    compared, mismatches = compare_with_plain(*(evaluation.lines(TIMED, 0.0, one) for one in (system, PLAIN)))
+    return len(compared), mismatches
+
+
+def compare_with_plain(lines: Iterable[Line], plain: Iterable[Line]) -> tuple[list[str], dict[str, int]]:
+    """The prompts of the lines that can be compared with plain generation's first ones, and the first position at
+    which each prompt's tokens differ, if they do."""
+
+    def tokens(line: Line) -> list[int]:
+        return [token for turn in line["turns"] for token in turn["tokens"]]
+
+    expected = {line["prompt"]: tokens(line) for line in plain if line["repeat"] == 0}
+    compared = [line for line in lines if line["prompt"] in expected]
     mismatches: dict[str, int] = {}
-    for line in lines:
-        position = first_difference(all_tokens(line), plain[line["prompt"]])
+    for line in compared:
+        pairs = zip_longest(tokens(line), expected[line["prompt"]])
+        position = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
         if position is not None:
             mismatches.setdefault(line["prompt"], position)
-    return len(lines), mismatches
-
-
-def first_difference(tokens: Sequence[int], expected: Sequence[int] | None) -> int | None:
-    """The position of the first token that differs from the expected ones; None if none does, or none is expected."""
-    if expected is None or list(tokens) == list(expected):
-        return None
-    ends_first = min(len(tokens), len(expected))
-    return next((n for n, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), ends_first)
-
-
-def all_tokens(line: Line) -> list[int]:
-    """The tokens of all turns."""
-    return [token for turn in line["turns"] for token in turn["tokens"]]
-
-
-# Courses -------------------------------------------------------------------------------------------------------------
+    return [line["prompt"] for line in compared], mismatches
 
 
 def by_request(evaluation: Evaluation, temperature: float, system: str) -> list[float | None]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from string import Template
 
 from ...errors import ConfigurationError, shown_value
-from ..bench.published_rows import BASELINES
-from ..bench.systems import HEAD_PRODUCT, PLAIN
+from ..bench.systems import BASELINES, HEAD_PRODUCT, PLAIN
 from .methods import Method
 
 # What a user may give, and how it goes into a policy's text.

@@ -1,17 +1,17 @@
 """The tables of an evaluation, in Markdown."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
 from ...errors import counted
 from ...files import replacing
-from ..bench.published_rows import BASELINES
-from ..bench.systems import HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from ..bench.systems import BASELINES, HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from ..coverage.estimates import Estimate
 from ..provenance import cpu_threads
 from ..tables import FittedTable
+from ..tables import cell as number_cell
 from .data import SUITES
 from .figures import Evaluation, by_turn, identity, mean_over_domains, summarize
 from .paper_tables import PAPER_TABLES, PaperTable, why_left_out
@@ -58,7 +58,7 @@ def make_tables(evaluation: Evaluation) -> str:
     if table:
         parts += paper_tables(evaluation, PAPER_TABLES[table])
     for temperature in evaluation.temperatures:
-        parts += [f"## {decoding(evaluation, temperature)}", systems_table(evaluation, temperature)]
+        parts += [f"## {evaluation.decoding(temperature)}", markdown(*_systems(evaluation, temperature))]
         if len(evaluation.domains) > 1:
             for name in ("tokens_per_second", "acceptance_length"):
                 parts += [f"### {_NAMES[name][0].capitalize()} by domain", domain_table(evaluation, temperature, name)]
@@ -94,23 +94,6 @@ def _has_turns(evaluation: Evaluation) -> bool:
     return any(len(line.get("turns", ())) > 1 for line in evaluation.folder.lines.values())
 
 
-def decoding(evaluation: Evaluation, temperature: float) -> str:
-    """How tokens were chosen at a temperature."""
-    if temperature == 0:
-        return "Greedy"
-    top_k = evaluation.settings["top_k"]
-    return f"Temperature {temperature:g}, " + (f"top-k {top_k}" if top_k else "all tokens")
-
-
-# Tables of systems ---------------------------------------------------------------------------------------------------
-
-
-def systems_table(evaluation: Evaluation, temperature: float) -> str:
-    """A row per system: speed, ratios to what users have without this package, acceptance, and whether the tokens are
-    plain's."""
-    return markdown(*_systems(evaluation, temperature))
-
-
 def shown_tables(evaluation: Evaluation) -> list[FittedTable]:
     """What a terminal shows: the paper's tables where one was measured, else that of systems for each temperature."""
     name = evaluation.settings["table"]
@@ -120,43 +103,31 @@ def shown_tables(evaluation: Evaluation) -> list[FittedTable]:
     else:
         count = len(evaluation.prompts)
         found = [
-            (f"{decoding(evaluation, value)}, {counted(count, 'prompt')}", *_systems(evaluation, value))
+            (f"{evaluation.decoding(value)}, {counted(count, 'prompt')}", *_systems(evaluation, value))
             for value in evaluation.temperatures
         ]
-    tables = []
-    for title, headings, rows in found:
-        tables.append(FittedTable(title, headings))
-        for row in rows:
-            tables[-1].add_row(*row)
-    return tables
+    return [FittedTable(title, headings, rows=rows) for title, headings, rows in found]
 
 
 def _systems(evaluation: Evaluation, temperature: float) -> tuple[list[str], list[list[str]]]:
-    """The headings and the rows of the table of systems."""
+    """The headings and the rows of the table of systems: speed, ratios to what users have without this package,
+    acceptance, and whether the tokens are plain's."""
     bases = [base for base in (PLAIN, HEAD_PRODUCT, TRANSFORMERS) if base in evaluation.systems]
     figures = {label: summarize(evaluation, temperature, label) for label in evaluation.systems}
     columns = [name for name in _SYSTEM_COLUMNS if any(name in one for one in figures.values())]
-    headings = [
-        "system",
-        "tokens/s",
-        *(f"vs {BASELINES[base]}" for base in bases),
-        *(_NAMES[one][0] for one in columns),
-    ]
+    headings = ["system", "tokens/s", *(f"vs {BASELINES[base]}" for base in bases), *map(_name, columns)]
     rows = []
     for label, own in figures.items():
         row = [BASELINES.get(label, label), cell(own.get("tokens_per_second"), "tokens_per_second", with_error=True)]
-        row += [_ratio_cell(figures, label, base) for base in bases]
+        for other in (figures[base] for base in bases):
+            both = [one["tokens_per_second"].mean for one in (own, other) if "tokens_per_second" in one]
+            row.append(f"{both[0] / both[1]:.2f}×" if len(both) > 1 else "–")
         row += [cell(own.get(name), name) for name in columns]
         if temperature == 0:
             compared, mismatches = identity(evaluation, label)
             row.append(f"{compared - len(mismatches)}/{compared}")
         rows.append(row)
     return headings + ["tokens as plain's"] * (temperature == 0), rows
-
-
-def _ratio_cell(figures: dict[str, dict[str, Estimate]], label: str, base: str) -> str:
-    own, other = (figures[one].get("tokens_per_second") for one in (label, base))
-    return "–" if own is None or other is None else f"{own.mean / other.mean:.2f}×"
 
 
 def domain_table(evaluation: Evaluation, temperature: float, name: str) -> str:
@@ -173,17 +144,12 @@ def turn_table(evaluation: Evaluation, temperature: float) -> str | None:
     if not _has_turns(evaluation):
         return None
     courses = {label: by_turn(evaluation, temperature, label) for label in evaluation.systems if label != PLAIN}
-    most = max(map(len, courses.values()), default=0)
+    by_turn_of_all = list(zip_longest(*courses.values()))
     rows = [
-        [BASELINES.get(label, label), *("–" if one is None else f"{one:.2f}" for one in course)]
-        for label, course in courses.items()
+        [BASELINES.get(label, label), *(number_cell(one[place], ".2f") for one in by_turn_of_all)]
+        for place, label in enumerate(courses)
     ]
-    return markdown(
-        ["system", *map(str, range(1, most + 1))], [[*row, *["–"] * (most + 1 - len(row))] for row in rows]
-    )
-
-
-# Tables of papers ----------------------------------------------------------------------------------------------------
+    return markdown(["system", *range(1, len(by_turn_of_all) + 1)], rows)
 
 
 def paper_tables(evaluation: Evaluation, table: PaperTable) -> list[str]:
@@ -208,7 +174,7 @@ def _paper_tables(evaluation: Evaluation, table: PaperTable) -> Iterator[tuple[s
             if (one["drafter"], one["tree"]) == (drafter, tree)
         }
         labels |= {name: label for label, name in BASELINES.items()}
-        title = f"{decoding(evaluation, temperature)}, {drafter}, {shape}"
+        title = f"{evaluation.decoding(temperature)}, {drafter}, {shape}"
         yield title, _paper_headings(evaluation, table), _paper_rows(evaluation, table, temperature, labels)
 
 
@@ -238,22 +204,15 @@ def _paper_rows(
             cells.append(_average(evaluation, temperature, label, name))
         cells += [_average(evaluation, temperature, label, name) for name in table.overall]
         if table.compared_with:
-            first = (*table.by_domain, *table.overall)[0]
-            cells.append(_relative(evaluation, temperature, label, labels.get(table.compared_with), first))
+            first, pair = (*table.by_domain, *table.overall)[0], (label, labels.get(table.compared_with))
+            both = [one and mean_over_domains(evaluation, temperature, one, first) for one in pair]
+            cells.append("–" if None in both else f"{both[0].mean / both[1].mean:.3f}")
         rows.append(cells)
     return rows
 
 
 def _average(evaluation: Evaluation, temperature: float, label: str, name: str) -> str:
-    return cell(mean_over_domains(evaluation, temperature, label, name, evaluation.domains), name, with_error=True)
-
-
-def _relative(evaluation: Evaluation, temperature: float, label: str, base: str | None, name: str) -> str:
-    both = [one and mean_over_domains(evaluation, temperature, one, name, evaluation.domains) for one in (label, base)]
-    return "–" if None in both else f"{both[0].mean / both[1].mean:.3f}"
-
-
-# Notes ---------------------------------------------------------------------------------------------------------------
+    return cell(mean_over_domains(evaluation, temperature, label, name), name, with_error=True)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
@@ -265,20 +224,14 @@ def notes(evaluation: Evaluation) -> list[str]:
     return ["## Notes", "\n".join(f"- {one}." for one in said)] if said else []
 
 
-# Cells ---------------------------------------------------------------------------------------------------------------
-
-
 def _name(name: str) -> str:
     return _NAMES.get(name, (name, ""))[0]
 
 
 def cell(estimate: Estimate | None, name: str, with_error: bool = False) -> str:
     """A figure as text."""
-    if estimate is None:
-        return "–"
     form = _NAMES.get(name, (name, ".3f"))[1]
-    error = estimate.standard_error if with_error else None
-    return f"{estimate.mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
+    return "–" if estimate is None else estimate.shown(form) if with_error else f"{estimate.mean:{form}}"
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -19,6 +19,8 @@ import torch
 from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
 from ..bench.systems import System, open_systems
+from ..coverage.measure import measure_coverage
+from ..coverage.settings import CoverageSettings
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
 from ..prompts import WorkloadPrompt
 from ..provenance import provenance
@@ -26,11 +28,13 @@ from ..settings import SystemsSettings
 from .data import streams
 from .dialogue import Dialogue, require_room
 from .methods import make_policies
-from .recall import measure_recall
 from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder, RunMemory
 from .settings import SuiteSettings
 
 _WARM_UP_TOKENS = 16
+# The settings that this and `measure_coverage` have in common, and the figures of the latter in lines.
+_OF_BOTH = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads", "seed")
+_RECALLED = ("size", "mass", "oracle_mass", "recall")
 # The attribute of an assistant that is set for lines of a kind.
 _SWITCHES = {PROFILE: "profile", COVERAGE: "measure_coverage"}
 
@@ -139,7 +143,7 @@ class Run:
     def __init__(
         self,
         settings: SystemsSettings,
-        store: RunFolder | RunMemory,
+        store: RunMemory,
         pair: Pair,
         systems: list[System],
         streams: Sequence[Sequence[int]] | None,
@@ -204,8 +208,6 @@ class Run:
             self._measure_recall(number, temperature)
         self._report("done", self._done, self._total)
 
-    # What is missing -------------------------------------------------------------------------------------------------
-
     def _key(self, kind: str, number: int, system: System, temperature: float, repeat: int = 0) -> Key:
         return kind, self._pair.prompts[number].identifier, system.label, temperature, repeat
 
@@ -240,8 +242,6 @@ class Run:
     def _is_studied(self, system: System) -> bool:
         """Whether it is profiled: a system that forgets would learn from profiled calls."""
         return system.assistant is not None and system.label not in self._forgets
-
-    # Generating ------------------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """Let every system that has something to do compile and allocate what it needs."""
@@ -332,8 +332,9 @@ class Run:
         return output[0, len(read) :].tolist(), seconds, len(forwards)
 
     def _measure_recall(self, number: int, temperature: float) -> None:
-        """Measure teacher-forced what the shortlists hold of the target's likeliest tokens."""
+        """Measure which share of the target's likeliest tokens the shortlists hold, along a text that it writes."""
         prompt = self._pair.prompts[number]
+        shared = {name: getattr(self._settings, name) for name in _OF_BOTH}
         for label, k in product(self._pair.drafters, self._recall_k):
             policies = {
                 system.label: {prompt.domain: system.policies[prompt.domain]}
@@ -344,8 +345,13 @@ class Run:
             }
             if policies:
                 self._report(f"{prompt.identifier}, recall@{k}", self._done, self._total)
-                for line in measure_recall(self._settings, self._pair, prompt, label, policies, temperature, k):
-                    self._write_line(line)
+                settings = CoverageSettings(**shared, policies=policies, temperature=temperature, recall_k=k)
+                models = {"target": self._pair.target, "drafter": self._pair.drafters[label]}
+                found = measure_coverage(settings, **models, tokenizer=self._pair.tokenizer, prompts=[prompt])
+                for one in found.measured:
+                    line = {"kind": RECALL, "prompt": prompt.identifier, "domain": prompt.domain, "system": one.policy}
+                    line |= {"temperature": temperature, "repeat": k, "positions": one.positions}
+                    self._write_line(line | {name: getattr(one, name) for name in _RECALLED})
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._write(line)

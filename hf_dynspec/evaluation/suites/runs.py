@@ -28,17 +28,29 @@ def key_of(line: Mapping[str, Any]) -> Key:
     return line["kind"], line["prompt"], line["system"], line["temperature"], line["repeat"]
 
 
-class RunFolder:
-    """The lines of an evaluation on the disk.
+class RunMemory:
+    """The lines of a run in memory, with counts as `DraftingStatistics`."""
 
-    Args:
-        path: the folder.
-    """
+    def __init__(self) -> None:
+        self.lines: dict[Key, dict[str, Any]] = {}
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Forget lines, as what they are of has to be measured anew."""
+        for key in keys:
+            self.lines.pop(key, None)
+
+    def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
+        """Return the function that adds a line, to the file of one process if there are files."""
+        return lambda line: self.lines.update({key_of(line): dict(line)})
+
+
+class RunFolder(RunMemory):
+    """The lines of an evaluation on the disk, in the folder `path`."""
 
     def __init__(self, path: Path):
+        super().__init__()
         self.path = path
         self.sessions: list[dict[str, Any]] = []
-        self.lines: dict[Key, dict[str, Any]] = {}
 
     def require_settings(self, fingerprint: Mapping[str, Any]) -> None:
         """Note the settings of an evaluation that begins, or refuse to mix two.
@@ -70,7 +82,8 @@ class RunFolder:
             ArtifactError: a line is damaged.
         """
         self.sessions, self.lines = [], {}
-        for file in self._files():
+        merged = self.path / RUNS
+        for file in (*[merged] * merged.exists(), *sorted(self.path.glob(_PARTS))):
             for line in read_whole_lines(file):
                 if line.get("kind") == SESSION:
                     self.sessions.append(line)
@@ -92,11 +105,6 @@ class RunFolder:
     def is_finished(self) -> bool:
         """Whether an evaluation came to its end here, and all lines that it left are there."""
         return bool(self.sessions) and self.sessions[-1].get("lines_at_the_end") == len(self.lines)
-
-    def drop(self, keys: Iterable[Key]) -> None:
-        """Forget lines, as what they are of has to be measured anew."""
-        for key in keys:
-            self.lines.pop(key, None)
 
     def put_together(self, prompts: Sequence[str], finished: str | None = None) -> None:
         """Read all lines, and replace the files that they are in by one.
@@ -128,7 +136,6 @@ class RunFolder:
             part.unlink()
 
     def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
-        """Return the function that adds a line to the file of one process."""
         path = self.path / _PARTS.replace("*", str(process))
 
         def write(line: Mapping[str, Any]) -> None:
@@ -136,26 +143,6 @@ class RunFolder:
             append_json_line(path, {**line, **drafting})
 
         return write
-
-    def _files(self) -> list[Path]:
-        merged = [self.path / RUNS] if (self.path / RUNS).exists() else []
-        return [*merged, *sorted(self.path.glob(_PARTS))]
-
-
-class RunMemory:
-    """The lines of a run in memory, with counts as `DraftingStatistics`."""
-
-    def __init__(self) -> None:
-        self.lines: dict[Key, dict[str, Any]] = {}
-
-    def drop(self, keys: Iterable[Key]) -> None:
-        """See `RunFolder.drop`."""
-        for key in keys:
-            self.lines.pop(key, None)
-
-    def writer(self, process: int) -> Callable[[Mapping[str, Any]], None]:
-        """Return the function that adds a line."""
-        return lambda line: self.lines.update({key_of(line): dict(line)})
 
 
 def _one_by_one(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """From the notes of a call to a trace."""
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from statistics import median
 from typing import Any
 
@@ -42,8 +42,6 @@ class Analysis:
             entry.event = None if entry.event is None else places[id(self._offers[entry.event][0])]
         self.tokens = list(self._tokens())
 
-    # Offers ----------------------------------------------------------------------------------------------------------
-
     def _results(self) -> Iterator[tuple[Retrieval, int | None, int | None]]:
         """The retrievals, with the rounds that could have used them and that did."""
         for part in self._recording.heard:
@@ -78,16 +76,15 @@ class Analysis:
         for number, one in enumerate(self._rounds):
             seen: list[tuple[int, int | None, list[int], bool, int]] = []
             for prompt in one.prompts:
-                ids = prompt.token_ids.tolist()
+                ids, rows = prompt.token_ids.tolist(), [] if prompt.top_ids is None else prompt.top_ids.tolist()
                 given = number if ids else number + 1
-                seen += [(prompt.start + place, token_id, [], False, given) for place, token_id in enumerate(ids)]
-                rows = [] if prompt.top_ids is None else prompt.top_ids.tolist()
+                seen += [(place, token_id, [], False, given) for place, token_id in enumerate(ids, prompt.start)]
                 first = prompt.start + 1 - len(rows)
-                seen += [(first + place, None, likely, False, given) for place, likely in enumerate(rows)]
+                seen += [(place, None, likely, False, given) for place, likely in enumerate(rows, first)]
             ids, top_ids = one.verdict.verified.tolist(), one.verdict.top_ids
             rows = [[]] * len(ids) if top_ids is None else top_ids.tolist()
-            for place, (token_id, likely) in enumerate(zip(ids, rows, strict=True)):
-                seen.append((one.verdict.start + place, token_id, likely, True, number + 1))
+            for place, pair in enumerate(zip(ids, rows, strict=True), one.verdict.start):
+                seen.append((place, *pair, True, number + 1))
             for position, token_id, likely, is_verified, given in seen:
                 due = self._due(given)
                 event = self._event(position, token_id, {"likely": likely}, is_verified, due, due)
@@ -110,8 +107,6 @@ class Analysis:
         context = "".join(self._pieces[max(0, position - _CONTEXT) : position])
         is_out = is_verified and self._is_out.get(position, False)
         return TraceEvent(position, token_id, context, not is_verified, is_out, found, due, taken)
-
-    # Use -------------------------------------------------------------------------------------------------------------
 
     def _from_context(self, one: RecordedRound) -> set[int] | None:
         """The ids on a round's shortlists that are not there without context; None if the policy selects from scratch
@@ -173,10 +168,9 @@ class Analysis:
         """The figures, with those that the call counted."""
         figures: dict[str, Any] = {}
         if not self._selects_anew:
-            figures["entered"] = len(self.entries)
-            figures["entered_drafted"] = sum(one.drafted > 0 for one in self.entries)
-            figures["entered_accepted"] = sum(bool(one.accepted) for one in self.entries)
-            figures["accepted_by_context"] = sum(len(one.accepted) for one in self.entries)
+            accepted = [len(one.accepted) for one in self.entries]
+            figures = {"entered": len(accepted), "entered_drafted": sum(one.drafted > 0 for one in self.entries)}
+            figures |= {"entered_accepted": sum(map(bool, accepted)), "accepted_by_context": sum(accepted)}
         if self._recording.heard:
             results = list(self._results())
             late = [taken is None or taken > due for _, due, taken in results if due is not None]
@@ -201,8 +195,8 @@ def text_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
     for place in range(len(token_ids)):
         start = max(0, place - _CONTEXT)
         before, after = (decoded(tokenizer, token_ids[start:end]) for end in (place, place + 1))
-        kept = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), None)
-        pieces.append(after[min(len(before), len(after)) if kept is None else kept :])
+        kept = [*takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))]
+        pieces.append(after[len(kept) :])
     return pieces
 
 
