@@ -12,11 +12,7 @@ from ..kernels import dense_scores, has_dense_kernel
 
 @contextmanager
 def head_product(target: PreTrainedModel) -> Iterator[None]:
-    """Let the target's output projection be computed as verifications compute it, until the block is left.
-
-    Args:
-        target: its projection is a linear layer, of whose weight `kernels.has_dense_kernel` holds.
-    """
+    """Let the target's output projection, whose weight has a dense kernel, be computed as verifications compute it."""
     projection = target.get_output_embeddings()
     before = vars(projection).get("forward")
 

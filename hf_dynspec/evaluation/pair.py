@@ -75,10 +75,8 @@ def open_pair(
 
     Args:
         settings: what to load. Settings, prompts and EAGLE heads are checked before any model is loaded.
-        target: the loaded model, in place of the one that the settings name; likewise the next three.
-        drafter: the loaded small model or EAGLE head.
-        tokenizer: the tokenizer of both.
-        prompts: prompts that are not read from files.
+        target, tokenizer, prompts: used instead of what the settings name.
+        drafter: likewise: a loaded small model or EAGLE head.
         eagle: folders or Hub ids of EAGLE heads, which may take the small model's place.
         allow_pickle: as `EagleDrafter.from_pretrained`.
 
@@ -121,12 +119,8 @@ def open_pair(
 def load_models(
     settings: PairSettings, eagle: str | None = None, allow_pickle: bool = False
 ) -> tuple[PreTrainedModel, Drafter, Any]:
-    """Load a target, one drafter and their tokenizer.
-
-    Args:
-        settings: what to load; names a small model, unless there is an EAGLE head.
-        eagle: folder or Hub id of the head.
-        allow_pickle: as `EagleDrafter.from_pretrained`.
+    """Load a target, one drafter and their tokenizer: the small model that the settings name, or an EAGLE head from a
+    folder or the Hub, with `allow_pickle` as in `EagleDrafter.from_pretrained`.
 
     Raises:
         ConfigurationError: a model, the head or the tokenizer cannot be loaded, or there is not one drafter.
@@ -147,14 +141,8 @@ def load_models(
 def generation_config(
     target: PreTrainedModel, max_new_tokens: int, temperature: float, top_k: int = 0
 ) -> GenerationConfig:
-    """What is generated with: nothing of the target's own taste but its end-of-sequence tokens.
-
-    Args:
-        target: the model that generates.
-        max_new_tokens: most tokens to generate.
-        temperature: 0 decodes greedily.
-        top_k: draw from the so many most probable tokens (0: from all).
-    """
+    """What is generated with: nothing of the target's own taste but its end-of-sequence tokens. A temperature of 0
+    decodes greedily, and a `top_k` of 0 draws from all tokens."""
     defaults = target.generation_config
     eos = defaults.eos_token_id
     first_eos = eos[0] if isinstance(eos, list | tuple) else eos
@@ -232,13 +220,9 @@ def _load(settings: PairSettings, role: str) -> PreTrainedModel:
 
 
 def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:
-    """Most tokens of a prompt for which both models have positions, or None where none of them tells.
-
-    The positions of EAGLE heads go on past what their configuration says.
-
-    Raises:
-        ConfigurationError: the new tokens alone take all positions.
-    """
+    """Most tokens of a prompt for which both models have positions, None if neither tells. The positions of EAGLE
+    heads go on past what their configuration says. Raises `SettingError` if the new tokens alone take all
+    positions."""
     models = [target, *([drafter.model] if isinstance(drafter, CausalLMDrafter) else [])]
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     known = [limit for limit in limits if limit]

@@ -14,11 +14,8 @@ MARKERS = "osD^vP*X<>"
 
 
 def require_plot_file(path: Path, otherwise: str | None = None) -> None:
-    """Refuse a plot that could not be drawn, before there is anything to draw.
-
-    Args:
-        path: the image.
-        otherwise: what to do who wants no plot, as "leave --plot out".
+    """Refuse a plot that could not be drawn, before there is anything to draw. `otherwise` says what to do who wants
+    none, as "leave --plot out".
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the name's suffix is no image format that it writes.
@@ -35,12 +32,8 @@ def require_plot_file(path: Path, otherwise: str | None = None) -> None:
 
 @contextmanager
 def plot_style(font_size: float = 10, more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """What is drawn and saved in this context gives the same bytes each time, and texts of an SVG stay texts.
-
-    Args:
-        font_size: in points.
-        more: other settings of matplotlib.
-    """
+    """What is drawn and saved in this context gives the same bytes each time, and texts of an SVG stay texts. The font
+    size is in points, and `more` are other settings of matplotlib."""
     import matplotlib
 
     style = {"svg.fonttype": "none", "svg.hashsalt": "hf_dynspec", "font.size": font_size}
@@ -49,12 +42,8 @@ def plot_style(font_size: float = 10, more: Mapping[str, Any] | None = None) -> 
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
-    """Write a figure of matplotlib in one step: an image that was there stays until the new one is whole. The path's
-    suffix says the format.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a figure in the format of the path's suffix, in one step: an image that was there stays until the new one
+    is whole. Raises `OSError` if it cannot be written."""
     form = path.suffix.removeprefix(".").lower()
     metadata = {"Date": None} if form in ("svg", "svgz") else {"CreationDate": None} if form == "pdf" else None
     with replacing(path) as scratch:

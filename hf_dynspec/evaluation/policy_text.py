@@ -104,11 +104,7 @@ def _find_modules_here() -> None:
 
 
 def import_policy(module: str, name: str) -> type[ShortlistPolicy]:
-    """Import the class of a policy.
-
-    Args:
-        module: its dotted name. Modules in the current folder are found too, as by `python -m`.
-        name: the class's.
+    """Import the class of a policy from a module, in the current folder too, as by `python -m`.
 
     Raises:
         ConfigurationError: the module cannot be imported or has no such class, or that is no policy or abstract.
@@ -160,25 +156,15 @@ def shorten_paths(text: str) -> str:
 
 
 def named_policies(policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> dict[str, ShortlistPolicy]:
-    """The policies by the names they are shown under, see `policy_labels`.
-
-    Args:
-        policies: what `parse_policy` understands, or policies by the name to show.
-
-    Raises:
-        ConfigurationError: a text is no policy, a name is taken, or there are no policies.
-    """
+    """The policies by the names they are shown under, see `policy_labels`. Raises `ConfigurationError` if a text is no
+    policy, a name is taken, or there are no policies."""
     if isinstance(policies, Mapping) and policies:
         return dict(policies)
     return {label: parse_policy(text) for label, text in zip(policy_labels(policies), policies, strict=True)}
 
 
 def require_no_choice(policies: Iterable[ShortlistPolicy]) -> None:
-    """Refuse policies that others are chosen from by the clock, for what is measured of one policy.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Raise `ConfigurationError` for a policy that chooses from others by the clock, where one policy is measured."""
     for policy in policies:
         parts = [one.name for one, _ in policy.alternatives(None)]
         if len(parts) > 1:
@@ -189,15 +175,8 @@ def require_no_choice(policies: Iterable[ShortlistPolicy]) -> None:
 
 
 def policy_in_python(label: str, policies: Sequence[str] | Mapping[str, ShortlistPolicy]) -> tuple[str, str]:
-    """How to write one of the policies that were named as the argument of an assistant.
-
-    Args:
-        label: what it is shown as.
-        policies: what was named: texts, or policies by what to write in Python.
-
-    Returns:
-        A line that has to stand before, or nothing, and the argument.
-    """
+    """How to write one of the named policies, which is shown as `label`, as an assistant's argument: a line that has
+    to stand before, or nothing, and the argument. Policies by label have labels that are Python."""
     if label in POLICIES:
         return "", f'"{label}"'
     if isinstance(policies, Mapping):
@@ -207,11 +186,8 @@ def policy_in_python(label: str, policies: Sequence[str] | Mapping[str, Shortlis
 
 
 def policy_labels(texts: Sequence[str]) -> list[str]:
-    """The names that policies are shown under, which are their texts with paths shortened.
-
-    Raises:
-        ConfigurationError: a name is taken, or there are none.
-    """
+    """The names that policies are shown under, which are their texts with paths shortened. Raises `ConfigurationError`
+    if one is taken, or there are none."""
     if not texts:
         raise ConfigurationError("there is no policy to measure")
     labels = [shorten_paths(text) for text in texts]

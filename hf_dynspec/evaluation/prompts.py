@@ -116,8 +116,7 @@ def encode_workload(
     """Turn prompts into token ids.
 
     Args:
-        prompts: the prompts.
-        tokenizer: the models' tokenizer.
+        prompts, tokenizer: the prompts, and the models' tokenizer.
         longest: most tokens that the models have room for (None: any number).
         truncate_to: keep the last so many tokens of longer prompts (None: never shorten).
         use_chat_template: make each prompt the user's turn of a chat. Base models are given the text as it is.

@@ -22,12 +22,11 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def provenance(command: Sequence[str] | None, started: str, finished: str | None, threads: int) -> dict[str, Any]:
-    """What is written beside every result, as JSON values.
+    """What is written beside every result, as JSON values without paths beyond their last two parts.
 
     Args:
-        command: the words of the command line, whose paths are shortened (None: called from Python).
-        started: UTC time in ISO format.
-        finished: UTC time; None while the run is not complete.
+        command: the words of the command line (None: called from Python).
+        started, finished: UTC times in ISO format; `finished` is None while the run is not complete.
         threads: CPU threads in use.
     """
     return {

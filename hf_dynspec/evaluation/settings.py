@@ -215,14 +215,8 @@ def is_temperature(value: Any) -> bool:
 
 
 def head_labels(sources: Sequence[str]) -> list[str]:
-    """What EAGLE heads are shown as: the last component of each name, and the one before it where that is not enough.
-
-    Args:
-        sources: folders or Hub ids.
-
-    Raises:
-        ConfigurationError: the names do not tell two heads apart.
-    """
+    """What EAGLE heads from these folders or Hub ids are shown as: the last component of each name, and the one before
+    it where that is not enough. Raises `ConfigurationError` if that does not tell two apart."""
     parts = [Path(source).absolute().parts if Path(source).is_dir() else Path(source).parts for source in sources]
     last = [Counter([INDEPENDENT, *("/".join(one[-count:]) for one in parts)]) for count in (1, 2)]
     labels = []

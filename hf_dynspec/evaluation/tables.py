@@ -46,15 +46,8 @@ class FittedTable:
             self.add_row(*row)
 
     def add_row(self, *cells: str, ends_section: bool = False) -> None:
-        """Add a row with a cell for each heading.
-
-        Args:
-            cells: what it holds.
-            ends_section: draw a line below it.
-
-        Raises:
-            ValueError: there are not as many cells as headings.
-        """
+        """Add a row with a cell for each heading, and draw a line below it if it ends a section. Raises `ValueError`
+        if there are not as many cells as headings."""
         if len(cells) != len(self.headings):
             raise ValueError(f"a row of {len(self.headings)} cells is wanted, got {len(cells)}")
         self.rows.append(list(cells))

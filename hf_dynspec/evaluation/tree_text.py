@@ -29,11 +29,8 @@ def format_tree(tree: TreeConfig) -> str:
 
 
 def parse_trees(trees: Sequence[str | TreeConfig]) -> list[TreeConfig]:
-    """The shapes, each of which may be given as a text.
-
-    Raises:
-        ConfigurationError: a text is no shape, a value is neither, or a shape is given twice.
-    """
+    """The shapes, each of which may be given as a text. Raises `ConfigurationError` if a text is no shape, a value is
+    neither, or a shape is given twice."""
     shapes: list[TreeConfig] = []
     for given in trees:
         if not isinstance(given, str | TreeConfig):

@@ -18,11 +18,7 @@ _LINE = 0.65
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
-    """What `--json` of `hf-dynspec bench` wrote.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or is of something else.
-    """
+    """What `--json` of `hf-dynspec bench` wrote. Raises `ConfigurationError` if a file is of something else."""
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
@@ -45,11 +41,8 @@ def write_speed_chart(path: Path, data: dict[str, Any]) -> None:
     """Draw tokens per second, a bar per system and a panel per temperature, with each bar's ratio to plain generate.
 
     Plain generation with this package's head product is a bar of its own where it was measured, and its ratio is what
-    of the others' is not speculation's. Lines in the bars' ends reach from the slowest repeat to the fastest.
-
-    Args:
-        path: the image; its suffix says the format. The same values give the same bytes.
-        data: see `read_benchmark`, or `report.to_dict`.
+    of the others' is not speculation's. Lines in the bars' ends reach from the slowest repeat to the fastest. The same
+    values, see `read_benchmark` and `report.to_dict`, give the same bytes.
 
     Raises:
         ConfigurationError: see `require_plot_file`; or the values are not a benchmark's, or hold no speed.

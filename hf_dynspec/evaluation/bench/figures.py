@@ -44,10 +44,8 @@ def summarize(result: BenchmarkResult) -> list[dict[str, Any]]:
 
 
 def _baselines(result: BenchmarkResult, label: str) -> list[str]:
-    """What a system is compared with: the baselines, and policies of its own drafter and shape.
-
-    Where there is only one drafter and shape, the baselines are compared with its policies too.
-    """
+    """The baselines and the policies of a system's own drafter and shape, which it is compared with. If there is only
+    one drafter and shape, the baselines are compared with its policies too."""
     groups = result.groups
     own = result.combinations[label].group if label in result.combinations else groups[0] if len(groups) == 1 else None
     named = [

@@ -128,12 +128,7 @@ def _spread_cell(spread: dict[str, Any] | None, form: str, unit: str = "") -> st
 
 
 def to_dict(result: BenchmarkResult, command: Sequence[str] | None = None) -> dict[str, Any]:
-    """All that was measured and where it comes from, as JSON values. Holds no path beyond its last two parts.
-
-    Args:
-        result: what was measured.
-        command: the words of the command line (None: the measurement was called from Python).
-    """
+    """All that was measured and where it comes from, see `provenance`, as JSON values."""
     return {
         "schema_version": SCHEMA_VERSION,
         "complete": result.complete,

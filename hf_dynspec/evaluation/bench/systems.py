@@ -65,17 +65,10 @@ class Combination:
 def combine(
     drafters: Sequence[str], policies: Iterable[str], shapes: Sequence[TreeConfig | None]
 ) -> dict[str, Combination]:
-    """Every drafter with every policy in every shape, by label, the policies of one group side by side.
+    """Every drafter with every policy in every shape (None: chains), by label, policies of one group side by side.
 
-    A label is the policy's, with the drafter's before it where there are several, and with the tree after it.
-
-    Args:
-        drafters: their labels.
-        policies: their labels.
-        shapes: of trees; None for chains.
-
-    Raises:
-        ConfigurationError: two combinations would have one label.
+    A label is the policy's, with the drafter's before it where there are several, and with the tree after it. Raises
+    `ConfigurationError` if two combinations would have one label.
     """
     combined: dict[str, Combination] = {}
     for drafter, shape, policy in product(drafters, shapes, policies):
@@ -138,8 +131,7 @@ def open_systems(
     """Set up the baselines and an assistant for each drafter, policy and shape; put the models back as they were.
 
     Args:
-        pair: the models.
-        settings: the shapes and lengths of drafts, and the baselines.
+        pair, settings: the models, and the shapes and lengths of drafts and the baselines.
         policies: by label and domain.
         notes: takes a note for each baseline that could not be set up.
         alignments: by label how the drafter is aligned (None: it is not).

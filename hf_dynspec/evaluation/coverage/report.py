@@ -99,16 +99,8 @@ def title(result: CoverageResult) -> str:
 
 
 def write_plot(path: Path, result: CoverageResult) -> None:
-    """Plot the mass on the shortlist against its mean size, a point per policy, below the oracle's curve.
-
-    Args:
-        path: the image; its suffix says the format.
-        result: of at least one prompt.
-
-    Raises:
-        ConfigurationError: see `require_plot_file`.
-        OSError: the file cannot be written.
-    """
+    """Plot the mass on the shortlist against its mean size, a point per policy, below the oracle's curve. There must
+    be a measured prompt. Raises as `require_plot_file`, and `OSError` if the file cannot be written."""
     require_plot_file(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
@@ -140,12 +132,7 @@ def write_plot(path: Path, result: CoverageResult) -> None:
 
 
 def to_dict(result: CoverageResult, command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Everything that was measured, and its provenance, as JSON values. Paths are cut to their last two parts.
-
-    Args:
-        result: the measurement.
-        command: the words of the command line (None: called from Python).
-    """
+    """Everything that was measured and its provenance, see `provenance`, as JSON values."""
     return {
         "schema_version": SCHEMA_VERSION,
         "complete": result.complete,

@@ -164,11 +164,7 @@ class Diagnosis:
 
     @property
     def best(self) -> MeasuredSpeed:
-        """The fastest setting.
-
-        Raises:
-            ConfigurationError: all texts ended at once.
-        """
+        """The fastest setting. Raises `ConfigurationError` if all texts ended at once."""
         if not (speeds := self.speeds):
             raise ConfigurationError(
                 "all texts ended with their first token, so there is nothing to time: give other prompts, more "
@@ -366,11 +362,7 @@ class Diagnosis:
         return table
 
     def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
-        """All measurements, the answer and their origin, as JSON values. Holds no path beyond its last two parts.
-
-        Args:
-            command: the words of the command line (None: it was called from Python).
-        """
+        """All measurements, the answer and their origin, see `provenance`, as JSON values."""
         tokens, prompts = self.settings.max_new_tokens, self.usable_prompts()
         return {
             "schema_version": SCHEMA_VERSION,

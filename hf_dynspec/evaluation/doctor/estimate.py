@@ -139,11 +139,7 @@ class EstimateSettings:
         self.resolved_policies()
 
     def resolved_policies(self) -> dict[str, ShortlistPolicy]:
-        """The policies by label, `full` first.
-
-        Raises:
-            ConfigurationError: a text is no policy, or a policy needs weights of its own.
-        """
+        """The policies by label, `full` first. Raises `ConfigurationError` for a policy with weights of its own."""
         policies = named_policies(self.policies)
         for label, policy in policies.items():
             parts = policy.policies if isinstance(policy, UnionShortlist) else (policy,)
@@ -190,11 +186,7 @@ class Estimate:
     finished: str
 
     def to_dict(self, command: Sequence[str] | None = None) -> dict[str, Any]:
-        """All of it and its origin, as JSON values. Holds no path beyond its last two parts.
-
-        Args:
-            command: the words of the command line (None: it was called from Python).
-        """
+        """All of it and its origin, see `provenance`, as JSON values."""
         names = {name: shorten_paths(str(getattr(self.settings, name))) for name in ("target", "drafter")}
         return {
             "schema_version": SCHEMA_VERSION,
@@ -382,12 +374,8 @@ def estimate_speed(
 
 
 def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: str) -> PreTrainedModel:
-    """The model of a configuration on `meta`, if it can draft or be drafted for.
-
-    Args:
-        config: the configuration.
-        dtype: of its weights (None: as the configuration says, by default float32).
-        role: the model's name in errors.
+    """The model of a configuration on `meta`, with weights of a dtype (None: as it says, by default float32). `role`
+    names it in errors.
 
     Raises:
         ConfigurationError: a size is out of range, or the weights are quantised and no dtype is given.
@@ -423,18 +411,9 @@ def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: s
 def forward_work(
     model: PreTrainedModel, rows: Sequence[int], cached: int, has_head: bool = True, is_captured: bool = False
 ) -> list[Work]:
-    """The work of forwards of a model on `meta`.
-
-    Args:
-        model: the model.
-        rows: the number of tokens of each forward.
-        cached: tokens in the cache before.
-        has_head: compute logits for all tokens.
-        is_captured: as in `Work`.
-
-    Raises:
-        UnsupportedError: the model cannot be counted without its weights.
-    """
+    """The work of forwards of a model on `meta`, each over one of these numbers of `rows`, after `cached` tokens,
+    with or without the head's logits for all rows. Raises `UnsupportedError` if it cannot be counted without its
+    weights."""
     part = model if has_head else decoder_of(model)
     # A drafter keeps all positions in every layer.
     cache = DynamicCache(config=model.config.get_text_config()) if has_head else DynamicCache()
@@ -506,14 +485,8 @@ class CountedRound:
 
 
 def count_round(policy: ShortlistPolicy, vocabulary: int, dtype: torch.dtype, temperature: float) -> CountedRound:
-    """Count the operations of a round with a policy in a call with tiny models.
-
-    Args:
-        policy: the policy; needs nothing that was trained for the drafter.
-        vocabulary: tokens of both models.
-        dtype: of both models.
-        temperature: 0 decodes greedily.
-    """
+    """Count the operations of a round in a call with tiny models of so many tokens, by a policy that needs nothing
+    trained for the drafter."""
     target, drafter = (random_model(1, vocabulary, seed).to(dtype) for seed in (0, 1))
     of_target, of_layers = (
         forward_work(empty_model(one.config, dtype, "model"), [count], PROMPT_TOKENS, has_head)[0].operations

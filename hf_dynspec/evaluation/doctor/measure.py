@@ -174,15 +174,7 @@ class _RoundClock(BaseStreamer):
 
 
 class _Measurement:
-    """Measures within the seconds of the settings, and leaves out what there is no time for.
-
-    Args:
-        diagnosis: takes the results.
-        pair: the models and prompts.
-        make_assistant: makes an assistant of the pair.
-        report: as for `diagnose_pair`.
-        stack: unbinds the assistants when it is closed.
-    """
+    """Measures within the seconds of the settings, and leaves out what there is no time for."""
 
     def __init__(
         self,

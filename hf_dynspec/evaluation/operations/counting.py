@@ -17,12 +17,8 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def is_operation(func: Any, results: Any) -> bool:
-    """Whether a call of torch launches a kernel: views and reserved memory do not.
-
-    Args:
-        func: an overload of torch's, such as `torch.ops.aten.mm.default`.
-        results: its results.
-    """
+    """Whether a call of an overload such as `torch.ops.aten.mm.default`, with these results, launches a kernel: views
+    and reserved memory do not."""
     made = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
     is_empty = bool(made) and not any(one.numel() for one in made)
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
@@ -59,11 +55,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts operations while it is entered, on any device.
-
-    Attributes:
-        operations: the count.
-    """
+    """Counts `operations` while it is entered, on any device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,11 +79,7 @@ class PretendedTensor(torch.Tensor):
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Runs what is meant for the device while it is entered, and notes it.
-
-    Attributes:
-        events: what has happened, in order; may be cleared.
-    """
+    """Runs what is meant for the device while it is entered, and notes it in `events`, which may be cleared."""
 
     def __init__(self):
         super().__init__()
@@ -106,11 +102,7 @@ class PretendedDevice(TorchDispatchMode):
 
 @functools.cache
 def register_device() -> None:
-    """Make the device known to torch.
-
-    Raises:
-        UnsupportedError: this torch knows no devices written in Python.
-    """
+    """Make the device known to torch. Raises `UnsupportedError` if this torch knows no devices written in Python."""
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
     except ImportError as error:

@@ -89,14 +89,7 @@ def waits(events: list[Event]) -> int:
 
 
 def random_model(layers: int, vocabulary: int, seed: int, width: int = 32) -> PreTrainedModel:
-    """A small Llama that nobody trained, and that ends texts by id 2.
-
-    Args:
-        layers: as many layers.
-        vocabulary: rows of its embedding and of its output projection.
-        seed: of its weights.
-        width: of its hidden states.
-    """
+    """A small Llama that nobody trained, with hidden states of this width, and that ends texts by id 2."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,

@@ -22,12 +22,8 @@ _WINDOW = 8
 
 
 def write_charts(evaluation: Evaluation) -> list[Path]:
-    """Draw what there is to draw into the folder of an evaluation, and return the images.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        OSError: an image cannot be written.
-    """
+    """Draw what there is to draw into the folder of an evaluation, and return the images. Raises `ConfigurationError`
+    if matplotlib is not installed, and `OSError` if an image cannot be written."""
     require_plot_file(evaluation.folder.path / f"figure{SUFFIXES[0]}")
     from matplotlib.figure import Figure
 

@@ -48,24 +48,15 @@ SUITES = {
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The suite of that name. Raises `ConfigurationError` if there is none."""
     if name not in SUITES:
         raise ConfigurationError(f"there is no suite {shown_value(name)}; the suites are {', '.join(SUITES)}")
     return SUITES[name]
 
 
 def read_suite(name: str, paths: Sequence[str | Path], limit: int | None = None) -> list[WorkloadPrompt]:
-    """Read the prompts of a suite, in the order of its files.
-
-    Args:
-        name: of the suite.
-        paths: its files, as `read_workload` takes them. Of SPEED-Bench, the Parquet files of one configuration that
-            its own `prepare_data.py` has written.
-        limit: take the first so many prompts of each category of each file (None: all).
+    """Read the prompts of a suite, in the order of its files, which are those that `read_workload` takes. Of
+    SPEED-Bench, they are the Parquet files of one configuration that its own `prepare_data.py` has written.
 
     Raises:
         ConfigurationError: there is no such suite.

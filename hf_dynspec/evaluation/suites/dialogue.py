@@ -10,13 +10,8 @@ from ..prompts import WorkloadError, WorkloadPrompt
 class Dialogue:
     """One prompt, turn by turn, with the model's own answers put back in.
 
-    Args:
-        prompt: what the user says.
-        tokenizer: the models'.
-        eos_token_ids: the ids that end an answer.
-        use_chat_template: make each turn the user's in a chat. Base models are given the text as it is, so that a turn
-            goes on where the answer before it ends.
-        truncate_to: let the model read the last so many tokens only (None: all).
+    Base models are given the text as it is, so that a turn goes on where the answer before it ends; with
+    `use_chat_template` each turn is the user's in a chat. The model reads the last `truncate_to` tokens (None: all).
     """
 
     def __init__(
@@ -69,13 +64,8 @@ class Dialogue:
 
 
 def require_room(dialogue: Dialogue, identifier: str, room: int | None, max_new_tokens: int) -> None:
-    """Refuse a conversation that could outgrow the models' positions.
-
-    Args:
-        dialogue: of the prompt, of which nothing was said yet; is at its end afterwards.
-        identifier: of the prompt.
-        room: tokens for which the models have positions, less those of one answer (None: any number).
-        max_new_tokens: of each answer.
+    """Refuse a conversation, of which nothing was said yet, that could outgrow the models' positions: `room` are
+    those, less the tokens of one answer (None: any number). It is at its end afterwards.
 
     Raises:
         WorkloadError: it could.

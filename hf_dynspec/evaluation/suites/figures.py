@@ -17,14 +17,7 @@ Line = Mapping[str, Any]
 
 
 class Evaluation:
-    """An evaluation, as far as it was run.
-
-    Args:
-        path: its folder.
-
-    Attributes:
-        settings: as `SuiteSettings.fingerprint` has them.
-        folder: its lines.
+    """An evaluation, as far as it was run: the lines of a folder, with settings as of `SuiteSettings.fingerprint`.
 
     Raises:
         ConfigurationError: the folder holds none, or nothing was measured.
@@ -105,13 +98,7 @@ def summarize(
     """The figures of a system that were measured, with standard errors that take prompts as independent.
 
     Speeds and acceptance lengths are those of all tokens over all seconds and rounds. What a draft step's shortlist
-    held is a mean over rounds; times of a round are those of profiled calls.
-
-    Args:
-        evaluation: what was measured.
-        temperature: at which.
-        system: its label.
-        domain: on the prompts of this domain alone (None: on all).
+    held is a mean over rounds; times of a round are those of profiled calls. A `domain` of None is all of them.
 
     Returns:
         By name: `tokens_per_second`; `acceptance_length`; `active_vocabulary`; `oov_rate`; `coverage` in real runs;

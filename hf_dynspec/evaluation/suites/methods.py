@@ -32,11 +32,8 @@ class Method:
 
 
 def make_methods(policies: Sequence[str], alignments: Sequence[str] = ()) -> tuple[Method, ...]:
-    """Every policy with the drafter as it is, and then aligned in each of these ways.
-
-    Raises:
-        ConfigurationError: there is no such alignment, or a policy is given twice.
-    """
+    """Every policy with the drafter as it is, and then aligned in each of these ways. Raises `ConfigurationError` if
+    there is no such alignment, or a policy is given twice."""
     for name in alignments:
         if name not in ALIGNMENTS:
             raise ConfigurationError(f"there is no alignment {shown_value(name)}; there are {', '.join(ALIGNMENTS)}")
@@ -51,23 +48,15 @@ def make_methods(policies: Sequence[str], alignments: Sequence[str] = ()) -> tup
 
 
 def require_peft(methods: Sequence[Method]) -> None:
-    """Refuse what peft is needed for where it is missing.
-
-    Raises:
-        ConfigurationError: it is missing.
-    """
+    """Raise `ConfigurationError` if a method needs peft and it is missing."""
     with_lora = [one for one in methods if one.alignment and not one.online_alignment().trains_all_parameters]
     if with_lora and importlib.util.find_spec("peft") is None:
         raise ConfigurationError(f"{with_lora[0].label} needs peft; install it with: pip install 'hf-dynspec[align]'")
 
 
 def make_policies(methods: Sequence[Method], domains: Sequence[str]) -> dict[str, dict[str, ShortlistPolicy]]:
-    """By the methods' labels, the policy for each domain. Methods with one text share its policies.
-
-    Raises:
-        ConfigurationError: see `policies_by_domain`; or two methods have one label.
-        ArtifactError: likewise.
-    """
+    """By the methods' labels, the policy for each domain. Methods with one text share its policies. Raises as
+    `policies_by_domain`, and `ConfigurationError` if two methods have one label."""
     by_text: dict[str, dict[str, ShortlistPolicy]] = {}
     made: dict[str, dict[str, ShortlistPolicy]] = {}
     for method in methods:

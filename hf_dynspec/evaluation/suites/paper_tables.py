@@ -181,23 +181,15 @@ PAPER_TABLES = {
 
 
 def paper_table(name: str) -> PaperTable:
-    """The table of that name.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The table of that name. Raises `ConfigurationError` if there is none."""
     if name not in PAPER_TABLES:
         raise ConfigurationError(f"there is no table {shown_value(name)}; the tables are {', '.join(PAPER_TABLES)}")
     return PAPER_TABLES[name]
 
 
 def table_methods(table: PaperTable, given: Mapping[str, str]) -> tuple[Method, ...]:
-    """How the rows of a table draft that can be measured.
-
-    Args:
-        table: the table.
-        given: by the names in `GIVEN`, what the user has: folders, in which `{domain}` may stand for the domain.
-    """
+    """How those rows of a table draft that can be measured with what the user has: by the names in `GIVEN`, folders,
+    in which `{domain}` may stand for the domain."""
     words = {name: f"{setting}={given[name]}," if given.get(name) else "" for name, setting in GIVEN.items()}
     words["core"] = words["ranking"].replace("ranking=", "core=", 1)
     rows = [row for row in table.rows if row.policy is not None and why_left_out(row, given) is None]

@@ -53,12 +53,8 @@ class RunFolder(RunMemory):
         self.sessions: list[dict[str, Any]] = []
 
     def require_settings(self, fingerprint: Mapping[str, Any]) -> None:
-        """Note the settings of an evaluation that begins, or refuse to mix two.
-
-        Raises:
-            ChangedSettings: the folder holds an evaluation with other settings.
-            ConfigurationError: it holds something else.
-        """
+        """Note the settings of an evaluation that begins. Raises `ChangedSettings` if the folder holds one with
+        others, and `ConfigurationError` if it holds something else."""
         path = self.path / SETTINGS
         wanted = json.loads(json.dumps(fingerprint))
         if not path.exists():
@@ -76,11 +72,7 @@ class RunFolder(RunMemory):
             )
 
     def read(self) -> None:
-        """Read all lines.
-
-        Raises:
-            ArtifactError: a line is damaged.
-        """
+        """Read all lines. Raises `ArtifactError` if one is damaged."""
         self.sessions, self.lines = [], {}
         merged = self.path / RUNS
         for file in (*[merged] * merged.exists(), *sorted(self.path.glob(_PARTS))):
@@ -107,15 +99,8 @@ class RunFolder(RunMemory):
         return bool(self.sessions) and self.sessions[-1].get("lines_at_the_end") == len(self.lines)
 
     def put_together(self, prompts: Sequence[str], finished: str | None = None) -> None:
-        """Read all lines, and replace the files that they are in by one.
-
-        Args:
-            prompts: identifiers in their order.
-            finished: when the evaluation came to its end, UTC in ISO format (None: it has not).
-
-        Raises:
-            ArtifactError: a line is damaged.
-        """
+        """Read all lines, and replace the files that they are in by one, in the order of the prompts' identifiers.
+        `finished` is the UTC time in ISO format if the evaluation came to its end. Raises as `read`."""
         self.read()
         if finished is not None:
             self.sessions[-1]["provenance"]["finished"] = finished
@@ -151,11 +136,7 @@ def _one_by_one(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of the evaluation in a folder.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The settings of the evaluation in a folder. Raises `ConfigurationError` if there is none."""
     try:
         found = json.loads((path / SETTINGS).read_bytes())
     except OSError as error:

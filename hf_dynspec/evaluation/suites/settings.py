@@ -76,11 +76,8 @@ class SuiteSettings(SystemsSettings):
         }
 
     def fingerprint(self, policies: Mapping[str, Mapping[str, ShortlistPolicy]]) -> dict[str, Any]:
-        """All that results depend on, as JSON values: two runs with equal ones may go on with one another's.
-
-        Args:
-            policies: by method and domain.
-        """
+        """All that results depend on, as JSON values: two runs with equal ones may go on with one another's. The
+        policies are by method and domain."""
         # Most methods have one policy for all domains, which is described once.
         distinct = {label: dict.fromkeys(by_domain.values()) for label, by_domain in policies.items()}
         return {

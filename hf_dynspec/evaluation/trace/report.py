@@ -105,11 +105,7 @@ def summary_rows(trace: Trace) -> list[tuple[str, str]]:
 
 
 def write_page(path: Path, trace: Trace) -> None:
-    """Write one HTML page with everything; a file that is there is replaced in one step.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one HTML page with everything, in one step. Raises `OSError` if it cannot be written."""
     console = Console(record=True, width=_PAGE_WIDTH, file=StringIO(), color_system="truecolor", force_terminal=True)
     for part in text_report(trace, rows=None):
         console.print(part)
@@ -118,12 +114,7 @@ def write_page(path: Path, trace: Trace) -> None:
 
 
 def to_dict(trace: Trace, command: Sequence[str] | None = None) -> dict[str, Any]:
-    """All of a trace, and its provenance, as JSON values. Paths are cut to their last two parts.
-
-    Args:
-        trace: the trace.
-        command: the words of the command line (None: called from Python).
-    """
+    """All of a trace and its provenance, see `provenance`, as JSON values."""
     return {
         "schema_version": SCHEMA_VERSION,
         "provenance": provenance(command, trace.started, trace.finished, trace.threads),
