@@ -89,10 +89,16 @@ def open_pair(
         raise ConfigurationError("there is no prompt to measure on")
     if drafter is not None and not isinstance(drafter, PreTrainedModel | Drafter):
         raise ConfigurationError(f"drafter must be a small model or an EAGLE head, got {type(drafter).__name__}")
-    _require_names(settings, target, drafter, eagle)
+    # Before anything is loaded.
+    if target is None and not settings.target:
+        raise ConfigurationError("name the target: a folder or a Hub id")
+    if drafter is None and not settings.drafter and not eagle:
+        raise ConfigurationError("name the drafter: a folder or a Hub id of a small model, or of an EAGLE head")
     heads = _read_heads(eagle, allow_pickle)
     with ExitStack() as stack:
-        stack.enter_context(_cpu_threads(settings.threads))
+        threads = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(settings.threads or threads)
         target = target or _load(settings, "target")
         if drafter is None and settings.drafter:
             drafter = _load(settings, "drafter")
@@ -159,19 +165,6 @@ def generation_config(
 def utc_now() -> str:
     """UTC time in ISO format."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _require_names(
-    settings: PairSettings,
-    target: PreTrainedModel | None,
-    drafter: PreTrainedModel | Drafter | None,
-    eagle: Sequence[str],
-) -> None:
-    """Refuse before anything is loaded where something that is needed has neither been loaded nor named."""
-    if target is None and not settings.target:
-        raise ConfigurationError("name the target: a folder or a Hub id")
-    if drafter is None and not settings.drafter and not eagle:
-        raise ConfigurationError("name the drafter: a folder or a Hub id of a small model, or of an EAGLE head")
 
 
 def _warn_of_larger(drafter: PreTrainedModel | Drafter | None, target: PreTrainedModel) -> None:
@@ -264,13 +257,3 @@ def _describe_head(head: EagleDrafter) -> dict[str, Any]:
         "dtype": str(head.weights.qkv.dtype).removeprefix("torch."),
         "device": str(head.weights.qkv.device),
     }
-
-
-@contextmanager
-def _cpu_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

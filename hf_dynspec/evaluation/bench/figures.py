@@ -75,7 +75,10 @@ def _repeats(result: BenchmarkResult, temperature: float, domain: str | None) ->
 def _speed(repeats: list[dict[str, list[Generation]]], label: str, baselines: Iterable[str]) -> dict[str, Any]:
     if not repeats:
         return {"prompts": 0}
-    totals = [{name: _total_speed(runs) for name, runs in repeat.items()} for repeat in repeats]
+    totals = [
+        {name: sum(run.tokens for run in runs) / sum(run.seconds for run in runs) for name, runs in repeat.items()}
+        for repeat in repeats
+    ]
     return {
         "prompts": max(len(repeat[label]) for repeat in repeats),
         "new_tokens": sum(run.tokens for repeat in repeats for run in repeat[label]),
@@ -86,10 +89,6 @@ def _speed(repeats: list[dict[str, list[Generation]]], label: str, baselines: It
         ),
         "ratios": {base: _spread([total[label] / total[base] for total in totals]) for base in baselines},
     }
-
-
-def _total_speed(runs: list[Generation]) -> float:
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -112,20 +111,9 @@ def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, s
         for name in ("acceptance_length", "acceptance_rate", "active_vocabulary", "active_vocabulary_max"):
             figures[name] = figures["drafting"][name]
         figures["drafted_per_round"] = stats.drafted / stats.rounds
-    if domain is None:
-        figures.update(_profiled(result, temperature=temperature, system=system))
-    return figures
-
-
-def _summed(lines: Iterable[dict[str, Any]]) -> DraftingStatistics:
-    stats = DraftingStatistics()
-    for line in lines:
-        stats.add(line["drafting"])
-    return stats
-
-
-def _profiled(result: BenchmarkResult, **place: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+    if domain is not None:
+        return figures
+    place = {"temperature": temperature, "system": system}
     profile, coverage = (_summed(result.lines(kind, **place)) for kind in (PROFILE, COVERAGE))
     if profile.rounds:
         total = sum(profile.seconds.values())
@@ -138,3 +126,10 @@ def _profiled(result: BenchmarkResult, **place: Any) -> dict[str, Any]:
     if coverage.calls:
         figures["coverage"] = coverage.coverage
     return figures
+
+
+def _summed(lines: Iterable[dict[str, Any]]) -> DraftingStatistics:
+    stats = DraftingStatistics()
+    for line in lines:
+        stats.add(line["drafting"])
+    return stats

@@ -58,19 +58,14 @@ _LAYERS = WholeNumber(1, 1024)
 class Machine:
     """A device by its data sheet.
 
-    Args:
-        memory_bandwidth: GB/s (10⁹ bytes).
-        launch_latency: µs of each operation besides, mostly the host's time to launch it; 0 if CUDA graphs of
-            everything are replayed.
-        flops: TFLOP/s (10¹²) of products in the models' dtype (None: never the limit).
-
     Raises:
         FieldError: a number is out of range.
     """
 
-    memory_bandwidth: float
+    memory_bandwidth: float  # GB/s (10⁹ bytes)
+    # µs of each operation besides, mostly the host's time to launch it; 0 if CUDA graphs of everything are replayed.
     launch_latency: float
-    flops: float | None = None
+    flops: float | None = None  # TFLOP/s (10¹²) of products in the models' dtype (None: never the limit)
 
     def __post_init__(self):
         Number(0, 1e7).require("memory_bandwidth", self.memory_bandwidth)

@@ -83,7 +83,11 @@ def diagnose_pair(
             settings=settings,
             policies=settings.resolved_policies(),
             models=pair.described_models(),
-            vocabulary=_describe_vocabulary(pair, own),
+            vocabulary={
+                "tokens": shared_vocabulary_size(pair.target, own, pair.tokenizer),
+                "target_rows": pair.target.get_output_embeddings().weight.shape[0],
+                "drafter_rows": own.head.weight.shape[0],
+            },
             prompts=pair.described_prompts(),
             threads=torch.get_num_threads(),
             started=utc_now(),
@@ -149,12 +153,6 @@ def by_turns(prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:
     for prompt in prompts:
         of_domain.setdefault(prompt.domain, []).append(prompt)
     return [prompt for turn in zip_longest(*of_domain.values()) for prompt in turn if prompt is not None]
-
-
-def _describe_vocabulary(pair: Pair, drafter: Drafter) -> dict[str, int]:
-    size = shared_vocabulary_size(pair.target, drafter, pair.tokenizer)
-    rows = pair.target.get_output_embeddings().weight.shape[0], drafter.head.weight.shape[0]
-    return {"tokens": size, "target_rows": rows[0], "drafter_rows": rows[1]}
 
 
 class _RoundClock(BaseStreamer):

@@ -14,6 +14,8 @@ from ..tables import decoding_title
 from .runs import COVERAGE, PROFILE, RECALL, TIMED, RunFolder, read_settings
 
 Line = Mapping[str, Any]
+# What figures of recall lines are called there.
+_TEACHER_FORCED = {"mass": "mass", "oracle_mass": "oracle_mass", "shortlist_size": "size"}
 
 
 class Evaluation:
@@ -110,14 +112,23 @@ def summarize(
     figures: dict[str, Estimate] = {}
     if timed:
         tokens = [_tokens(line) for line in timed]
-        figures["tokens_per_second"] = Estimate.of_ratio(tokens, [_seconds(line) for line in timed])
+        seconds = [sum(turn["seconds"] for turn in line["turns"]) for line in timed]
+        figures["tokens_per_second"] = Estimate.of_ratio(tokens, seconds)
         drafted, rounds = zip(*(_tokens_and_rounds(line) for line in timed), strict=True)
         figures["acceptance_length"] = Estimate.of_ratio(drafted, rounds)
     drafting = [line["drafting"] for line in timed if "drafting" in line]
-    for name in ("active_vocabulary", "oov_rate"):
-        _add_mean(figures, name, drafting, name)
-    _add_mean(figures, "coverage", [line["drafting"] for line in evaluation.lines(COVERAGE, *place)], "coverage")
-    _add_recalls(figures, evaluation.lines(RECALL, *place))
+    of_coverage = [line["drafting"] for line in evaluation.lines(COVERAGE, *place)]
+    for name, lines in (("active_vocabulary", drafting), ("oov_rate", drafting), ("coverage", of_coverage)):
+        known = [
+            (one[name] * one["rounds"], one["rounds"]) for one in lines if one[name] is not None and one["rounds"]
+        ]
+        if known:
+            # A mean over rounds.
+            figures[name] = Estimate.of_ratio(*zip(*known, strict=True))
+    recalls = evaluation.lines(RECALL, *place)
+    for k in dict.fromkeys(line["repeat"] for line in recalls):
+        for name, field in ((f"recall@{k}", "recall"), *_TEACHER_FORCED.items()):
+            figures[name] = Estimate.of([line[field] for line in recalls if line["repeat"] == k])
     sections = round_times(evaluation, *place)
     if sections:
         figures["draft_ms"] = Estimate(sum(sections[name] for name in DRAFT_SECTIONS), None)
@@ -134,32 +145,11 @@ def _tokens(line: Line) -> int:
     return sum(len(turn["tokens"]) for turn in line["turns"])
 
 
-def _seconds(line: Line) -> float:
-    return sum(turn["seconds"] for turn in line["turns"])
-
-
 def _tokens_and_rounds(line: Line) -> tuple[int, int]:
     """Of an assistant as it counts them, the tokens that came out of rounds; of a baseline, tokens and forwards."""
     if "drafting" in line:
         return line["drafting"]["tokens"], max(1, line["drafting"]["rounds"])
     return _tokens(line), max(1, sum(turn["rounds"] for turn in line["turns"]))
-
-
-def _add_mean(figures: dict[str, Estimate], name: str, drafting: Sequence[Line], field: str) -> None:
-    """The mean of a field over rounds, where some line has it."""
-    known = [one for one in drafting if one[field] is not None and one["rounds"]]
-    if known:
-        figures[name] = Estimate.of_ratio(
-            [one[field] * one["rounds"] for one in known], [one["rounds"] for one in known]
-        )
-
-
-def _add_recalls(figures: dict[str, Estimate], lines: Sequence[Line]) -> None:
-    for k in dict.fromkeys(line["repeat"] for line in lines):
-        of_k = [line for line in lines if line["repeat"] == k]
-        figures[f"recall@{k}"] = Estimate.of([line["recall"] for line in of_k])
-        for name, field in (("mass", "mass"), ("oracle_mass", "oracle_mass"), ("shortlist_size", "size")):
-            figures[name] = Estimate.of([line[field] for line in of_k])
 
 
 def round_times(

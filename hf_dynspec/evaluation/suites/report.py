@@ -37,7 +37,7 @@ _SYSTEM_COLUMNS = ("acceptance_length", "active_vocabulary", "oov_rate", "covera
 
 
 def write_tables(evaluation: Evaluation) -> Path:
-    """Write `tables.md` into the folder of an evaluation, and return its path. Raises `OSError` if it cannot."""
+    """Write `tables.md` into the folder of an evaluation, and return its path, or raise `OSError`."""
     path = evaluation.folder.path / TABLES
     with replacing(path) as scratch:
         scratch.write_text(make_tables(evaluation), encoding="utf-8")

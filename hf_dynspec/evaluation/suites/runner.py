@@ -9,7 +9,7 @@ the number of processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -169,7 +169,11 @@ class Run:
         # If nothing is forgotten, prompts are independent of one another.
         units = streams if learners else [[number] for number in range(len(pair.prompts))]
         self._units = share.of(units)
-        self._studied = share.of(_first_of_each_domain(pair.prompts, settings.profile_prompts))
+        of_domain: dict[str, list[int]] = {}
+        for number, prompt in enumerate(pair.prompts):
+            of_domain.setdefault(prompt.domain, []).append(number)
+        first = (number for numbers in of_domain.values() for number in numbers[: settings.profile_prompts])
+        self._studied = share.of(sorted(first))
         self._done, self._total = 0, sum(1 for _ in self._missing())
 
     def require_room(self) -> None:
@@ -302,18 +306,13 @@ class Run:
                 stats.add(system.assistant.stats)
         line = {"kind": kind, "prompt": prompt.identifier, "domain": prompt.domain, "system": system.label}
         line |= {"temperature": temperature, "repeat": repeat, "turns": turns}
-        self._write_line(line | self._described(system, stats))
-
-    def _described(self, system: System, stats: DraftingStatistics) -> dict[str, Any]:
-        """The fields of a line besides its turns."""
-        described: dict[str, Any] = {}
         if system.assistant is not None:
-            described["drafting"] = stats
+            line["drafting"] = stats
             if system.assistant.alignment is not None:
-                described["alignment"] = system.assistant.alignment.stats.to_dict()
+                line["alignment"] = system.assistant.alignment.stats.to_dict()
         if self._device.type == "cuda":
-            described["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
-        return described
+            line["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        self._write_line(line)
 
     def _generate(
         self, system: System, read: Sequence[int], config: Any, speaker: Any
@@ -323,9 +322,12 @@ class Run:
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         if speaker is not None:
             arguments["assistant_model"] = speaker
-        # A hook on the target would keep an assistant from this package's head product.
-        counting = _counting_forwards(self._pair.target) if system.assistant is None else nullcontext(())
-        with counting as forwards, system.surroundings():
+        # Of baselines: one for each round, and for each token without drafts.
+        forwards: list[None] = []
+        with system.surroundings(), ExitStack() as stack:
+            # A hook on the target would keep an assistant from this package's head product.
+            if system.assistant is None:
+                stack.callback(self._pair.target.register_forward_hook(lambda *_: forwards.append(None)).remove)
             start = self._clock.now()
             output = self._pair.target.generate(input_ids, **arguments)
             seconds = self._clock.now() - start
@@ -370,24 +372,3 @@ class Run:
             use_chat_template=self._settings.chat_template,
             truncate_to=self._settings.max_prompt_tokens,
         )
-
-
-@contextmanager
-def _counting_forwards(target: torch.nn.Module) -> Iterator[list[None]]:
-    """A list with an element for each forward of the target: one per round, and one per token without drafts."""
-    forwards: list[None] = []
-    hook = target.register_forward_hook(lambda *_: forwards.append(None))
-    try:
-        yield forwards
-    finally:
-        hook.remove()
-
-
-def _first_of_each_domain(prompts: Sequence[WorkloadPrompt], count: int) -> list[int]:
-    taken: dict[str, int] = {}
-    chosen = []
-    for number, prompt in enumerate(prompts):
-        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
-        if taken[prompt.domain] <= count:
-            chosen.append(number)
-    return chosen

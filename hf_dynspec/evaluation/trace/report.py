@@ -60,7 +60,13 @@ def text_report(trace: Trace, rows: int | None = _ROWS) -> Iterator[RenderableTy
     yield _heading(
         f"{trace.policy} on {trace.prompt['identifier']}, {counted(trace.prompt['tokens'], 'token')} of prompt"
     )
-    yield _marked_text(trace)
+    dots = "…" if trace.prompt["tokens"] > PROMPT_END else ""
+    text = Text.assemble((shown_lines(f"{dots}{trace.prompt_end}"), "dim"))
+    for token in trace.tokens:
+        mark = _OUT if token.out_of_vocabulary else _THANKS if token.by_context else None
+        shown = shown_lines(token.text)
+        text.append(_mark(mark, shown) if mark else shown)
+    yield text
     yield Text.assemble(_mark(_OUT, "out of vocabulary"), "   ", _mark(_THANKS, "accepted, by the context alone"))
     if trace.triggers:
         yield _heading("Found at tokens that were out of vocabulary")
@@ -146,16 +152,6 @@ def _heading(text: str) -> Text:
 def _mark(mark: tuple[str, str, str], text: str) -> Text:
     before, after, style = mark
     return Text(f"{before}{text}{after}", style=style)
-
-
-def _marked_text(trace: Trace) -> Text:
-    dots = "…" if trace.prompt["tokens"] > PROMPT_END else ""
-    text = Text.assemble((shown_lines(f"{dots}{trace.prompt_end}"), "dim"))
-    for token in trace.tokens:
-        mark = _OUT if token.out_of_vocabulary else _THANKS if token.by_context else None
-        shown = shown_lines(token.text)
-        text.append(_mark(mark, shown) if mark else shown)
-    return text
 
 
 def _found(trace: Trace, event: TraceEvent) -> Text:
