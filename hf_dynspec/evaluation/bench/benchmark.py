@@ -134,7 +134,8 @@ def run_benchmark(
 
     Args:
         settings: what to measure.
-        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
+        target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`. The
+            drafter's generation settings are put back at the end.
         report: called between generations with the activity, the generations done and those in all.
         save: called after each repeat and at the end, so that results survive a kill.
 

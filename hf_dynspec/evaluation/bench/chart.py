@@ -18,7 +18,7 @@ _LINE = 0.65
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
-    """What `--json` of `hf-dynspec bench` wrote. Raises `ConfigurationError` if a file is of something else."""
+    """What `--json` of `hf-dynspec bench` wrote. Raises `ConfigurationError` if that cannot be read in the file."""
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
