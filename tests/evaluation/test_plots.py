@@ -59,8 +59,7 @@ def test_images_are_written_in_one_step_wherever_they_are():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr == "savefig"
     }
-    # The figures of evaluations have a size of their own, and are replaced in one step too.
-    assert found == {"evaluation/plots.py", "evaluation/suites/charts.py"}
+    assert found == {"evaluation/plots.py"}
 
 
 def test_results_that_are_not_there_are_told_to_be_missing():
