@@ -165,11 +165,6 @@ def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny()
-
-
 def publish_drafter(hub: Hub, folder: Path, model: Any, branch: str = "main", **more: bytes) -> str:
     """A repository `acme/small`, with files that nothing may fetch beside the model."""
     model.save_pretrained(folder)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from command_line import invoke
 import pytest
 import torch
 from corpora import WORDS, make_documents, save_tokenizer, write_texts
@@ -403,10 +404,6 @@ def test_a_chat_template_is_applied_where_there_is_one(target):
 
 
 # The command
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_the_command_makes_an_artifact(byte_level, tmp_path):

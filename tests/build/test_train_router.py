@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from command_line import invoke
 import pytest
 import torch
 from accelerate import Accelerator
@@ -558,10 +559,6 @@ def words(folder: Path, out: Path, *more: object, drafter: str = "eagle3", metho
     small = SMALL if method == "dynaspec" else SMALL.replace("--hidden 16", "").replace("--pinned 10", "")
     texts = ["--data", folder / "texts.jsonl", "--out", out, "--method", method]
     return list(map(str, ["train", "router", *models, *texts, *small.split(), *more]))
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def require_drafting(router: Path, head: Path, target) -> None:

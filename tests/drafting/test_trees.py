@@ -293,11 +293,6 @@ def target() -> PreTrainedModel:
     return confident(tiny())
 
 
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
-
-
 @pytest.mark.parametrize("shape", [(2, 0, 1), (3, 5, 10), (5, 0, 4), (4, 3, 1), (12, 7, 2), (60, 5, 10), (200, 2, 9)])
 def test_trees_of_any_shape(shape, target, drafter):
     config = TreeConfig(*shape)

@@ -16,16 +16,14 @@ from statistics import fmean, median
 import pyarrow
 import pytest
 import torch
+from command_line import invoke, shown, write_rows
 from eagle_heads import random_head
 from pyarrow import parquet
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import provenance
@@ -57,11 +55,6 @@ NEW_TOKENS = 12
 DRAFTED = 5
 # The twin of the target is right every time, so that 12 tokens take two rounds of 5 drafts and one token more.
 BEST_ACCEPTANCE = 6.0
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, rows: int) -> None:
@@ -107,15 +100,6 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
 def settings(folder: Path, **changes) -> BenchmarkSettings:
     given = {
         "target": str(folder / "target"),
@@ -132,13 +116,6 @@ def settings(folder: Path, **changes) -> BenchmarkSettings:
     return BenchmarkSettings(**{**given, **changes})
 
 
-def rendered(table) -> str:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
 # The whole command ---------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +127,7 @@ def reported(folder) -> tuple[str, dict]:
     words += [word for policy in POLICIES for word in ("--policy", policy)]
     words += ["--temperature", 0, "--temperature", 0.8, "--max-new-tokens", NEW_TOKENS, "--repeats", 2]
     words += ["--profile-prompts", 1, "--device", "cpu", "--threads", 1, "--by-domain", "--json", out]
-    result = invoke(*words, folder / "law.jsonl")
+    result = invoke("bench", *words, folder / "law.jsonl")
     assert result.exit_code == 0, result.exception
     return result.stdout, json.loads(out.read_text(encoding="utf-8"))
 
@@ -296,9 +273,9 @@ def test_plain_generation_runs_with_this_packages_head_product(folder, small_hea
     }
     ratio = figures(written, "full", 0.8)["ratios"][HEAD_PRODUCT]["per_repeat"]
     assert ratio == pytest.approx([ours / theirs for ours, theirs in zip(*speeds.values(), strict=True)])
-    printed = " ".join(rendered(speed_table(result, 0.0)).split())
+    printed = " ".join(shown(speed_table(result, 0.0)).split())
     assert "vs plain with" in printed and f"│ {HEAD_PRODUCT} │" in printed
-    assert HEAD_PRODUCT not in rendered(round_table(result, 0.0)) + rendered(acceptance_table(result, 0.0))
+    assert HEAD_PRODUCT not in shown(round_table(result, 0.0)) + shown(acceptance_table(result, 0.0))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -393,7 +370,7 @@ def compared(folder) -> tuple[str, dict]:
     words += ["--eagle", folder / "eagle3", "--eagle", folder / "more" / "eagle2", "--tree", "8/2/3"]
     words += ["--policy", "full", "--policy", "frequency:size=64", "--policy", "frequency:size=32"]
     words += ["--max-new-tokens", 8, "--repeats", 1, "--profile-prompts", 1, "--skip-coverage"]
-    result = invoke(*words, "--limit", 1, "--no-rivals", "--device", "cpu", "--threads", 1, "--json", out)
+    result = invoke("bench", *words, "--limit", 1, "--no-rivals", "--device", "cpu", "--threads", 1, "--json", out)
     assert result.exit_code == 0, result.exception
     return result.stdout, json.loads(out.read_text(encoding="utf-8"))
 
@@ -504,7 +481,7 @@ def test_one_head_takes_the_drafters_place(folder):
     assert "transformers' assisted generation was left out" in note and "EAGLE heads only" in note
     assert "drafter" not in result.models and list(result.models["eagle"]) == ["eagle3"]
     assert all(row["identical"] == row["compared"] for row in summarize(result) if row["temperature"] == 0)
-    table = rendered(speed_table(result, 0.0))
+    table = shown(speed_table(result, 0.0))
     assert "vs full" in table and "vs transformers" not in table and "vs frequency" not in table
 
 
@@ -594,7 +571,7 @@ def test_loaded_models_are_left_as_they_were(folder):
     assert torch.equal(torch.get_rng_state(), state)
     (row,) = (row for row in summarize(result) if row["system"] == "mine" and row["domain"] is None)
     assert row["identical"] == row["compared"] == 2
-    assert "letters" in rendered(acceptance_table(result, 0.0))
+    assert "letters" in shown(acceptance_table(result, 0.0))
 
 
 def test_different_tokens_are_reported(folder, monkeypatch):
@@ -620,7 +597,7 @@ def test_different_tokens_are_reported(folder, monkeypatch):
     assert (rows["full", None]["identical"], rows["full", None]["compared"]) == (3, 4)
     assert rows["full", "code"]["identical"] == 2
     assert rows["transformers", None]["identical"] == 4
-    assert "3/4" in rendered(speed_table(result, 0.0))
+    assert "3/4" in shown(speed_table(result, 0.0))
 
 
 def test_sampling_repeats_itself_with_a_seed(folder):
@@ -646,7 +623,9 @@ def test_an_interrupted_run_keeps_what_it_has(folder, monkeypatch, after):
     out = folder / "interrupted.json"
     out.write_text("{}")  # of an earlier run
     words = ["--target", folder / "target", "--drafter", folder / "twin", "--prompts", folder / "code.jsonl"]
-    result = invoke(*words, "--policy", "full", "--max-new-tokens", 4, "--no-rivals", "--device", "cpu", "--json", out)
+    result = invoke(
+        "bench", *words, "--policy", "full", "--max-new-tokens", 4, "--no-rivals", "--device", "cpu", "--json", out
+    )
     assert result.exit_code == 130
     kept = "nothing was measured yet" if after == 2 else f"what was measured until then is above and in {out}"
     assert result.stderr.splitlines()[-1] == f"interrupted: {kept}; the same command begins anew"
@@ -672,7 +651,7 @@ def test_transformers_is_left_out_where_it_cannot_run(folder, assisted):
     result = run_benchmark(settings(folder, drafter=str(folder / "padded"), **changes))
     assert "transformers' assisted generation was left out" in result.notes[1]
     assert {run.system for run in result.generations} == {"plain", "prompt lookup", "full"}
-    assert "vs transformers" not in rendered(speed_table(result, 0.0))
+    assert "vs transformers" not in shown(speed_table(result, 0.0))
 
 
 def test_rivals_draft_by_their_own_settings_and_leave_none_behind(folder, monkeypatch):
@@ -709,7 +688,7 @@ def test_a_benchmark_of_two_policies_alone(folder):
     )
     (row,) = (row for row in summarize(result) if row["system"].startswith("hybrid") and row["domain"] is None)
     assert row["identical"] == 4 and "coverage" not in row and "ms_per_round" not in row
-    assert "–" in rendered(round_table(result, 0.0))
+    assert "–" in shown(round_table(result, 0.0))
 
 
 def test_a_ranking_is_read_from_an_artifact(folder):
@@ -965,14 +944,14 @@ def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, words, p
     Path("bad.jsonl").write_text("{")
     write_rows(Path("good.jsonl"), [{"text": "a"}])
     Path("empty").mkdir()
-    result = invoke("--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *words)
+    result = invoke("bench", "--target", "no-model", "--drafter", "no-model", "--prompts", "good.jsonl", *words)
     assert result.exit_code != 0
     assert isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception) and "\n" not in str(result.exception)
 
 
 def test_something_must_draft(folder):
-    result = invoke("--target", folder / "target", "--prompts", folder / "code.jsonl")
+    result = invoke("bench", "--target", folder / "target", "--prompts", folder / "code.jsonl")
     assert isinstance(result.exception, ConfigurationError)
     assert str(result.exception).startswith("name the drafter")
 

@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import perturbed, tiny, word_tokenizer
-from rich.console import Console
-from transformers import PreTrainedModel
-from typer.testing import CliRunner
+from command_line import invoke, shown
+from models import tiny, word_tokenizer
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FrequencyShortlist, FullShortlist, HybridShortlist
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, NotBoundError
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor import measure
@@ -36,17 +33,6 @@ ROLES = ("target", "drafter")
 TOKENIZER = word_tokenizer()
 TEXTS = ("t5 t6 t7 t8 t9 t10", "t50 t60 t70")
 PROMPTS = [WorkloadPrompt(text, text, text) for text in TEXTS]
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny(seed=0)
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    """Agrees with the target in most of its choices."""
-    return perturbed(target)
 
 
 @pytest.fixture
@@ -260,13 +246,10 @@ def test_a_policy_is_written_in_python_as_it_was_named():
 
 
 def test_tables_fit_80_columns():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(diagnosed(policies=POLICIES, tree="default"))
-    shown = capture.get()
-    assert max(map(len, shown.splitlines())) <= 80
+    table = shown(diagnosed(policies=POLICIES, tree="default"), width=80)
+    assert max(map(len, table.splitlines())) <= 80
     for name in POLICIES:
-        assert shown.count(f"│ {name} ") >= 2
+        assert table.count(f"│ {name} ") >= 2
 
 
 def test_a_head_product_that_wins_nothing_is_not_credited():
@@ -406,17 +389,13 @@ def test_default_policies_that_a_pair_cannot_have_are_left_out(given, monkeypatc
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def invoke(*words: object):
-    return CliRunner().invoke(app, ["doctor", *map(str, words)])
-
-
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "doctor.json"
     words = ["--target", POCKET / "target", "--drafter", POCKET / "drafter", "--prompts", POCKET / "prompts.jsonl"]
     words += ["--limit", 2, "--policy", "hybrid", "--tree", "8/2/3", "--num-assistant-tokens", 4]
     words += ["--max-new-tokens", 16, "--seconds", 4, "--threads", 1, "--temperature", 0.8, "--json", file]
-    result = invoke(*words)
+    result = invoke("doctor", *words)
     assert result.exit_code == 0, result.exception
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["line"] in result.stdout and written["sentence"] in " ".join(result.stdout.split())
@@ -451,7 +430,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     ],
 )
 def test_bad_input_is_refused_before_models_are_loaded(words, problem):
-    result = invoke(*words)
+    result = invoke("doctor", *words)
     assert result.exit_code != 0
     assert problem in str(result.exception)
 

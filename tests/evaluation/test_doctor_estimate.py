@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from command_line import invoke, shown
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.commands import app
 from hf_dynspec.drafting.expected_speed import expected_speed
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
 from hf_dynspec.evaluation.doctor.estimate import (
@@ -258,11 +256,7 @@ def test_a_part_takes_the_time_of_its_slowest_resource():
 
 def test_small_parts_have_figures_too(qwen):
     fast = replace(qwen, settings=replace(qwen.settings, machine=Machine(1e7, 0)))
-    console = Console(width=80)
-    with console.capture() as capture:
-        for part in fast.report():
-            console.print(part)
-    assert not re.search(r"│ +0\.000 ", capture.get())
+    assert not re.search(r"│ +0\.000 ", shown(*fast.report(), width=80))
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
@@ -350,7 +344,7 @@ def test_settings_out_of_range(settings, said):
 
 
 def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "80"})
+    return invoke("doctor", *words, env={"COLUMNS": "80"})
 
 
 @pytest.fixture

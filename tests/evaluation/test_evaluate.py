@@ -1,6 +1,5 @@
 """Evaluations: what suites read, what a run leaves and how it goes on, tables, figures, and many processes."""
 
-import json
 import os
 import re
 import shutil
@@ -14,15 +13,14 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
+from command_line import invoke, write_rows
 from launched_processes import PARTED, launch, launch_command
 from matplotlib.figure import Figure
 from pocket import POCKET, has_head_product
 from pyarrow import parquet
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from hf_dynspec import loading
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation import pair
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
@@ -52,15 +50,6 @@ TEXTS = (
 
 def systems() -> list[str]:
     return ["plain", *([HEAD_PRODUCT] if has_head_product() else []), FREQUENCY, ALIGNED]
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def invoke(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def evaluate(*words: object) -> Any:

@@ -24,11 +24,6 @@ ALL_POLICIES = POLICY_CASES | TERRIBLE
 CASES = [("hybrid", "chain"), ("random", "tree"), ("random", "chain"), ("hybrid", "tree")]
 
 
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
-
-
 # Every policy --------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,6 @@ from transformers import (
     GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -44,11 +43,6 @@ from hf_dynspec.kernels import cpu
 DRAFTED = 5
 POLICIES = {name: POLICY_CASES[name] for name in ("full", "hybrid")} | {"random": lambda: RandomShortlist(60)}
 BOTH = ["hybrid, chain", "random, tree", "full, chain", "random, chain", "full, tree"]
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 @pytest.fixture(params=representatives("families", BOTH, keep=2))

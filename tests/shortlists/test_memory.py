@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import VOCABULARY, perturbed, tiny
+from models import VOCABULARY, perturbed
 from transformers import PreTrainedModel, StoppingCriteria
 
 from hf_dynspec import (
@@ -152,16 +152,6 @@ def test_a_token_that_is_seen_again_stays():
 # Texts of tokens of their own, none of which a new window holds.
 FIRST, SECOND, THIRD = (torch.arange(start, start + 12).unsqueeze(0) for start in (100, 140, 180))
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 def hybrid(memory: str) -> HybridShortlist:

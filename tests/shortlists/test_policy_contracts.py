@@ -45,11 +45,6 @@ def target() -> PreTrainedModel:
     return soft()
 
 
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
-
-
 def generate(target, assistant=None, seed=3, length=12, **arguments) -> torch.Tensor:
     named = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant}
     return target.generate(prompt(length, seed=seed), **named | arguments)

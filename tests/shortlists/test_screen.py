@@ -8,7 +8,7 @@ import pytest
 import torch
 from eagle_heads import agreeing_head, drafter_of, soft, trimmed_head
 from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, ScreenShortlist, TreeConfig
 from hf_dynspec.kernels import cpu_best_rows, reference, tiled
@@ -29,16 +29,6 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def head_weight(rows: int = VOCABULARY, width: int = 32, seed: int = 0) -> torch.Tensor:
     """A head whose directions differ in strength, as those of real heads do."""
     return random(rows, width, seed=seed) @ (random(width, width, seed=seed + 1) * torch.linspace(0.05, 1, width))
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 def greedy(target, assistant=None, input_ids=None, **arguments) -> torch.Tensor:
