@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import assert_same, generate
+from fast_kernels import must_not_run
 from full_disk import largest_file
 from models import FAMILIES, tiny
 
@@ -264,10 +265,6 @@ def test_reference_kernels(dtype, sizes, with_bias, poisoned_memory):
     for actual in (scattered, packed):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.float(), expected, **TOLERANCE[dtype])
-
-
-def must_not_run(*args):
-    raise AssertionError("the plain twin ran in place of the compiled kernel")
 
 
 @pytest.fixture
