@@ -12,11 +12,7 @@ from aligned import QUICK, TREE, digest, generated, quick_assistant, stream
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt
 
-from hf_dynspec import (
-    ConfigurationError,
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import ConfigurationError, DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment import live_weights
 from hf_dynspec.alignment.live_weights import DraftingLock
 

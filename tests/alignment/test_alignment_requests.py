@@ -19,10 +19,7 @@ from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, prompt
 from transformers import DynamicCache
 
-from hf_dynspec import (
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment.recording import Recorder
 from hf_dynspec.alignment.replay import Trajectory
 from hf_dynspec.cache_names import CACHE

@@ -16,13 +16,7 @@ from local_hub import running_hub
 from models import perturbed, prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_dynspec import (
-    ArtifactError,
-    ConfigurationError,
-    DynSpecAssistant,
-    EagleDrafter,
-    OnlineAlignment,
-)
+from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, EagleDrafter, OnlineAlignment
 from hf_dynspec.alignment import Trajectory
 
 # Adapters and files --------------------------------------------------------------------------------------------------

@@ -11,11 +11,7 @@ from aligned import QUICK, digest, generated, quick_assistant, stream
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import perturbed, tiny
 
-from hf_dynspec import (
-    ConfigurationError,
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import ConfigurationError, DynSpecAssistant, OnlineAlignment
 
 # What is served ------------------------------------------------------------------------------------------------------
 

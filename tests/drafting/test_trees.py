@@ -11,19 +11,8 @@ import torch
 from calls import assert_same, generate
 from cases import pairwise, representatives
 from draft_trees import assert_same_tree, paths_of, slow_draft, slow_tree, verify
-from models import (
-    EOS,
-    POLICY_CASES,
-    SLIDING_WINDOW,
-    VOCABULARY,
-    RandomShortlist,
-    perturbed,
-    prompt,
-    tiny,
-)
-from transformers import (
-    PreTrainedModel,
-)
+from models import EOS, POLICY_CASES, SLIDING_WINDOW, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+from transformers import PreTrainedModel
 
 from hf_dynspec import (
     ConfigurationError,

@@ -13,16 +13,7 @@ import pytest
 import torch
 from cases import representatives
 from command_line import invoke, shown, write_rows
-from eagle_heads import (
-    DRAFTABLE,
-    Head,
-    SlowHead,
-    agreeing_head,
-    drafter_of,
-    soft,
-    target_features,
-    trimmed_head,
-)
+from eagle_heads import DRAFTABLE, Head, SlowHead, agreeing_head, drafter_of, soft, target_features, trimmed_head
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

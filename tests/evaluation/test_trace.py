@@ -16,16 +16,7 @@ import torch
 from cases import representatives
 from command_line import shown
 from eagle_heads import agreeing_head, drafter_of, soft
-from models import (
-    POLICY_CASES,
-    VOCABULARY,
-    RandomShortlist,
-    perturbed,
-    prompt,
-    successor_graph,
-    tiny,
-    word_tokenizer,
-)
+from models import POLICY_CASES, VOCABULARY, RandomShortlist, perturbed, prompt, successor_graph, tiny, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
