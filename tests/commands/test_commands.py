@@ -36,7 +36,6 @@ from hf_dynspec.commands.running import Commands, describe_os_error
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.tables import FittedTable, parameter_count
 from hf_dynspec.files import replacing
-from hf_dynspec.shortlists import POLICIES, as_policy
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hf_dynspec.__file__).parent
@@ -630,14 +629,6 @@ def test_policies_that_need_settings_say_so_wherever_they_are_named(folder, name
     for command in ("bench", "coverage"):
         result = invoke(*measure(command, folder, "--policy", name))
         assert isinstance(result.exception, ConfigurationError) and re.search(fix, str(result.exception))
-
-
-def test_every_policy_is_made_by_name_or_refused_with_a_typed_error():
-    for name in POLICIES:
-        try:
-            assert as_policy(name).name == name
-        except ConfigurationError as error:
-            assert repr(name) in str(error)
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -486,15 +486,6 @@ def test_a_wrong_setting_is_refused_before_work(name, wrong, target, drafter):
     assert_same(target, assistant)
 
 
-@pytest.mark.parametrize("drafted", [1, 2, 20])
-def test_draft_lengths(drafted, target, drafter):
-    assistant = DynSpecAssistant(drafter, POLICIES["hybrid"](), target=target)
-    assistant.generation_config.num_assistant_tokens = drafted
-    assert_same(target, assistant)
-    assert len(assistant.stats.drafted_at) == min(drafted, 23)
-    assert assistant.generation_config.num_assistant_tokens == drafted
-
-
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient", "constant"])
 def test_schedules(schedule, target, drafter, rounds):
     """Two more after a draft that was accepted as a whole, one fewer after any other (transformers' heuristic)."""

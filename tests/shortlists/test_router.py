@@ -6,26 +6,22 @@ import weakref
 
 import pytest
 import torch
-from calls import assert_same
-from eagle_heads import drafter_of, random_head
 from models import (
     VOCABULARY,
     centroid_router,
     fitted_budgets,
-    layer_router,
     perturbed,
-    prompt,
     random_router,
     tiny,
     word_tokenizer,
 )
 
-from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
-from hf_dynspec.shortlists import CoralShortlist, UnionShortlist
+from hf_dynspec.shortlists import UnionShortlist
 from hf_dynspec.shortlists.in_context import InContextShortlist
 from hf_dynspec.shortlists.router import Router, RouterShortlist
 from hf_dynspec.shortlists.router.layout import BLOCK_ROWS
@@ -260,31 +256,6 @@ def test_clusters_that_do_not_fill_their_last_block_cost_little():
     policy = RouterShortlist(Router(clusters, centroids=torch.zeros(1024, 4)))
     layout = policy._layout(VocabularyInfo(clusters.shape[0], (), torch.device("cpu")))
     assert layout.blocks.token_ids.numel() < 1.1 * clusters.shape[0]
-
-
-# Generation ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tree", [False, TreeConfig(total_tokens=12, depth=3, top_k=3)])
-@pytest.mark.parametrize("kind", ["causal", "eagle2", "eagle3", "eagle3-trimmed"])
-def test_a_drafter_with_a_router_drafts_what_its_target_says(kind, tree):
-    target = tiny("llama", num_hidden_layers=6)
-    if kind == "causal":
-        drafter = perturbed(target)
-    else:
-        trimmed = {"draft_vocabulary": 100} if "trimmed" in kind else {}
-        drafter = drafter_of(random_head(kind.partition("-")[0], **trimmed), target)
-    for policy in (
-        RouterShortlist(random_router(), 4),
-        RouterShortlist(centroid_router(), 4, packed=False),
-        UnionShortlist(InContextShortlist(40), RouterShortlist(random_router(), 2, ranking=RANKING, pinned=10)),
-        CoralShortlist(layer_router(), 4),
-    ):
-        assistant = DynSpecAssistant(drafter, policy, target=target, tree=tree)
-        for seed in range(2):
-            assert_same(target, assistant, prompt(8, seed=seed))
-        assert assistant.stats.active_vocabulary < VOCABULARY
-        assistant.unbind()
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_heads import agreeing_head, drafter_of, soft, trimmed_head
 from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -247,19 +246,6 @@ def test_heads_with_a_bias_a_scale_or_a_cap(family):
     assistant = DynSpecAssistant(perturbed(target, 0.02), ScreenShortlist(**SMALL), target=target, validate=True)
     assert torch.equal(greedy(target, assistant), greedy(target))
     assert assistant.stats.accepted > 0
-
-
-@pytest.mark.parametrize("shape", [False, TREE])
-@pytest.mark.parametrize("layout", ["eagle2", "eagle3", "trimmed"])
-def test_eagle_heads(layout, shape):
-    target = soft()
-    head = trimmed_head("eagle3", target) if layout == "trimmed" else agreeing_head(layout)
-    assistant = DynSpecAssistant(
-        drafter_of(head, target), ScreenShortlist(**SMALL), target=target, tree=shape, validate=True
-    )
-    endless = {"input_ids": prompt(seed=1), "min_new_tokens": 32}
-    assert torch.equal(greedy(target, assistant, **endless), greedy(target, **endless))
-    assert assistant.stats.accepted > 0 and assistant.stats.active_vocabulary in (40, 41)
 
 
 @pytest.mark.parametrize("shape", [False, TREE])
