@@ -297,8 +297,8 @@ def test_a_core_is_screened_where_that_leaves_out_most_of_it_and_the_drafters_ro
 def test_sessions_share_the_factor_of_a_core_until_the_heads_weights_change(monkeypatch):
     made, of_head = [], ScreenFactor.of_head
     monkeypatch.setattr(ScreenFactor, "of_head", lambda *one: made.append(one) or of_head(*one))
-    shared, hidden = screened(), torch.ones(1, 16)
-    states = [shared.start(with_drafter(rows_of_head())) for _ in range(2)]
+    shared, known, hidden = screened(), with_drafter(rows_of_head()), torch.ones(1, 16)
+    states = [shared.start(known) for _ in range(2)]
     assert len(made) == 1
     before, changed = select(states[0], hidden), with_drafter(rows_of_head(seed=4))
     states[0].follow_weights(changed)
