@@ -392,7 +392,7 @@ def test_a_drafter_that_is_never_right_is_left_alone(target, monkeypatch):
     assistant = DynSpecAssistant(tiny(seed=77), "full", target=target, num_assistant_tokens="auto")
     with pytest.warns(UserWarning, match="drafting does not pay here") as warned:
         for _ in range(3):
-            generate(target, assistant, **GREEDY)
+            target.generate(prompt(), assistant_model=assistant, do_sample=False, **GREEDY)
     assert len(warned) == 1 and warned[0].filename == __file__, "the user's line is named"
     states, start = [], assistant.drafter.start
     monkeypatch.setattr(assistant.drafter, "start", lambda: states.append(start()) or states[-1])
