@@ -86,7 +86,6 @@ def artifact(tmp_path, tokenizer, ranking) -> Path:
     return write(tmp_path / "ranking", FrequencyShortlist(ranking, size=700), tokenizer)
 
 
-@pytest.fixture
 def small_model(vocabulary: int, **changes: Any) -> LlamaForCausalLM:
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **{**shape, **changes})).eval()

@@ -338,8 +338,6 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable]:
 GREEDY = {"max_new_tokens": 60, "eos_token_id": 299}
 
 
-@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("drafter", ["the target itself", "another model", "EAGLE-2", "EAGLE-3"])
 def assert_same_in_calls_and_turns(target, assistant) -> None:
     """A call, and two turns of a conversation."""
     conversation, text = assistant.conversation(), prompt()

@@ -576,7 +576,6 @@ def test_a_hybrid_of_attention_layers_alone_is_not_recurrent(layer_types):
 # Tokenizers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [False, True])
 def saved_pair(folder: Path) -> list[PreTrainedModel]:
     """Two models in folders of their own, with different tokenizers beside them."""
     for seed, tokenizer in enumerate((word_tokenizer(), character_tokenizer())):
