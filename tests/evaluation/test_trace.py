@@ -7,20 +7,31 @@ from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import command_line
 import pytest
 import torch
 from cases import representatives
-from command_line import shown
 from eagle_heads import agreeing_head, drafter_of, soft
-from models import POLICY_CASES, VOCABULARY, RandomShortlist, perturbed, prompt, successor_graph, tiny, word_tokenizer
+from models import (
+    POLICY_CASES,
+    VOCABULARY,
+    RandomShortlist,
+    perturbed,
+    prompt,
+    successor_graph,
+    tiny,
+    word_tokenizer,
+)
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, DynSpecError, RetrievalShortlist, UnionShortlist
+from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.systems import CONSTANT_DRAFT_LENGTH
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.evaluation.prompts import WorkloadPrompt
@@ -109,6 +120,13 @@ def require_consistent(trace: Trace) -> None:
     missed = [token.position for token in trace.tokens if token.out_of_vocabulary]
     assert len(missed) == trace.summary.out_of_vocabulary
     assert trace.summary.accepted_by_context == len(accepted)
+
+
+def shown(trace: Trace) -> str:
+    console = Console(width=80, file=StringIO(), force_terminal=False)
+    for part in text_report(trace):
+        console.print(part)
+    return console.file.getvalue()
 
 
 # Truth ---------------------------------------------------------------------------------------------------------------
@@ -240,7 +258,7 @@ def test_a_call_without_a_trace_pays_nothing(pairs, monkeypatch):
 def test_a_policy_of_ones_own_that_selects_at_random(pairs):
     trace = traced(pairs["independent"], RandomShortlist())
     assert trace.summary.entered is None and trace.summary.out_of_vocabulary > 0 and trace.triggers
-    assert "selects from scratch" in shown(*text_report(trace), width=80)
+    assert "selects from scratch" in shown(trace)
 
 
 # Text, page and files ------------------------------------------------------------------------------------------------
@@ -315,7 +333,7 @@ def test_hostile_tokens_are_nothing_but_text_on_a_page_and_on_a_terminal(pairs, 
     for event in trace.triggers:
         assert f"\n{event.position:>6}  " in found.text
 
-    terminal = shown(*text_report(trace), width=80)
+    terminal = shown(trace)
     assert all(len(line) <= 80 for line in terminal.splitlines()) and not INVISIBLE & set(terminal)
     assert "[link=http://evil]" in terminal.replace("\n", "")
     assert f"{trace.summary.out_of_vocabulary} of {trace.summary.checked}" in terminal
@@ -327,7 +345,7 @@ def test_hostile_tokens_are_nothing_but_text_on_a_page_and_on_a_terminal(pairs, 
 def test_dots_stand_for_the_rest_of_the_prompt(pairs, tokens, before):
     trace = traced(pairs["independent"], retrieval(semantic="token"), max_new_tokens=5)
     trace = replace(trace, prompt={**trace.prompt, "tokens": tokens}, prompt_end="the end")
-    assert f"\n{before}the end" in shown(*text_report(trace), width=80)
+    assert f"\n{before}the end" in shown(trace)
 
 
 def test_spaces_and_breaks_of_a_token_can_be_seen():
@@ -357,7 +375,7 @@ def test_the_file_holds_everything_and_what_it_names(pairs):
 
 def invoke(*words: object):
     given = ["trace", "--target", POCKET / "target", "--device", "cpu", "--threads", 1, "--max-new-tokens", 12]
-    return command_line.invoke(*given, *words)
+    return CliRunner().invoke(app, list(map(str, [*given, *words])))
 
 
 DRAFTER = ("--drafter", POCKET / "drafter")
