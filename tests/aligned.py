@@ -33,6 +33,13 @@ def quick_assistant(drafter, target, tree: TreeConfig | bool = False, **changes)
     return DynSpecAssistant(drafter, "full", target=target, tree=tree, alignment=OnlineAlignment(**QUICK | changes))
 
 
+def taught(requests: int, drafter, target, **changes) -> DynSpecAssistant:
+    """A quick assistant that has learnt from so many requests."""
+    assistant = quick_assistant(drafter, target, **changes)
+    stream(target, assistant, requests)
+    return assistant
+
+
 # Requests ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,15 @@
 """What tests of whole calls share: a call with an assistant and without one, and what happens within it."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from models import prompt
 from transformers import PreTrainedModel
 
-from hf_dynspec import TreeConfig
+from hf_dynspec import DynSpecAssistant, TreeConfig
 from hf_dynspec.protocol import Candidates
 
 SMALL_TREE = TreeConfig(total_tokens=12, depth=2, top_k=4)
@@ -26,6 +29,25 @@ def assert_same(target: PreTrainedModel, assistant: Any, input_ids: Any = None, 
     output = generate(target, assistant, input_ids, **arguments)
     assert torch.equal(output, generate(target, None, input_ids, **arguments))
     return output
+
+
+def assert_two_threads_agree(target: PreTrainedModel, make: Callable[[], DynSpecAssistant]) -> None:
+    """Two threads that share an assistant get the target's own outputs, and draft as one call after the other does."""
+    prompts, (assistant, alone) = [prompt(10 + seed, seed) for seed in range(4)], (make(), make())
+    expected = [generate(target, None, input_ids) for input_ids in prompts]
+    together = threading.Barrier(2)
+
+    def run(half: int) -> list[torch.Tensor]:
+        together.wait(timeout=600)
+        return [generate(target, assistant, input_ids) for input_ids in prompts[half::2]]
+
+    with ThreadPoolExecutor(2) as pool:
+        for half, outputs in enumerate(pool.map(run, range(2), timeout=600)):
+            assert all(torch.equal(*both) for both in zip(outputs, expected[half::2], strict=True))
+    for input_ids in prompts:
+        generate(target, alone, input_ids)
+    assert assistant.stats_total.to_dict() == alone.stats_total.to_dict()
+    assert assistant.stats_total.calls == len(prompts)
 
 
 def padded(pads: int, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

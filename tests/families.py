@@ -39,46 +39,30 @@ _LATENT = _ALL_HEADS | {"head_dim": 8}
 _DECODER = {"is_decoder": True}
 _UNTIED = {"tie_word_embeddings": False}
 
+# Families that need no setting beside the common shape; that have a layer of each kind of attention; whose keys and
+# values are compressed; and encoders with a setting to attend to earlier tokens only.
+_AS_THEY_ARE = """
+    llama arcee apertus bitnet diffllama doge ernie4_5 glm glm4 helium hunyuan_v1_dense jais2 nanochat nemotron olmo
+    olmo2 persimmon phi3 seed_oss smollm3 stablelm starcoder2 mistral ministral3 qwen2 qwen3 gemma gpt2 gpt_bigcode
+    gpt_neox gpt_neox_japanese openai-gpt opt xglm biogpt bloom falcon mpt dots1 ernie4_5_moe flex_olmo glm4_moe
+    hunyuan_v1_moe mimo_v2_flash minimax_m2 mixtral olmoe phimoe qwen3_moe solar_open deepseek_v4 falcon_mamba mamba
+    nemotron_h olmo_hybrid rwkv xlnet
+""".split()
+_WITH_WINDOWS = "cwm exaone4 granite_swa olmo3 ministral cohere2_moe afmoe exaone_moe gpt_oss".split()
+_COMPRESSED = "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu".split()
+_ENCODERS = "bert bert-generation electra roberta roformer".split()
+
 # Settings of a family beside the common shape. Attention windows are shorter than the texts of the tests.
 SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _AS_THEY_ARE},
+    **dict.fromkeys(_WITH_WINDOWS, _ONE_OF_EACH),
+    **dict.fromkeys(_COMPRESSED, _LATENT),
+    **dict.fromkeys(_ENCODERS, _DECODER),
     # Llama and its kin.
-    "llama": {},
-    "arcee": {},
-    "apertus": {},
-    "bitnet": {},
-    "cwm": _ONE_OF_EACH,
-    "diffllama": {},
-    "doge": {},
-    "ernie4_5": {},
-    "exaone4": _ONE_OF_EACH,
-    "glm": {},
-    "glm4": {},
     "granite": {"logits_scaling": 4.0},
-    "granite_swa": _ONE_OF_EACH,
-    "helium": {},
-    "hunyuan_v1_dense": {},
     "hyperclovax": {"logits_scaling": 2.0},
-    "jais2": {},
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": _ONE_OF_EACH,
-    "persimmon": {},
     "phi": _ALL_HEADS,
-    "phi3": {},
-    "seed_oss": {},
-    "smollm3": {},
-    "stablelm": {},
-    "starcoder2": {},
-    # Mistral and Qwen.
-    "mistral": {},
-    "ministral": _ONE_OF_EACH,
-    "ministral3": {},
-    "qwen2": {},
-    "qwen3": {},
     # Gemma and Cohere.
-    "gemma": {},
     "gemma2": _ONE_OF_EACH | {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
     "gemma3_text": _ONE_OF_EACH | {"query_pre_attn_scalar": 8},
     "gemma3n_text": {
@@ -95,91 +79,47 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vaultgemma": _ONE_OF_EACH | {"query_pre_attn_scalar": 8},
     "cohere": {"logit_scale": 0.25},
     "cohere2": _ONE_OF_EACH | {"logit_scale": 0.25},
-    "cohere2_moe": _ONE_OF_EACH,
     # The first generations.
-    "gpt2": {},
-    "gpt_bigcode": {},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
-    "gpt_neox": {},
-    "gpt_neox_japanese": {},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
-    "openai-gpt": {},
     "ctrl": {"dff": 64},
-    "opt": {},
-    "xglm": {},
-    "biogpt": {},
-    "bloom": {},
-    "falcon": {},
-    "mpt": {},
     # Mixtures of experts.
-    "afmoe": _ONE_OF_EACH,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "hidden_size": 32},
     },
-    "dots1": {},
-    "ernie4_5_moe": {},
-    "exaone_moe": _ONE_OF_EACH,
-    "flex_olmo": {},
-    "glm4_moe": {},
-    "gpt_oss": _ONE_OF_EACH,
     "granitemoe": {"logits_scaling": 4.0},
     "granitemoeshared": {"logits_scaling": 4.0},
-    "hunyuan_v1_moe": {},
     "jetmoe": {"kv_channels": 8},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"],
         "attention_chunk_size": SLIDING_WINDOW,
         "intermediate_size_mlp": 64,
     },
-    "mimo_v2_flash": {},
-    "minimax_m2": {},
-    "mixtral": {},
-    "olmoe": {},
-    "phimoe": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 32},
-    "qwen3_moe": {},
-    "solar_open": {},
     # Compressed keys and values.
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
-    "deepseek_v4": {},
-    "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
     "longcat_flash": _LATENT | {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 64, "zero_expert_num": 2},
-    "minicpm3": _LATENT,
-    "youtu": _LATENT,
     # Recurrent and convolutional states.
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "falcon_mamba": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": _LATENT | _RECURRENT,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mamba": {},
     "mamba2": {"head_dim": 16, "n_groups": 2, "state_size": 8},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
-    "nemotron_h": {},
-    "olmo_hybrid": {},
     "qwen3_5_text": _RECURRENT,
     "qwen3_next": _RECURRENT | {"shared_expert_intermediate_size": 32},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": SLIDING_WINDOW},
-    "rwkv": {},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
     # Encoders with a setting to attend to earlier tokens only.
-    "bert": _DECODER,
-    "bert-generation": _DECODER,
-    "electra": _DECODER,
-    "roberta": _DECODER,
-    "roformer": _DECODER,
     "modernbert-decoder": {"local_attention": SLIDING_WINDOW},
     "bart": {"is_decoder": True, "is_encoder_decoder": False},
     "trocr": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
-    "xlnet": {},
 }
 
 # A rope that changes at this length, after which a model reads everything again.

@@ -5,35 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     LogitsProcessor,
-    MistralConfig,
-    MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -62,42 +39,34 @@ _GPT_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _WINDOW = {"sliding_window": SLIDING_WINDOW}
 _UNTIED = {"tie_word_embeddings": False}
 
-# Families differ in attention, in normalisation, and between hidden states and logits.
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, _SHAPE),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, _SHAPE),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, _SHAPE | _HEAD_DIM | {"tie_word_embeddings": True}),
+_BOTH_LAYERS = ["sliding_attention", "full_attention"]
+_GEMMA = _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"query_pre_attn_scalar": 8}
+# The names of classes of transformers, and shapes. Families differ in attention, in normalisation, and between hidden
+# states and logits.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _SHAPE),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _SHAPE),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _SHAPE | _HEAD_DIM | {"tie_word_embeddings": True}),
     # Soft-capped logits and attention, every other layer with a sliding window.
-    "gemma2": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
-    ),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        _SHAPE
-        | _HEAD_DIM
-        | _WINDOW
-        | _UNTIED
-        | {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "gpt2": (GPT2Config, GPT2LMHeadModel, _GPT_SHAPE),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", _GEMMA | {"final_logit_softcapping": 20.0}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA | {"layer_types": _BOTH_LAYERS}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT_SHAPE),
     # A head with a bias.
-    "gptj": (GPTJConfig, GPTJForCausalLM, _GPT_SHAPE | {"rotary_dim": 4}),
-    "phi": (PhiConfig, PhiForCausalLM, _SHAPE | {"num_key_value_heads": 4}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", _GPT_SHAPE | {"rotary_dim": 4}),
+    "phi": ("PhiConfig", "PhiForCausalLM", _SHAPE | {"num_key_value_heads": 4}),
     # Every layer with a sliding window.
-    "mistral": (MistralConfig, MistralForCausalLM, _SHAPE | _HEAD_DIM | _WINDOW),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _SHAPE | _HEAD_DIM | _WINDOW),
     # Logits multiplied, divided.
-    "cohere": (CohereConfig, CohereForCausalLM, _SHAPE | _UNTIED | {"logit_scale": 0.25}),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM, _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"logit_scale": 0.25}),
-    "granite": (GraniteConfig, GraniteForCausalLM, _SHAPE | {"logits_scaling": 4.0}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", _SHAPE | _UNTIED | {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", _SHAPE | _HEAD_DIM | _WINDOW | _UNTIED | {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", _SHAPE | {"logits_scaling": 4.0}),
 }
 
 
 def tiny(family: str = "llama", seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedModel:
     """A random model of a family, whose weights are large enough for clear preferences among tokens."""
-    configuration, architecture, shape = FAMILIES[family]
+    *classes, shape = FAMILIES[family]
+    configuration, architecture = (getattr(transformers, name) for name in classes)
     special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     config = configuration(**{"vocab_size": vocabulary, **shape, **special, **changes})
     torch.manual_seed(seed)

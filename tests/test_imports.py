@@ -48,21 +48,12 @@ CLIMBS = {("storable", "shortlists"), ("assistant.assistant", "evaluation")}
 CONTRACTS = {"drafters": "drafters.base", "shortlists": "shortlists.base"}
 # transformers is none of their business; torch alone is (and triton, inside functions, for the kernels).
 THIRD_PARTIES = {
-    "errors": set(),
-    "devices": {"torch"},
-    "tree_config": set(),
-    "storable": {"torch"},
+    **{room: set() for room in ("errors", "fields", "files", "forks", "tree_config", "vocabulary")},
+    **{room: {"torch"} for room in ("devices", "storable", "protocol", "modeling", "stats")},
     "artifacts": {"torch", "huggingface_hub", "safetensors"},
-    "protocol": {"torch"},
     "kernels": {"torch", "triton"},
-    "fields": set(),
-    "files": set(),
-    "forks": set(),
-    "vocabulary": set(),
-    "modeling": {"torch"},
     # The index of one policy is hnswlib's, and lies in the Hub's home folder; its cache weighs tokens in arrays.
     "shortlists": {"torch", "numpy", "hnswlib", "huggingface_hub"},
-    "stats": {"torch"},
     # Adapters are peft's, their files safetensors, and commits the Hub's.
     "alignment": {"torch", "peft", "huggingface_hub", "safetensors"},
 }
@@ -149,11 +140,8 @@ def test_the_walk_sees_what_it_looks_for():
     assert ("modeling.head", False) in own_modules(ROOT / "drafters" / "base.py")
 
 
-def test_every_room_has_its_place():
+def test_every_room_has_its_place_and_imports_run_downhill():
     assert {room_of(module_of(file)) for file in FILES} - {"", "__init__"} == set(ROOMS)
-
-
-def test_imports_run_downhill():
     climbs = set()
     for file in FILES:
         room = room_of(module_of(file))
@@ -176,6 +164,7 @@ def circle_of(imported: dict[str, set[str]]) -> set[str]:
 
 def test_no_files_import_each_other():
     """Not even inside functions, but for the climbs."""
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
     imported = {}
     for file in FILES:
         module = module_of(file)
@@ -183,10 +172,6 @@ def test_no_files_import_each_other():
         imported[module] = {other for other, _ in own_modules(file) if room_of(other) not in climbs} - {module, ""}
     del imported[""]
     assert circle_of(imported) == set()
-
-
-def test_circles_are_found():
-    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
 
 
 @pytest.mark.parametrize("room", THIRD_PARTIES)
@@ -243,11 +228,7 @@ TOLERATED = {"model._is_stateful", "model._orig_mod", "drafter._modules"}
 
 
 def test_only_generation_uses_transformers_private_names():
-    users = {}
-    for file in FILES:
-        found = set(private_uses(file)) - TOLERATED
-        if found:
-            users[module_of(file)] = found
+    users = {module_of(file): found for file in FILES if (found := set(private_uses(file)) - TOLERATED)}
     assert {room_of(module) for module in users} == {"generation"}, users
 
 

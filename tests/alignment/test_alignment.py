@@ -8,15 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import peft
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, generated, quick_assistant, stream
+from aligned import QUICK, TREE, digest, generated, quick_assistant, stream, taught
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt
 
-from hf_dynspec import (
-    ConfigurationError,
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import ConfigurationError, DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment import live_weights
 from hf_dynspec.alignment.live_weights import DraftingLock
 
@@ -53,8 +49,7 @@ def test_eagle_heads_learn_too(layout):
     targets = digest(target)
     head = drafter_of(agreeing_head(layout), target)
     own = digest(head.module)
-    assistant = quick_assistant(head, target, tree=TREE, learning_rate=1e-2)
-    stream(target, assistant, 12)
+    assistant = taught(12, head, target, tree=TREE, learning_rate=1e-2)
     scored = assistant.alignment.update_now()
     assert scored is not None and assistant.alignment.stats.updates == 13
     assert digest(head.module) != own
@@ -126,8 +121,7 @@ def test_sampling_stays_exact_in_what_it_draws_first(target, drafter):
 def test_after_reset_drafts_are_those_of_the_untouched_drafter(target, drafter):
     untouched = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target, tree=TREE)
     expected = untouched.draft_round(prompt(20, seed=3))
-    assistant = quick_assistant(drafter, target, tree=TREE)
-    stream(target, assistant, 4)
+    assistant = taught(4, drafter, target, tree=TREE)
     learnt = assistant.draft_round(prompt(20, seed=3))
     assert learnt.scores.shape != expected.scores.shape or not torch.equal(learnt.scores, expected.scores)
     assistant.alignment.reset()

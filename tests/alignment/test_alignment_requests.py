@@ -14,15 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, generated, quick_assistant, recorded, stream
+from aligned import QUICK, TREE, digest, generated, quick_assistant, recorded, stream, taught
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, prompt
 from transformers import DynamicCache
 
-from hf_dynspec import (
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment.recording import Recorder
 from hf_dynspec.alignment.replay import Trajectory
 from hf_dynspec.cache_names import CACHE
@@ -252,8 +249,7 @@ def test_an_error_while_recording_does_not_stop_generation(target, drafter, monk
 def test_an_error_while_recording_keeps_no_draft_waiting_for_itself(target, drafter):
     """The garbage collector ends a request that was given up, in whatever thread, perhaps in the middle of a draft."""
     own = digest(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     recorder = assistant.alignment.recorder()
     recorder._failure = MemoryError("no room for another round")
 
@@ -286,41 +282,44 @@ def test_memory_stays_where_it_was(target, drafter):
     assert assistant.alignment.stats.buffer_bytes == bytes_before
 
 
-def test_the_interpreter_ends_while_a_thread_learns(tmp_path):
-    code = """
-import sys
+def run_alone(code: str, **environment: str) -> str:
+    """What Python prints in a process of its own, which ends well and says nothing else."""
+    words = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parents[1])]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+IN_BACKGROUND = """
+import os, sys, threading
 sys.path.insert(0, sys.argv[1])
-import threading
+import torch
 from models import perturbed, prompt, tiny
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment import Learner
-step, may_go_on = Learner.step, threading.Event()
-Learner.step = lambda *arguments: may_go_on.wait(120) and step(*arguments)
 target = tiny()
 alignment = OnlineAlignment(background=True, gate=False, max_overhead=1.0, steps=30)
 assistant = DynSpecAssistant(perturbed(target, 0.3), target=target, alignment=alignment)
+"""
+
+
+def test_the_interpreter_ends_while_a_thread_learns():
+    code = """
+step, may_go_on = Learner.step, threading.Event()
+Learner.step = lambda *arguments: may_go_on.wait(120) and step(*arguments)
 target.generate(prompt(), do_sample=False, max_new_tokens=24, assistant_model=assistant)
 assert assistant.alignment._job is not None and not assistant.alignment._job.done()
 print("done")
 may_go_on.set()
 """
-    run = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parents[1])]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert run_alone(IN_BACKGROUND + code) == "done\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads of a process as Linux tells them")
 def test_a_thread_that_learns_brings_no_threads_of_its_own():
     """They and those of the thread that generates would be more than cores, and OpenMP then lets all of them sleep."""
     code = """
-import os
-from pathlib import Path
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from models import perturbed, prompt, tiny
-from hf_dynspec import DynSpecAssistant, OnlineAlignment
-from hf_dynspec.alignment import Learner
 torch.set_num_threads(2)
 numbers, counts = torch.randn(2000, 2000), []
 
@@ -330,17 +329,11 @@ def operate(*arguments):
     counts.append(len(os.listdir("/proc/self/task")))
 
 Learner.step = operate
-target = tiny()
-alignment = OnlineAlignment(background=True, gate=False, max_overhead=1.0, steps=1)
-assistant = DynSpecAssistant(perturbed(target, 0.3), target=target, alignment=alignment)
 operate()
 target.generate(prompt(), do_sample=False, max_new_tokens=24, assistant_model=assistant)
 assistant.alignment._job.result(600)
 print(*counts)
 """
-    run = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parents[1])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    before, within = map(int, done.stdout.split()[:2])
+    said = run_alone(IN_BACKGROUND + code, OMP_NUM_THREADS="2", MKL_NUM_THREADS="2")
+    before, within = map(int, said.split()[:2])
     assert within == before + 1

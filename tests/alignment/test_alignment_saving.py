@@ -9,20 +9,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from aligned import QUICK, TREE, digest, quick_assistant, recorded, stream
+from aligned import QUICK, TREE, digest, quick_assistant, recorded, stream, taught
 from eagle_heads import agreeing_head, drafter_of, soft
 from huggingface_hub import HfApi
 from local_hub import running_hub
 from models import perturbed, prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_dynspec import (
-    ArtifactError,
-    ConfigurationError,
-    DynSpecAssistant,
-    EagleDrafter,
-    OnlineAlignment,
-)
+from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, EagleDrafter, OnlineAlignment
 from hf_dynspec.alignment import Trajectory
 
 # Adapters and files --------------------------------------------------------------------------------------------------
@@ -57,8 +51,7 @@ def test_adapters_are_switched_between_calls(target, drafter):
 
 def test_a_state_is_taken_up_by_another_assistant(target, drafter):
     own = copy.deepcopy(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     assistant.alignment.add_adapter("law")
     other = quick_assistant(own, target)
     other.alignment.load_state_dict(assistant.alignment.state_dict())
@@ -75,8 +68,7 @@ def test_peft_loads_what_is_saved(family, tmp_path):
     target = tiny(family)
     drafter = perturbed(target, 0.3)
     plain = copy.deepcopy(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 3)
+    assistant = taught(3, drafter, target)
     assistant.alignment.save_pretrained(tmp_path)
     text = prompt(20, seed=5)
     with torch.no_grad():
@@ -91,8 +83,7 @@ def test_peft_loads_what_is_saved(family, tmp_path):
 
 def test_what_is_saved_is_loaded(target, drafter, tmp_path):
     own = copy.deepcopy(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     folder = assistant.alignment.save_pretrained(tmp_path / "adapter")
     other = quick_assistant(own, target)
     other.alignment.load(folder)
@@ -129,8 +120,7 @@ def test_an_adapter_that_would_be_scaled_otherwise_is_refused(changes, problem, 
 def test_an_eagle_head_is_saved_in_its_own_layout(layout, tmp_path):
     target = soft()
     head = drafter_of(agreeing_head(layout), target)
-    assistant = quick_assistant(head, target, tree=TREE)
-    stream(target, assistant, 3)
+    assistant = taught(3, head, target, tree=TREE)
     assistant.alignment.save_pretrained(tmp_path)
     loaded = EagleDrafter.from_pretrained(tmp_path, target=target)
     for name, one in loaded.module.named_parameters():
@@ -156,8 +146,7 @@ def test_a_model_that_was_trained_whole_is_saved_whole(target, drafter, tmp_path
 
 def test_what_is_learnt_is_published_and_fetched(target, drafter, monkeypatch, tmp_path):
     own = copy.deepcopy(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     with running_hub(monkeypatch, tmp_path / "cache") as hub:
         api = HfApi(endpoint=hub.endpoint, token="secret")
         assistant.alignment.push_to_hub("acme/aligned", api=api)
@@ -169,8 +158,7 @@ def test_what_is_learnt_is_published_and_fetched(target, drafter, monkeypatch, t
 
 
 def test_no_text_is_written(target, drafter, tmp_path):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 1)
+    assistant = taught(1, drafter, target)
     assistant.alignment.save_pretrained(tmp_path)
     assert {one.name for one in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     integers = [one for one in _tensors_in(assistant.alignment.state_dict()) if not one.is_floating_point()]
@@ -231,8 +219,7 @@ def test_requests_of_an_eagle_head_are_kept_with_what_it_reads(tmp_path):
 
 
 def test_text_that_was_written_is_removed_when_it_is_not_asked_for_again(target, drafter, tmp_path):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 1)
+    assistant = taught(1, drafter, target)
     assistant.alignment.save_pretrained(tmp_path, include_buffer=True)
     assert (tmp_path / "replay_buffer.safetensors").exists()
     assistant.alignment.save_pretrained(tmp_path)
@@ -270,8 +257,7 @@ def with_changed(state: dict, **changes) -> dict:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_requests_that_cannot_be_are_refused_whole(changes, problem, target, drafter):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     held, before = recorded(assistant), digest(drafter)
     state = assistant.alignment.state_dict(include_buffer=True)
     with pytest.raises(ConfigurationError, match=rf"request 0 of the replay buffer: .*{problem}"):

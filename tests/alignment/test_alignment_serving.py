@@ -7,15 +7,11 @@ import warnings
 import peft
 import pytest
 import torch
-from aligned import QUICK, digest, generated, quick_assistant, stream
+from aligned import QUICK, digest, generated, quick_assistant, stream, taught
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import perturbed, tiny
 
-from hf_dynspec import (
-    ConfigurationError,
-    DynSpecAssistant,
-    OnlineAlignment,
-)
+from hf_dynspec import ConfigurationError, DynSpecAssistant, OnlineAlignment
 
 # What is served ------------------------------------------------------------------------------------------------------
 
@@ -59,8 +55,7 @@ def test_numbers_that_are_none_are_never_served(target, drafter):
 
 @pytest.mark.parametrize("change", ["in place", "loaded"])
 def test_a_drafter_that_somebody_changes_is_learnt_anew(change, target, drafter):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     if change == "in place":
         assistant.alignment.reset()
         with torch.no_grad():
@@ -121,8 +116,7 @@ def test_a_drafter_that_somebody_changes_is_not_drafted_with_what_was_learnt_bef
 
 def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter):
     own = {name: one.detach().clone() for name, one in drafter.named_parameters()}
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     drafter.double()
     assistant.alignment.reset()
     for name, one in drafter.named_parameters():
@@ -134,8 +128,7 @@ def test_a_drafter_that_is_cast_while_others_weights_stand_in_it(target, drafter
 @pytest.mark.parametrize("end", ["unbind", "del", "another drafter", "alignment error"])
 def test_the_drafter_gets_its_own_weights_back(end, target, drafter, monkeypatch):
     own = digest(drafter)
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     assert digest(drafter) != own
     if end == "unbind":
         assistant.unbind()
@@ -172,8 +165,7 @@ def test_a_drafter_can_be_trained_after_its_assistant_was_dropped_in_inference_m
 
 
 def test_binding_again_serves_again(target, drafter):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     learnt = digest(drafter)
     assistant.unbind()
     assert digest(drafter) != learnt
@@ -211,8 +203,7 @@ def test_a_copy_that_gets_another_drafter_leaves_the_others_what_they_learn(is_b
 
 
 def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     learnt, alignment = digest(drafter), assistant.alignment
     with pytest.raises(ConfigurationError, match="target's too"):
         assistant.drafter = target
@@ -223,8 +214,7 @@ def test_a_drafter_that_is_refused_leaves_everything_as_it_was(target, drafter):
 
 def test_an_adapter_that_somebody_injects_ends_learning_and_not_generation(target, drafter):
     own = {id(one): one.detach().clone() for one in drafter.parameters()}
-    assistant = quick_assistant(drafter, target)
-    stream(target, assistant, 2)
+    assistant = taught(2, drafter, target)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), drafter, "one")
     with pytest.warns(UserWarning, match="merge_and_unload"):
         generated(target, assistant)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
-from local_hub import Hub, Repository, running_hub
+from local_hub import Hub, Repository
 
 from hf_dynspec.artifacts import push_artifact, read_artifact, write_artifact
 from hf_dynspec.artifacts.card import is_unedited_card
@@ -27,12 +27,6 @@ CONFIG = DynSpecConfig(
     target=ModelReference("acme/large"),
     drafter=ModelReference("acme/small"),
 )
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with running_hub(monkeypatch, tmp_path / "cache") as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, constants
-from local_hub import Hub, Repository, running_hub
+from command_line import invoke
+from huggingface_hub import HfApi, ModelCard
+from local_hub import Hub, Repository
 from models import perturbed, tiny, word_tokenizer
-from typer.testing import CliRunner
+from test_artifact import files_of
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import annotate_artifact, push_artifact, read_artifact, write_artifact
 from hf_dynspec.artifacts.card import render_card
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig, weights_files
 from hf_dynspec.artifacts.writing import merge_results
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.evaluation.bench.published_rows import read_published_rows
 from hf_dynspec.shortlists import FrequencyShortlist, InContextShortlist, UnionShortlist
@@ -51,7 +51,7 @@ def measured(tmp_path_factory) -> SimpleNamespace:
     bench = ["--temperature", 0, "--temperature", 0.8, "--tree", "8/2/3", "--repeats", 1]
     for command, more in (("bench", bench), ("coverage", [])):
         words = [command, *common, *more, "--json", root / f"{command}.json"]
-        done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+        done = invoke(*words, catch_exceptions=False)
         assert done.exit_code == 0, done.output
     return SimpleNamespace(root=root, bench=root / "bench.json", coverage=root / "coverage.json", policy=policy)
 
@@ -62,28 +62,9 @@ def artifact(measured, tmp_path) -> Path:
     return write_artifact(tmp_path / "artifact", config, tensors)
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with running_hub(monkeypatch, tmp_path / "cache") as hub:
-        # The command takes the Hub's usual client, and its place from the environment.
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setenv("HF_TOKEN", "secret")
-        yield hub
-
-
-def push(*words) -> SimpleNamespace:
-    return CliRunner().invoke(app, ["push", *map(str, words)])
-
-
 def published(hub: Hub, branch: str = "main", repo_id: str = REPO) -> dict[str, bytes]:
     repository = hub.repositories[repo_id]
     return repository.commits[repository.branches[branch]]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # --- The command, against the local Hub ---
@@ -91,7 +72,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_an_artifact_is_pushed_with_its_measurements(hub, measured, artifact):
     words = ["--results", measured.bench, "--results", measured.coverage, "--dataset", "acme/texts"]
-    done = push(artifact, REPO, *words, "--license", "apache-2.0", "--private", "--commit-message", "First")
+    done = invoke("push", artifact, REPO, *words, "--license", "apache-2.0", "--private", "--commit-message", "First")
     assert done.exit_code == 0, done.output
     commit = hub.repositories[REPO].branches["main"]
     assert done.stdout == f"{hub.endpoint}/{REPO}/commit/{commit}\n"
@@ -113,12 +94,12 @@ def test_an_artifact_is_pushed_with_its_measurements(hub, measured, artifact):
 
 
 def test_pull_requests_and_branches(hub, artifact):
-    assert push(artifact, REPO).exit_code == 0
+    assert invoke("push", artifact, REPO).exit_code == 0
     before = published(hub)
     annotate_artifact(artifact, provenance={"note": "second"})
-    done = push(artifact, REPO, "--create-pr")
+    done = invoke("push", artifact, REPO, "--create-pr")
     assert done.exit_code == 0 and done.stdout == f"{hub.endpoint}/{REPO}/discussions/1\n"
-    assert push(artifact, REPO, "--revision", "experiment").exit_code == 0
+    assert invoke("push", artifact, REPO, "--revision", "experiment").exit_code == 0
     assert published(hub) == before != published(hub, "refs/pr/1")
     assert published(hub, "experiment")["config.json"] == (artifact / "config.json").read_bytes()
 
@@ -126,14 +107,14 @@ def test_pull_requests_and_branches(hub, artifact):
 def test_a_dry_run_prints_the_card_and_changes_nothing(hub, measured, artifact):
     before = files_of(artifact)
     words = ["--results", measured.coverage, "--dataset", "acme/texts"]
-    done = push(artifact, REPO, *words, "--dry-run")
+    done = invoke("push", artifact, REPO, *words, "--dry-run")
     assert done.exit_code == 0 and hub.requests == [] and files_of(artifact) == before
     # Nothing but the card, and the one that is then published.
-    assert push(artifact, REPO, *words).exit_code == 0
+    assert invoke("push", artifact, REPO, *words).exit_code == 0
     assert done.stdout == published(hub)["README.md"].decode()
     assert "| this artifact |" in done.stdout and f"would go to {REPO}" in done.stderr
     (artifact / "README.md").write_text("edited here")
-    assert push(artifact, REPO, "--dry-run").stdout == "edited here"
+    assert invoke("push", artifact, REPO, "--dry-run").stdout == "edited here"
 
 
 @pytest.mark.process
@@ -156,7 +137,7 @@ def test_the_installed_command_ends_in_one_line(hub, measured, artifact, tmp_pat
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(hub, artifact):
-    assert push(artifact, REPO).exit_code == 0
+    assert invoke("push", artifact, REPO).exit_code == 0
     theirs = []
 
     def move_the_branch(path):
@@ -164,7 +145,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, artifact):
             theirs.append(hub.repositories[REPO].commit({"config.json": b"{}"}))
 
     hub.before_answer = move_the_branch
-    done = push(artifact, REPO)
+    done = invoke("push", artifact, REPO)
     assert done.exit_code == 1 and done.stdout == "" and hub.repositories[REPO].branches["main"] == theirs[0]
     assert done.stderr.splitlines()[-1].startswith("error: the Hub did not take the artifact: ")
 
@@ -187,7 +168,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, artifact):
 )
 def test_bad_input_is_refused(hub, measured, artifact, words, problem):
     before = files_of(artifact)
-    done = push(*(word.format(root=measured.root, artifact=artifact) for word in words))
+    done = invoke("push", *(word.format(root=measured.root, artifact=artifact) for word in words))
     assert isinstance(done.exception, DynSpecError) and problem in str(done.exception)
     assert "\n" not in str(done.exception)
     assert hub.requests == [] and files_of(artifact) == before
@@ -196,8 +177,8 @@ def test_bad_input_is_refused(hub, measured, artifact, words, problem):
 def test_an_exported_folder_is_left_to_the_hubs_own_command(hub, artifact, tmp_path):
     folder = tmp_path / "exported"
     words = ["export", "custom-generate", str(artifact), "--out", str(folder)]
-    assert CliRunner().invoke(app, words).exit_code == 0
-    done = push(folder, REPO)
+    assert invoke(*words).exit_code == 0
+    done = invoke("push", folder, REPO)
     assert isinstance(done.exception, ConfigurationError)
     assert f"hf upload {REPO} {folder}" in str(done.exception) and hub.requests == []
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import assert_same
+from command_line import invoke
 from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -249,17 +251,22 @@ def target(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "target", vocabulary=VOCABULARY + 19)
 
 
-def invoke(target: Path, out: Path, num_clusters: int = 20, *more: object):
-    arguments = ["build", "clusters", "--target", target, "--num-clusters", num_clusters, "--out", out, *more]
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def build(target: Path, out: Path, num_clusters: int = 20, *more: object, problem: str | None = None) -> str:
+    """The output of the command, or of what it is refused for."""
+    words = ["--target", target, "--num-clusters", num_clusters, "--out", out, *more]
+    result = invoke("build", "clusters", *words)
+    if problem is not None:
+        assert isinstance(result.exception, ConfigurationError) and problem in str(result.exception)
+    else:
+        assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_the_command_makes_a_policy(target, tmp_path):
     out = tmp_path / "made" / "here"
-    result = invoke(target, out, 20, "--seed", 7)
-    assert result.exit_code == 0, result.output
-    assert f"{VOCABULARY} tokens in 20 clusters" in result.output and "--policy router:router=" in result.output
-    assert "the 10 nearest" in result.output and "at random)" in result.output
+    output = build(target, out, 20, "--seed", 7)
+    assert f"{VOCABULARY} tokens in 20 clusters" in output and "--policy router:router=" in output
+    assert "the 10 nearest" in output and "at random)" in output
     config, tensors = read_artifact(out)
     require_partition(tensors["clusters"], VOCABULARY)
     weight = AutoModelForCausalLM.from_pretrained(target).lm_head.weight
@@ -285,7 +292,7 @@ def test_the_command_makes_a_policy(target, tmp_path):
 
 def test_centroids_choose_the_clusters_that_hold_the_most_probable_token(target, tmp_path):
     """Against as many clusters drawn at random."""
-    assert invoke(target, tmp_path).exit_code == 0
+    build(target, tmp_path)
     policy = RouterShortlist(tmp_path, max_clusters=4)
     state = policy.start(VocabularyInfo(VOCABULARY, (EOS,), torch.device("cpu")))
     weight = AutoModelForCausalLM.from_pretrained(target).lm_head.weight[:VOCABULARY].detach()
@@ -301,24 +308,20 @@ def test_centroids_choose_the_clusters_that_hold_the_most_probable_token(target,
 
 
 def test_the_artifact_drafts_without_changing_what_is_generated(target, tmp_path):
-    result = invoke(target, tmp_path, 16, "--balanced")
-    assert result.exit_code == 0, result.output
+    build(target, tmp_path, 16, "--balanced")
     config, tensors = read_artifact(tmp_path)
     assert set(torch.bincount(tensors["clusters"]).tolist()) == {VOCABULARY // 16, VOCABULARY // 16 + 1}
     assert config.provenance["balanced"] is True
     model = tiny(vocabulary=VOCABULARY)
-    ids = prompt()
-    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
-    assistant = DynSpecAssistant(perturbed(model), RouterShortlist(tmp_path, max_clusters=6), target=model)
-    output = model.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=assistant)
-    assert torch.equal(output, expected)
+    policy = RouterShortlist(tmp_path, max_clusters=6)
+    assert_same(model, DynSpecAssistant(perturbed(model), policy, target=model))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_tied_heads_are_read_under_every_name(family, tmp_path):
     """Of one of these the files are read, and the other is loaded by transformers."""
     folder = save_model(tmp_path / family, family)
-    assert invoke(folder, tmp_path / "out").exit_code == 0
+    build(folder, tmp_path / "out")
     weight = tiny(family).get_output_embeddings().weight
     assert torch.equal(read_artifact(tmp_path / "out")[1]["clusters"], cluster_tokens(weight, 20).clusters)
 
@@ -329,38 +332,28 @@ def test_fewer_clusters_than_asked_for_are_told(tmp_path):
         model.lm_head.weight.copy_(model.lm_head.weight[:10].repeat(31, 1)[:VOCABULARY])
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    result = invoke(tmp_path / "model", tmp_path / "out", 20)
-    assert result.exit_code == 0
-    assert "10 clusters instead of 20" in result.output
+    assert "10 clusters instead of 20" in build(tmp_path / "model", tmp_path / "out")
     assert read_artifact(tmp_path / "out")[1]["centroids"].shape[0] == 10
 
 
 def test_an_artifact_is_replaced_only_on_demand(target, tmp_path):
-    assert invoke(target, tmp_path, 20).exit_code == 0
-    result = invoke(target, tmp_path, 10)
-    assert isinstance(result.exception, ConfigurationError)
-    assert "already holds an artifact" in str(result.exception)
-    assert invoke(target, tmp_path, 10, "--overwrite").exit_code == 0
+    build(target, tmp_path)
+    build(target, tmp_path, 10, problem="already holds an artifact")
+    build(target, tmp_path, 10, "--overwrite")
     assert read_artifact(tmp_path)[1]["centroids"].shape[0] == 10
-    assert isinstance(invoke(target, target, 10, "--overwrite").exception, ConfigurationError)
+    build(target, target, 10, "--overwrite", problem="")
 
 
-def test_what_cannot_be_clustered_is_refused_before_weights_are_read(tmp_path):
+def test_what_cannot_be_clustered_is_refused_before_weights_are_read(target, tmp_path):
     word_tokenizer().save_pretrained(tmp_path / "no-weights")
-    result = invoke(tmp_path / "no-weights", tmp_path / "out", VOCABULARY + 1)
-    assert f"from 1 to {VOCABULARY}, the number of tokens" in str(result.exception)
-    assert invoke(tmp_path / "no-weights", tmp_path / "out", 0).exit_code == 2
-    result = invoke(tmp_path / "no-weights", tmp_path / "out", 5)
-    assert isinstance(result.exception, ConfigurationError)
-    assert "cannot be loaded" in str(result.exception)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_with_more_ids_than_the_head_has_rows_is_refused(target, tmp_path):
     word_tokenizer(VOCABULARY + 40).save_pretrained(tmp_path / "larger")
-    result = invoke(target, tmp_path / "out", 5, "--tokenizer", tmp_path / "larger")
-    assert isinstance(result.exception, ConfigurationError)
-    assert f"the tokenizer has {VOCABULARY + 40} ids, and the head scores {VOCABULARY + 19}" in str(result.exception)
+    out, words = tmp_path / "out", ("--tokenizer", tmp_path / "larger")
+    build(tmp_path / "no-weights", out, VOCABULARY + 1, problem=f"from 1 to {VOCABULARY}, the number of tokens")
+    build(tmp_path / "no-weights", out, 5, problem="cannot be loaded")
+    told = f"the tokenizer has {VOCABULARY + 40} ids, and the head scores {VOCABULARY + 19}"
+    build(target, out, 5, *words, problem=told)
+    words = ["--target", tmp_path / "no-weights", "--num-clusters", 0, "--out", out]
+    assert invoke("build", "clusters", *words).exit_code == 2 and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +370,7 @@ def test_a_tokenizer_with_more_ids_than_the_head_has_rows_is_refused(target, tmp
     ],
 )
 def test_damaged_clusters_are_not_written(target, tmp_path, tensors, message):
-    assert invoke(target, tmp_path / "good", 4).exit_code == 0
+    build(target, tmp_path / "good", 4)
     config, good = read_artifact(tmp_path / "good")
     with pytest.raises(ArtifactError, match=message):
         write_artifact(tmp_path / "bad", config, {**good, **tensors})

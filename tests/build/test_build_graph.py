@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from command_line import invoke
 import pytest
 import torch
 from corpora import make_documents, save_tokenizer, write_texts
@@ -371,10 +372,6 @@ def test_tensors_that_do_not_fit_together_are_refused_when_a_graph_is_read(token
 
 
 # The command
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def command(tokenizer_folder: Path, text: Path, out: Path, *more: object) -> list[object]:

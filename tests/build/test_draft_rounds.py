@@ -9,6 +9,7 @@ import torch
 from cases import representatives
 from draft_inputs import DraftInputs
 from eagle_heads import agreeing_head, drafter_of, random_head, soft, target_features, trimmed_head
+from command_line import invoke
 from models import VOCABULARY, perturbed, prompt, word_tokenizer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -26,9 +27,7 @@ from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.shortlists.router.policy import RouterShortlist
 
 DEPTH = 4
-SETTINGS = RecordingSettings(
-    steps=600, held_out=120, window=40, depth=DEPTH, top_k=5, target_top_k=20, draws=30, seed=1
-)
+SETTINGS = RecordingSettings(600, 120, window=40, depth=DEPTH, top_k=5, target_top_k=20, draws=30, seed=1)
 # fp16 keeps three digits.
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 
@@ -253,10 +252,9 @@ SMALL = "--steps 600 --held-out 120 --window 40 --depth 4 --top-k 5 --hidden 16 
 SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3"
 
 
-def train(folder: Path, out: Path, *more: str, drafter: str = "eagle3"):
-    models = ["--target", str(folder / "target"), "--eagle" if drafter == "eagle3" else "--drafter"]
-    texts = ["--data", str(folder / "texts.jsonl"), "--out", str(out)]
-    return CliRunner().invoke(app, ["train", "router", *models, str(folder / drafter), *texts, *SMALL.split(), *more])
+def train(folder: Path, out: Path, *more: object, drafter: str = "eagle3"):
+    models = ["--target", folder / "target", "--eagle" if drafter == "eagle3" else "--drafter", folder / drafter]
+    return invoke("train", "router", *models, "--data", folder / "texts.jsonl", "--out", out, *SMALL.split(), *more)
 
 
 @pytest.mark.parametrize("drafter", representatives("families", ["eagle3", "drafter"]), indirect=False)
@@ -329,33 +327,31 @@ def test_routers_are_compared_at_the_same_steps(folder, target, tmp_path):
 
 def test_routers_that_do_not_fit_are_refused_before_anything_is_recorded(folder, tmp_path):
     def refused(router: Path) -> str:
-        result = train(folder, tmp_path / "out", "--compare", str(router))
+        result = train(folder, tmp_path / "out", "--compare", router)
         assert isinstance(result.exception, ConfigurationError | ArtifactError), result.output
         assert not (tmp_path / "out").exists()
         return str(result.exception)
 
     assert "nowhere" in refused(tmp_path / "nowhere")
-    words = ["--target", str(folder / "target"), "--num-clusters", "9", "--out", str(tmp_path / "clusters")]
-    assert CliRunner().invoke(app, ["build", "clusters", *words]).exit_code == 0
+    words = ["--target", folder / "target", "--num-clusters", 9, "--out", tmp_path / "clusters"]
+    assert invoke("build", "clusters", *words).exit_code == 0
     assert "no trained router" in refused(tmp_path / "clusters")
 
     def pair(name: str, target) -> Path:
         """A folder with another target, and a router for it."""
-        size = target.config.vocab_size
-        (tmp_path / name).mkdir()
-        target.save_pretrained(tmp_path / name / "target")
-        word_tokenizer(size).save_pretrained(tmp_path / name / "target")
-        width = target.config.hidden_size
-        random_head("eagle3", vocabulary=size, hidden_size=width).write(tmp_path / name / "eagle3")
-        shutil.copy(folder / "texts.jsonl", tmp_path / name)
-        result = train(tmp_path / name, tmp_path / name / "router")
+        size, root = target.config.vocab_size, tmp_path / name
+        root.mkdir()
+        for one in (target, word_tokenizer(size)):
+            one.save_pretrained(root / "target")
+        random_head("eagle3", vocabulary=size, hidden_size=target.config.hidden_size).write(root / "eagle3")
+        shutil.copy(folder / "texts.jsonl", root)
+        result = train(root, root / "router")
         assert result.exit_code == 0, result.output
-        return tmp_path / name / "router"
+        return root / "router"
 
-    assert "reads hidden states of 48 numbers, and the drafter's have 32" in refused(
-        pair("wide", soft("llama", hidden_size=48))
-    )
-    problem = refused(pair("larger", soft("llama", vocabulary=320)))
+    wide, larger = pair("wide", soft("llama", hidden_size=48)), pair("larger", soft("llama", vocabulary=320))
+    assert "reads hidden states of 48 numbers, and the drafter's have 32" in refused(wide)
+    problem = refused(larger)
     assert "--compare" in problem and "tokenizer of 320 ids, and this one has 301" in problem
 
 

@@ -1,5 +1,6 @@
 """`hf-dynspec export`: what SGLang, vLLM and transformers alone read. Each file is read here as they read it."""
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import representatives
+from command_line import invoke
 from eagle_heads import Head, random_head
 from models import random_router
 from pocket import EAGLE3_LAYER_IDS, LAYERS, POCKET, TARGET_SHAPE, VOCABULARY_SIZE, target_embedding
@@ -43,12 +45,11 @@ from hf_dynspec.errors import counted
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 ROOT = Path(__file__).parents[2]
-NEW_TOKENS = 24
 
 
 def export(*arguments: Any) -> str:
     """Run a command; return what it printed, or raise what it raised."""
-    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    result = invoke("export", *arguments)
     if result.exception is not None:
         raise result.exception
     return result.output
@@ -85,12 +86,16 @@ def artifact(tmp_path, tokenizer, ranking) -> Path:
     return write(tmp_path / "ranking", FrequencyShortlist(ranking, size=700), tokenizer)
 
 
+def small_model(vocabulary: int, **changes: Any) -> LlamaForCausalLM:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **{**shape, **changes})).eval()
+
+
 @pytest.fixture
 def other_target(tmp_path, tokenizer) -> Path:
     """A model of another size with another tokenizer."""
     folder = tmp_path / "other"
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer) + 64, **shape)).save_pretrained(folder)
+    small_model(len(tokenizer) + 64, hidden_size=64, num_hidden_layers=4).save_pretrained(folder)
     changed = AutoTokenizer.from_pretrained(POCKET / "target")
     changed.add_tokens(["<a token more>"])
     changed.save_pretrained(folder)
@@ -186,38 +191,30 @@ def test_another_tokenizer_is_refused(tmp_path, artifact, other_target, command)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_more_tokens_than_there_are_are_refused(tmp_path, artifact, command):
-    with pytest.raises(
-        ConfigurationError, match=f"size is {VOCABULARY_SIZE + 1:,}, and the ranking holds {VOCABULARY_SIZE:,} ids"
-    ):
-        export(*words(command, tmp_path, artifact, POCKET / "target"), "--size", VOCABULARY_SIZE + 1)
+    size = VOCABULARY_SIZE + 1
+    with pytest.raises(ConfigurationError, match=f"size is {size:,}, and the ranking holds {VOCABULARY_SIZE:,} ids"):
+        export(*words(command, tmp_path, artifact, POCKET / "target"), "--size", size)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_is_replaced_unasked(tmp_path, artifact, command):
+def test_nothing_is_replaced_unasked_or_by_an_export_that_fails(tmp_path, artifact, monkeypatch, command):
     arguments = words(command, tmp_path, artifact, POCKET / "target")
     export(*arguments)
     before = contents(tmp_path / "out")
     with pytest.raises(ConfigurationError, match="is there already; give --overwrite"):
         export(*arguments, "--size", 100)
-    assert contents(tmp_path / "out") == before
-    export(*arguments, "--size", 100, "--overwrite")
-    assert contents(tmp_path / "out") != before
-
-
-@pytest.mark.parametrize("command", ["sglang", "custom-generate"])
-def test_an_export_that_fails_leaves_what_was_there(tmp_path, artifact, monkeypatch, command):
-    arguments = words(command, tmp_path, artifact, POCKET / "target")
-    export(*arguments)
-    before = contents(tmp_path / "out")
 
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(DynSpecError, match="No space left"):
-        export(*arguments, "--size", 100, "--overwrite")
+    if command != "vllm":
+        with monkeypatch.context() as patch, pytest.raises(DynSpecError, match="No space left"):
+            patch.setattr(os, "replace", refuse)
+            export(*arguments, "--size", 100, "--overwrite")
     assert contents(tmp_path / "out") == before
+    export(*arguments, "--size", 100, "--overwrite")
+    assert contents(tmp_path / "out") != before
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -326,35 +323,27 @@ def test_the_check_finds_a_head_that_drafts_otherwise(tmp_path, artifact, monkey
         export(*words("vllm", tmp_path, artifact, POCKET / "target"), "--check", POCKET / "prompts.jsonl")
 
 
-def test_a_head_that_knows_too_few_of_the_ranking_is_refused(tmp_path, artifact):
-    head = random_head("eagle3", VOCABULARY_SIZE, 512, **TARGET_SHAPE).write(tmp_path / "head")
-    with pytest.raises(ConfigurationError, match="size is 700, and of the ranking the head can draft 51"):
-        export("vllm", head, "--ranking", artifact, "--target", POCKET / "target", "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("given", "told"),
     [
-        (random_head("eagle2", VOCABULARY_SIZE, **TARGET_SHAPE), "EAGLE-2 head.*hf-dynspec export sglang"),
+        (("eagle2", VOCABULARY_SIZE, TARGET_SHAPE), "EAGLE-2 head.*hf-dynspec export sglang"),
+        (("eagle3", VOCABULARY_SIZE, {}), r"hidden_size: of the head is 32, and the target's is \d+"),
+        (("eagle3", 301, TARGET_SHAPE), f"vocab_size: of the head is 301, and the target's is {VOCABULARY_SIZE}"),
         (
-            random_head("eagle3", VOCABULARY_SIZE),
-            r"hidden_size: of the head is 32, and the target's is \d+",
-        ),
-        (
-            random_head("eagle3", 301, **TARGET_SHAPE),
-            f"vocab_size: of the head is 301, and the target's is {VOCABULARY_SIZE}",
-        ),
-        (
-            random_head("eagle3", VOCABULARY_SIZE, eagle_aux_hidden_state_layer_ids=[2, 16, 29], **TARGET_SHAPE),
+            ("eagle3", VOCABULARY_SIZE, TARGET_SHAPE | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}),
             f"num_hidden_layers: is {LAYERS} in the target",
         ),
+        (
+            ("eagle3", VOCABULARY_SIZE, TARGET_SHAPE | {"draft_vocabulary": 512}),
+            "size is 700, and of the ranking the head can draft 51",
+        ),
     ],
-    ids=["EAGLE-2", "hidden size", "vocabulary", "layers"],
+    ids=["EAGLE-2", "hidden size", "vocabulary", "layers", "few tokens"],
 )
-def test_heads_that_are_not_for_vllm_or_this_target_are_refused(tmp_path, artifact, made, told):
-    head = made.write(tmp_path / "head")
-    with pytest.raises(ArtifactError, match=told):
+def test_heads_that_are_not_for_vllm_or_this_target_are_refused(tmp_path, artifact, given, told):
+    layout, size, settings = given
+    head = random_head(layout, size, **settings).write(tmp_path / "head")
+    with pytest.raises((ArtifactError, ConfigurationError), match=told):
         export("vllm", head, "--ranking", artifact, "--target", POCKET / "target", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -373,19 +362,10 @@ def test_a_target_that_does_not_tell_its_layers_is_refused(tmp_path, artifact, r
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_independent_drafter_needs_no_export_for_vllm(tmp_path, artifact, layers):
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape)).save_pretrained(tmp_path / "drafter")
+    small_model(512, num_hidden_layers=layers).save_pretrained(tmp_path / "drafter")
+    arguments = ("--ranking", artifact, "--target", POCKET / "target", "--out", tmp_path / "out")
     with pytest.raises(ArtifactError, match=r"takes it as it is: there is nothing to export.*draft_model"):
-        export(
-            *words("vllm", tmp_path, artifact, POCKET / "target")[:1],
-            tmp_path / "drafter",
-            "--ranking",
-            artifact,
-            "--target",
-            POCKET / "target",
-            "--out",
-            tmp_path / "out",
-        )
+        export("vllm", tmp_path / "drafter", *arguments)
 
 
 def test_a_target_whose_head_has_a_bias_is_refused(tmp_path, artifact):
@@ -429,18 +409,12 @@ def test_transformers_alone_generates_the_same_tokens_with_the_folder(tmp_path, 
     artifact = write(tmp_path / "artifact", FrequencyShortlist(torch.arange(len(tokenizer)), size=8192), tokenizer)
     printed = export("custom-generate", artifact, "--out", tmp_path / "folder", "--repo-id", "me/shortlist")
     assert f"hf upload me/shortlist {tmp_path / 'folder'}\n" in printed
-    run = subprocess.run(
-        [sys.executable, "-c", _ALONE, POCKET / "target", POCKET / "drafter", tmp_path / "folder"],
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _ALONE, POCKET / "target", POCKET / "drafter", tmp_path / "folder"]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["drafted"] == found["plain"]
-    assert "deprecated" not in run.stderr
+    assert found["drafted"] == found["plain"] and "deprecated" not in run.stderr
     assert found["forwards"] < 36, "next to nothing of the drafts was accepted"
 
 
@@ -469,8 +443,7 @@ def drafter():
 def test_the_drafter_scores_the_shortlist_and_nothing_else(loaded, drafter, tokenizer, more):
     """The target may have more rows or fewer, which transformers refuses by itself."""
     drafter_rows, target_rows = (VOCABULARY_SIZE + rows for rows in more)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=drafter_rows, tie_word_embeddings=False, **shape)).eval()
+    model = small_model(drafter_rows, tie_word_embeddings=False)
     view = loaded(1000)["shortlisted"](model, target_rows)
     ids = torch.tensor([[5, 70, 900]])
     with torch.no_grad():
@@ -483,45 +456,31 @@ def test_the_drafter_scores_the_shortlist_and_nothing_else(loaded, drafter, toke
 
 
 def test_weights_that_change_are_followed_and_others_are_packed_once(loaded, drafter):
-    namespace = loaded(64)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            tie_word_embeddings=False,
-        )
-    ).eval()
-    first = namespace["shortlisted"](model, VOCABULARY_SIZE)
-    assert namespace["shortlisted"](model, VOCABULARY_SIZE).lm_head is first.lm_head
+    shortlisted, model = loaded(64)["shortlisted"], small_model(VOCABULARY_SIZE, tie_word_embeddings=False)
+    first = shortlisted(model, VOCABULARY_SIZE)
+    assert shortlisted(model, VOCABULARY_SIZE).lm_head is first.lm_head
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-        after = namespace["shortlisted"](model, VOCABULARY_SIZE)
-        ids = torch.tensor([[1, 2, 3]])
+        after, ids = shortlisted(model, VOCABULARY_SIZE), torch.tensor([[1, 2, 3]])
         torch.testing.assert_close(after(ids).logits[..., :60], model(ids).logits[..., :60], rtol=1e-6, atol=1e-6)
 
 
 def test_models_that_the_shortlist_is_not_for_are_refused(loaded, target, drafter):
-    namespace = loaded(64)
-    with pytest.raises(ValueError, match="needs assistant_model"):
-        namespace["generate"](target)
-    with pytest.raises(ValueError, match=f"a tokenizer of {VOCABULARY_SIZE:,} tokens, and these models score 512"):
-        namespace["shortlisted"](
-            LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-                )
-            ),
-            VOCABULARY_SIZE,
-        )
-    import copy
-
-    replaced = copy.copy(drafter)
+    namespace, replaced = loaded(64), copy.copy(drafter)
     replaced.forward = drafter.forward
-    with pytest.raises(ValueError, match="cannot be cut to a shortlist"):
-        namespace["shortlisted"](replaced, VOCABULARY_SIZE)
+    shortlisted = namespace["shortlisted"]
+    for problem, act in (
+        ("needs assistant_model", lambda: namespace["generate"](target)),
+        (
+            f"a tokenizer of {VOCABULARY_SIZE:,} tokens, and these models score 512",
+            lambda: shortlisted(small_model(512), VOCABULARY_SIZE),
+        ),
+        ("cannot be cut to a shortlist", lambda: shortlisted(replaced, VOCABULARY_SIZE)),
+        # The code in the package is for no tokenizer.
+        ("a tokenizer of 0 tokens", lambda: shortlist_generate.shortlisted(drafter, VOCABULARY_SIZE)),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            act()
 
 
 def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
@@ -542,11 +501,6 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
     assert "hf_dynspec" not in code and max(map(len, code.splitlines())) <= 120
     imported = {line.split()[1].split(".")[0] for line in code.splitlines() if line.startswith(("import", "from"))}
     assert imported <= {"base64", "copy", "functools", "weakref", "zlib", "torch"}
-
-
-def test_the_code_in_the_package_is_for_no_tokenizer(drafter):
-    with pytest.raises(ValueError, match="a tokenizer of 0 tokens"):
-        shortlist_generate.shortlisted(drafter, VOCABULARY_SIZE)
 
 
 def test_a_name_that_is_no_repositorys_is_refused(tmp_path, artifact):

@@ -5,6 +5,7 @@ import pickle
 import zipfile
 from collections import Counter
 
+from command_line import invoke
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -128,10 +129,6 @@ def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     return folder
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_a_list_goes_through_an_artifact_and_back(tmp_path, tokenizer_folder):

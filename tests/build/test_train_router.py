@@ -9,19 +9,23 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from command_line import invoke
 import pytest
 import torch
 from accelerate import Accelerator
+from calls import assert_same
 from cases import pairwise, representatives
 from draft_inputs import DraftInputs
 from eagle_heads import random_head
 from launched_processes import launch_command
 from models import VOCABULARY, perturbed, prompt, random_router, tiny, word_tokenizer
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
@@ -65,15 +69,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(folder):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder / "target").eval()
 
 
 @pytest.fixture(scope="module", params=["drafter", "eagle3"])
 def drafter(request, folder, target):
-    from transformers import AutoModelForCausalLM
-
     if request.param == "eagle3":
         return EagleDrafter.from_pretrained(folder / "eagle3", target=target)
     return as_drafter(AutoModelForCausalLM.from_pretrained(folder / "drafter").eval())
@@ -83,17 +83,18 @@ def windows(folder: Path, settings: RecordingSettings = SETTINGS) -> Windows:
     return sample_windows(find_corpus([folder / "texts.jsonl"]), word_tokenizer(), VOCABULARY, settings)
 
 
+def recorded(folder, target, drafter, out: Path, settings: RecordingSettings) -> Recording:
+    return StepRecorder(target, drafter, VOCABULARY, settings, out).record(windows(folder))
+
+
 @pytest.fixture(scope="module")
 def recording(folder, target, drafter, tmp_path_factory) -> Recording:
-    recorder = StepRecorder(target, drafter, VOCABULARY, SETTINGS, tmp_path_factory.mktemp("steps"))
-    return recorder.record(windows(folder))
+    return recorded(folder, target, drafter, tmp_path_factory.mktemp("steps"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def recording_of_hidden(folder, target, drafter, tmp_path_factory) -> Recording:
-    settings = replace(SETTINGS, of_hidden=True)
-    recorder = StepRecorder(target, drafter, VOCABULARY, settings, tmp_path_factory.mktemp("steps"))
-    return recorder.record(windows(folder))
+    return recorded(folder, target, drafter, tmp_path_factory.mktemp("steps"), replace(SETTINGS, of_hidden=True))
 
 
 # Windows and draft steps ---------------------------------------------------------------------------------------------
@@ -215,17 +216,18 @@ def test_a_target_that_drafts_for_itself_likes_all_of_its_drafts(family, tmp_pat
     assert (nearest < 1e-3 * largest.max()).all()
 
 
+class Stopped(Exception):
+    pass
+
+
 def test_recording_goes_on_where_it_was_stopped(recording, target, drafter, folder, tmp_path):
     """And several processes share the shards."""
-
-    class Stopped(Exception):
-        pass
 
     def stop(done: int, total: int) -> None:
         if list(tmp_path.glob("steps-*.safetensors")):
             raise Stopped
 
-    small = RecordingSettings(**{**vars(SETTINGS), "held_out": 60})
+    small = replace(SETTINGS, held_out=60)
     recorder = StepRecorder(target, drafter, VOCABULARY, small, tmp_path)
     with pytest.raises(Stopped):
         recorder.record(windows(folder, small), report=stop)
@@ -249,17 +251,20 @@ def training(recording, drafter, checkpoint: Path, settings: TrainingSettings = 
     return RouterTraining(recording, CLUSTERS, drafter.embed, pinned, settings, checkpoint, Accelerator(cpu=True))
 
 
+def assert_better_than_chance(recording: Recording, drafter, policy_of, router: Router) -> None:
+    """Than the same router with its clusters' tokens shuffled."""
+    shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
+    trained, chance = (HeldOutSteps(recording, drafter.embed).figures(policy_of(one)) for one in (router, shuffled))
+    assert trained.likeliest_recall > chance.likeliest_recall + 0.05
+    assert trained.cluster_recall > chance.cluster_recall + 0.02
+
+
 def test_a_router_learns_where_likely_tokens_are(recording, drafter, tmp_path):
     states: list[TrainingState] = []
     router = training(recording, drafter, tmp_path / "state.pt").run(states.append)
     losses = [loss for _, _, loss in states[-1].history]
     assert len(losses) == 6 and min(losses) < losses[0]
-    policy = RouterShortlist(router, max_clusters=4, schedule="fixed")
-    trained = HeldOutSteps(recording, drafter.embed).figures(policy)
-    shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
-    chance = HeldOutSteps(recording, drafter.embed).figures(RouterShortlist(shuffled, 4, "fixed"))
-    assert trained.likeliest_recall > chance.likeliest_recall + 0.05
-    assert trained.cluster_recall > chance.cluster_recall + 0.02
+    assert_better_than_chance(recording, drafter, lambda one: RouterShortlist(one, 4, "fixed"), router)
 
 
 def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafter, tmp_path):
@@ -274,11 +279,7 @@ def test_corals_layer_learns_where_likely_tokens_are(recording_of_hidden, drafte
         total -= float((logs.gather(1, CLUSTERS[shard["top_ids"].long()]) * shard["top_shares"]).sum())
         count += len(logs)
     assert total / count == pytest.approx(min(losses), rel=1e-3)
-    trained = HeldOutSteps(recording_of_hidden, drafter.embed).figures(CoralShortlist(router, 4))
-    shuffled = Router(**{**router.tensors(), "clusters": router.clusters[torch.randperm(VOCABULARY)]})
-    chance = HeldOutSteps(recording_of_hidden, drafter.embed).figures(CoralShortlist(shuffled, 4))
-    assert trained.likeliest_recall > chance.likeliest_recall + 0.05
-    assert trained.cluster_recall > chance.cluster_recall + 0.02
+    assert_better_than_chance(recording_of_hidden, drafter, lambda one: CoralShortlist(one, 4), router)
 
 
 @pytest.mark.parametrize("scale", representatives("families", [1e3, 1e-3]))
@@ -300,12 +301,7 @@ def test_corals_layer_learns_as_well_from_hidden_states_of_any_length(recording_
 
 @pytest.mark.parametrize("method", ["dynaspec", "coral"])
 def test_training_goes_on_where_it_was_stopped(recording, recording_of_hidden, drafter, tmp_path, method):
-    if method == "coral":
-        recording = recording_of_hidden
-    settings = CORAL if method == "coral" else TRAINING
-
-    class Stopped(Exception):
-        pass
+    recording, settings = (recording_of_hidden, CORAL) if method == "coral" else (recording, TRAINING)
 
     def stop(state: TrainingState) -> None:
         if state.step == 30:
@@ -324,9 +320,8 @@ def test_training_goes_on_where_it_was_stopped(recording, recording_of_hidden, d
 
 def test_the_state_of_another_training_is_refused(recording, drafter, tmp_path):
     training(recording, drafter, tmp_path / "state.pt").run()
-    other = TrainingSettings(**{**vars(TRAINING), "seed": 4})
     with pytest.raises(ConfigurationError, match="another training"):
-        training(recording, drafter, tmp_path / "state.pt", other)
+        training(recording, drafter, tmp_path / "state.pt", replace(TRAINING, seed=4))
     (tmp_path / "state.pt").write_bytes(b"nothing")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         training(recording, drafter, tmp_path / "state.pt")
@@ -356,20 +351,25 @@ def acceptance(shard: dict[str, torch.Tensor], row: int, shortlist: set[int]) ->
     return sum(min(of_target[token], held.count(token) / len(held)) for token in set(held))
 
 
+def selections(policy: RouterShortlist, shard: dict[str, torch.Tensor], embed, draftable=None) -> Iterator:
+    """Row by row, the policy's own shortlist."""
+    state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu"), draftable))
+    for row in range(shard["token_ids"].shape[0]):
+        part = slice(row, row + 1)
+        state.observe_draft_inputs(embed(shard["token_ids"][part].long()), shard["features"][part])
+        yield row, state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
+
+
 @pytest.mark.parametrize(("mass", "pinned"), representatives("families", [(0.6, 20), (1.0, 20), (0.6, 0), (1.0, 0)]))
 def test_figures_are_those_of_the_policys_own_shortlists(recording, drafter, tmp_path, mass, pinned):
     router = training(recording, drafter, tmp_path / "state.pt").run()
     policy = RouterShortlist(router, 6, "dynaspec", mass, torch.randperm(VOCABULARY), pinned)
     figures = HeldOutSteps(recording, drafter.embed).figures(policy)
-    state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu")))
     sizes, likeliest, covered, total = [], [], 0.0, 0.0
     accepted: dict[int, list[tuple[float, float]]] = {}
     for number in recording.held_out:
         shard = recording.shard(number)
-        for row in range(shard["token_ids"].shape[0]):
-            part = slice(row, row + 1)
-            state.observe_draft_inputs(drafter.embed(shard["token_ids"][part].long()), shard["features"][part])
-            shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
+        for row, shortlist in selections(policy, shard, drafter.embed):
             sizes.append(shortlist.ids().shape[0])
             likeliest.append(bool(shortlist.contains(shard["top_ids"][row, 0])))
             mass_of = shard["target_probabilities"][row].double()
@@ -515,23 +515,17 @@ def test_what_cannot_be_drafted_counts_for_nothing(tmp_path):
     recording = judged_by_hand(tmp_path, router)
     draftable = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(6))[:100]
     policy = RouterShortlist(router, 3, "fixed", ranking=torch.arange(VOCABULARY), pinned=20)
-
-    figures = HeldOutSteps(recording, embedded, draftable).figures(policy)
-    state = policy.start(VocabularyInfo(VOCABULARY, (), torch.device("cpu"), draftable))
-    shard = recording.shard(0)
-    sizes, covered = [], 0.0
-    for row in range(shard["depths"].shape[0]):
-        part = slice(row, row + 1)
-        state.observe_draft_inputs(embedded(shard["token_ids"][part].long()), shard["features"][part])
-        shortlist = state.select(int(shard["depths"][row]), shard["token_ids"][part], shard["features"][part])
+    steps, shard = HeldOutSteps(recording, embedded, draftable), recording.shard(0)
+    figures, sizes, covered = steps.figures(policy), [], 0.0
+    for row, shortlist in selections(policy, shard, embedded, draftable):
         sizes.append(int(shortlist.count))
         is_covered = shortlist.contains(shard["target_ids"][row].long())
         covered += float(shard["target_probabilities"][row].double()[is_covered].sum())
     assert figures.size == pytest.approx(np.mean(sizes))
     assert figures.target_mass == pytest.approx(covered / float(shard["target_probabilities"].double().sum()))
-    budget = HeldOutSteps(recording, embedded, draftable).largest_budget(policy, figures.size)
-    assert budget == 3 > HeldOutSteps(recording, embedded).largest_budget(policy, figures.size)
-    assert HeldOutSteps(recording, embedded, draftable).fit_budgets(policy)[:, 0].tolist() == list(range(1, 10))
+    others = HeldOutSteps(recording, embedded).largest_budget(policy, figures.size)
+    assert steps.largest_budget(policy, figures.size) == 3 > others
+    assert steps.fit_budgets(policy)[:, 0].tolist() == list(range(1, 10))
 
 
 @pytest.mark.parametrize(
@@ -560,32 +554,30 @@ def words(folder: Path, out: Path, *more: object, drafter: str = "eagle3", metho
     return list(map(str, ["train", "router", *models, *texts, *small.split(), *more]))
 
 
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
 def require_drafting(router: Path, head: Path, target) -> None:
     """A stored router drafts, for the same text as plain generate's."""
-    if head.name == "eagle3":
-        loaded = EagleDrafter.from_pretrained(head, target=target)
-    else:
-        loaded = type(target).from_pretrained(head)
+    is_head = head.name == "eagle3"
+    loaded = EagleDrafter.from_pretrained(head, target=target) if is_head else type(target).from_pretrained(head)
     assistant = DynSpecAssistant.from_pretrained(router, target=target, drafter=loaded)
-    inputs = prompt(8)
-    plain = target.generate(inputs, max_new_tokens=30, do_sample=False)
-    assert torch.equal(target.generate(inputs, max_new_tokens=30, do_sample=False, assistant_model=assistant), plain)
+    assert_same(target, assistant, prompt(8), max_new_tokens=30)
     assert assistant.stats.active_vocabulary < VOCABULARY / 2
     assistant.unbind()
+
+
+def done(*given: object) -> str:
+    """The output of a command that ends well."""
+    result = invoke(*given)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.mark.parametrize("drafter", ["drafter", "eagle3"])
 def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_path):
     out = tmp_path / "router"
-    result = invoke(*words(folder, out, drafter=drafter))
-    assert result.exit_code == 0, result.output
-    assert "1,200 draft steps take about" in result.output and "a router over 12 clusters" in result.output
-    assert "the data gives" not in result.output
-    assert re.search(r"cluster recall [\d.]+%, target's mass [\d.]+% on \d+ tokens", " ".join(result.output.split()))
+    output = done(*words(folder, out, drafter=drafter))
+    assert "1,200 draft steps take about" in output and "a router over 12 clusters" in output
+    assert "the data gives" not in output
+    assert re.search(r"cluster recall [\d.]+%, target's mass [\d.]+% on \d+ tokens", " ".join(output.split()))
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     metrics = read_artifact(out)[0].provenance["metrics"]
     assert 0 < metrics["size"] <= 0.4 * VOCABULARY and 0 < metrics["cluster_recall"] <= 1
@@ -597,10 +589,8 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     again = invoke(*words(folder, out, drafter=drafter))
     assert again.exit_code != 0 and "already holds an artifact" in str(again.exception)
     # Both methods are compared, at the steps of either.
-    coral = words(folder, tmp_path / "coral", "--compare", out, drafter=drafter, method="coral")
-    result = invoke(*coral)
-    assert result.exit_code == 0, result.output
-    assert "a router over 12 groups, 4 chosen at most" in result.output and "--policy coral:router=" in result.output
+    output = done(*words(folder, tmp_path / "coral", "--compare", out, drafter=drafter, method="coral"))
+    assert "a router over 12 groups, 4 chosen at most" in output and "--policy coral:router=" in output
     config, tensors = read_artifact(tmp_path / "coral")
     assert config.policy.name == "coral" and config.policy.settings == {"top_groups": 4, "packed": True}
     assert set(tensors) == {"clusters", "output_weight", "output_bias"}
@@ -608,8 +598,7 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
     assert len(sizes) == 12 and sizes.max() - sizes.min() <= 1
     metrics = config.provenance["metrics"]
     assert metrics["size"] <= 0.4 * VOCABULARY and [one["router"] for one in metrics["compared"]] == ["router"]
-    result = invoke(*words(folder, tmp_path / "back", "--compare", tmp_path / "coral", drafter=drafter))
-    assert result.exit_code == 0, result.output
+    done(*words(folder, tmp_path / "back", "--compare", tmp_path / "coral", drafter=drafter))
     assert read_artifact(tmp_path / "back")[0].provenance["metrics"]["compared"][-1]["router"] == "coral"
     require_drafting(tmp_path / "coral", folder / drafter, target)
 
@@ -618,15 +607,11 @@ def test_the_command_makes_an_artifact_that_drafts(folder, target, drafter, tmp_
 @pytest.mark.parametrize("mode", [["dynaspec"], ["dynaspec", "--rounds"], ["coral"]], ids=" ".join)
 def test_several_processes_train_the_same_router(folder, tmp_path, mode):
     method, *more = mode
-    alone = invoke(*words(folder, tmp_path / "one", *more, method=method))
-    assert alone.exit_code == 0, alone.output
+    done(*words(folder, tmp_path / "one", *more, method=method))
     launch_command(tmp_path, *words(folder, tmp_path / "two", *more, method=method))
-    _, one = read_artifact(tmp_path / "one")
-    _, two = read_artifact(tmp_path / "two")
-    assert set(one) == set(two)
-    for name in one:
-        # Gradients are summed in another order, and AdamW's first steps are as long for small ones as for large.
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-3)
+    (_, one), (_, two) = (read_artifact(tmp_path / name) for name in ("one", "two"))
+    # Gradients are summed in another order, and AdamW's first steps are as long for small ones as for large.
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
 
 
 REFUSED = [
@@ -656,15 +641,13 @@ def test_bad_input_is_refused_before_anything_is_recorded(folder, tmp_path, meth
 
 
 def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(folder, tmp_path):
-    kept = invoke(*words(folder, tmp_path / "coral", "--keep-steps", method="coral"))
-    assert kept.exit_code == 0, kept.output
-    shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "again" / "partial")
+    done(*words(folder, tmp_path / "coral", "--keep-steps", method="coral"))
+    for name in ("again", "other"):
+        shutil.copytree(tmp_path / "coral" / "partial", tmp_path / name / "partial")
     (tmp_path / "again" / "partial" / "training.pt").unlink()
-    again = invoke(*words(folder, tmp_path / "again", "--keep-steps", method="coral"))
-    assert again.exit_code == 0, again.output
+    done(*words(folder, tmp_path / "again", "--keep-steps", method="coral"))
     (_, one), (_, two) = (read_artifact(tmp_path / name) for name in ("coral", "again"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    shutil.copytree(tmp_path / "coral" / "partial", tmp_path / "other" / "partial")
     other = invoke(*words(folder, tmp_path / "other"))
     assert other.exit_code != 0 and "holds unfinished work of another job" in str(other.exception)
 
@@ -672,19 +655,16 @@ def test_coral_goes_on_where_it_was_stopped_and_not_in_a_folder_of_dynaspec(fold
 def test_stored_clusters_are_used_and_corals_must_be_of_equal_size(folder, tmp_path):
     equal, free = tmp_path / "equal", tmp_path / "free"
     for out, more in ((equal, ["--balanced"]), (free, [])):
-        built = invoke("build", "clusters", "--target", folder / "target", "--num-clusters", 9, "--out", out, *more)
-        assert built.exit_code == 0, built.output
+        done("build", "clusters", "--target", folder / "target", "--num-clusters", 9, "--out", out, *more)
     refused = invoke(*words(folder, tmp_path / "coral", "--clusters", free, method="coral"))
     assert refused.exit_code != 0 and "--balanced" in str(refused.exception)
-    result = invoke(*words(folder, tmp_path / "coral", "--clusters", equal, method="coral"))
-    assert result.exit_code == 0, result.output
+    done(*words(folder, tmp_path / "coral", "--clusters", equal, method="coral"))
     clusters = CoralShortlist(tmp_path / "coral").router.clusters
     assert torch.equal(clusters.long(), RouterShortlist(equal).router.clusters.long())
-    result = invoke(*words(folder, tmp_path / "router", "--clusters", free, "--steps", 900_000))
-    assert result.exit_code == 0, result.output
+    output = done(*words(folder, tmp_path / "router", "--clusters", free, "--steps", 900_000))
     recorded = read_artifact(tmp_path / "router")[0].provenance["draft_steps"]
-    assert f"the data gives {recorded:,} draft steps to train on, and not 900,000" in result.output
-    assert "a router over 9 clusters" in result.output
+    assert f"the data gives {recorded:,} draft steps to train on, and not 900,000" in output
+    assert "a router over 9 clusters" in output
 
 
 @pytest.mark.process

@@ -4,11 +4,14 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import accelerate
 import peft
 import pytest
 import torch
+from calls import assert_same, generate
 from eagle_heads import LAYOUTS, random_head
 from models import POLICY_CASES, perturbed, prompt, random_router, tiny
 from transformers import PreTrainedModel
@@ -16,8 +19,10 @@ from transformers import PreTrainedModel
 from hf_dynspec import DynSpecAssistant, EagleDrafter, RouterShortlist, TreeConfig, UnsupportedError
 from hf_dynspec.drafters import CausalLMDrafter, traced_step
 from hf_dynspec.drafters.weights_watch import WeightsWatch
+from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.kernels import cpu
 
+TREE = TreeConfig(20, 2, 5)
 POLICIES = ("full", "hybrid", "router", "in_context", "frequency")
 
 
@@ -53,18 +58,14 @@ def scores_of(assistant: DynSpecAssistant) -> torch.Tensor:
     return assistant.draft_round(prompt(20, seed=3)).scores
 
 
-def inject(model):
-    peft.inject_adapter_in_model(lora(), model, "one")
+def inject(model, **settings):
+    peft.inject_adapter_in_model(lora(**settings), model, "one")
 
 
-def inject_into_head(model):
-    peft.inject_adapter_in_model(lora(target_modules=["lm_head"]), model, "one")
-
-
+@torch.no_grad()
 def in_place(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
+    for parameter in model.parameters():
+        parameter.mul_(1.3)
 
 
 def through_data(model):
@@ -72,50 +73,38 @@ def through_data(model):
         parameter.data.mul_(0.7)
 
 
+@torch.no_grad()
 def head_in_place(model):
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(0.5).add_(torch.randn(301, 32) * 0.1)
+    model.get_output_embeddings().weight.mul_(0.5).add_(torch.randn(301, 32) * 0.1)
 
 
+@torch.no_grad()
 def one_row_of_the_head(model):
-    with torch.no_grad():
-        model.get_output_embeddings().weight[7] = 3.0
+    model.get_output_embeddings().weight[7] = 3.0
 
 
-def loaded(model):
-    model.load_state_dict(perturbed(model, 0.5, seed=5).state_dict())
-
-
-def assigned(model):
-    model.load_state_dict(perturbed(model, 0.5, seed=5).state_dict(), assign=True)
+def loaded(model, assign: bool = False):
+    model.load_state_dict(perturbed(model, 0.5, seed=5).state_dict(), assign=assign)
 
 
 def replaced_layer(model):
     model.model.layers[0] = perturbed(model, 0.5, seed=6).model.layers[0]
 
 
-def replaced_head(model):
-    model.set_output_embeddings(perturbed(model, 0.5, seed=6).get_output_embeddings())
-
-
-def hooked(model):
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
-
-
 CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
     "adapters injected": inject,
-    "an adapter in the head": inject_into_head,
+    "an adapter in the head": lambda model: inject(model, target_modules=["lm_head"]),
     "in place": in_place,
     "through .data": through_data,
     "the head in place": head_in_place,
     "one row of the head": one_row_of_the_head,
     "a state loaded": loaded,
-    "a state assigned": assigned,
+    "a state assigned": lambda model: loaded(model, assign=True),
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "a layer replaced": replaced_layer,
-    "the head replaced": replaced_head,
-    "a hook": hooked,
+    "the head replaced": lambda model: model.set_output_embeddings(perturbed(model, 0.5, seed=6).lm_head),
+    "a hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5),
 }
 
 
@@ -123,13 +112,13 @@ CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_drafter_that_changes_between_calls(name, policy, target, drafter):
     make = POLICY_CASES[policy]
-    assistant = DynSpecAssistant(drafter, make(), target=target, tree=TreeConfig(20, 2, 5))
+    assistant = DynSpecAssistant(drafter, make(), target=target, tree=TREE)
     expected = greedy(target)
     greedy(target, assistant)
     before = scores_of(assistant)
     CHANGES[name](drafter)
     after = scores_of(assistant)
-    fresh = DynSpecAssistant(copy.deepcopy(drafter), make(), target=target, tree=TreeConfig(20, 2, 5))
+    fresh = DynSpecAssistant(copy.deepcopy(drafter), make(), target=target, tree=TREE)
     torch.testing.assert_close(after, scores_of(fresh))
     # One row may be on no shortlist of the text.
     assert name == "one row of the head" or after.shape != before.shape or not torch.allclose(after, before)
@@ -142,47 +131,37 @@ def test_adapters_that_are_switched_disabled_and_merged(target, drafter):
     """Each state drafts as a new assistant on a copy in that state does."""
     model = peft.get_peft_model(drafter, lora(1, target_modules=["q_proj", "v_proj", "lm_head"]), adapter_name="one")
     model.add_adapter("two", lora(2))
-    assistant = DynSpecAssistant(model, POLICY_CASES["hybrid"](), target=target, tree=TreeConfig(20, 2, 5))
-    seen = []
+    assistant = DynSpecAssistant(model, POLICY_CASES["hybrid"](), target=target, tree=TREE)
 
-    def look() -> None:
-        twin = DynSpecAssistant(
-            copy.deepcopy(model), POLICY_CASES["hybrid"](), target=target, tree=TreeConfig(20, 2, 5)
-        )
-        seen.append(scores_of(assistant))
-        torch.testing.assert_close(seen[-1], scores_of(twin))
+    def look(change: Callable[[], Any]) -> torch.Tensor:
+        change()
+        twin = DynSpecAssistant(copy.deepcopy(model), POLICY_CASES["hybrid"](), target=target, tree=TREE)
+        scores = scores_of(assistant)
+        torch.testing.assert_close(scores, scores_of(twin))
         assert torch.equal(greedy(target, assistant), greedy(target))
+        return scores
 
-    look()
-    model.set_adapter("two")
-    look()
+    def scale() -> None:
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("one", 0.25)
+
+    one, two = look(lambda: None), look(lambda: model.set_adapter("two"))
     with model.disable_adapter():
-        look()
-    model.set_adapter("one")
-    look()
-    model.base_model.merge_adapter()
-    look()
-    model.base_model.unmerge_adapter()
-    look()
-    for module in model.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("one", 0.25)
-    look()
-    one, two, none, again, merged, unmerged, scaled = seen
+        none = look(lambda: None)
+    again = look(lambda: model.set_adapter("one"))
+    merged, unmerged = look(model.base_model.merge_adapter), look(model.base_model.unmerge_adapter)
     torch.testing.assert_close(one, again)
-    torch.testing.assert_close(one, merged, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(one, unmerged, rtol=1e-3, atol=1e-3)
-    others = (two, none, scaled)
-    assert all(one.shape != other.shape or not torch.allclose(one, other, atol=1e-2) for other in others)
+    for same in (merged, unmerged):
+        torch.testing.assert_close(one, same, rtol=1e-3, atol=1e-3)
+    for other in (two, none, look(scale)):
+        assert one.shape != other.shape or not torch.allclose(one, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["in place", "the head in place", "adapters injected", "a state assigned"])
 def test_a_drafter_that_changes_in_the_middle_of_a_call(name, target, drafter, monkeypatch):
     """The round after the change drafts with what is there, from the first token on: its cache is computed anew."""
-    from hf_dynspec.drafting.session import DraftSession
-
-    drafts = []
-    draft = DraftSession.draft_chain
+    drafts, draft = [], DraftSession.draft_chain
 
     def changing(self, prefix, *args, **kwargs):
         if len(drafts) == 2:
@@ -202,29 +181,23 @@ def test_a_drafter_that_changes_in_the_middle_of_a_call(name, target, drafter, m
 
 
 def test_a_conversation_goes_on_with_what_is_there(target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target)
-    conversation = assistant.conversation()
+    conversation = DynSpecAssistant(drafter, "full", target=target).conversation()
     text = greedy(target, conversation)
     in_place(drafter)
     more = torch.cat([text, prompt(4, seed=8)], dim=1)
-    arguments = {"max_new_tokens": 10, "do_sample": False}
-    assert torch.equal(
-        target.generate(more, assistant_model=conversation, **arguments), target.generate(more, **arguments)
-    )
+    assert_same(target, conversation, more, max_new_tokens=10)
     fresh = DynSpecAssistant(copy.deepcopy(drafter), "full", target=target)
-    target.generate(more, assistant_model=fresh, **arguments)
+    generate(target, fresh, more, max_new_tokens=10)
     assert conversation.stats.accepted == fresh.stats.accepted
 
 
 def test_a_router_follows_the_rows_that_it_holds_in_blocks(target, drafter):
-    policy = RouterShortlist(
-        random_router(), max_clusters=12, schedule="fixed"
-    )  # all of them, so that nothing is left out
-    assistant = DynSpecAssistant(drafter, policy, target=target, tree=TreeConfig(20, 2, 5))
-    full = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(20, 2, 5))
+    """All of them, so that nothing is left out."""
+    policies = (RouterShortlist(random_router(), max_clusters=12, schedule="fixed"), "full")
+    assistants = [DynSpecAssistant(drafter, policy, target=target, tree=TREE) for policy in policies]
     for change in (head_in_place, one_row_of_the_head, through_data):
         change(drafter)
-        torch.testing.assert_close(scores_of(assistant), scores_of(full))
+        torch.testing.assert_close(*map(scores_of, assistants))
 
 
 # EAGLE heads ---------------------------------------------------------------------------------------------------------
@@ -237,7 +210,7 @@ def test_an_eagle_head_whose_weights_change(what, layout, tmp_path):
     random_head(layout).write(tmp_path)
     eagle = EagleDrafter.from_pretrained(tmp_path, target=target)
     checkpoint = eagle.checkpoint
-    tree = TreeConfig(20, 2, 5)
+    tree = TREE
     assistant = DynSpecAssistant(eagle, POLICY_CASES["hybrid"](), target=target, tree=tree)
     greedy(target, assistant)
     before = scores_of(assistant)
@@ -265,7 +238,7 @@ def test_an_eagle_head_follows_the_targets_dtype(dtype, layout, tmp_path):
     target = tiny(num_hidden_layers=4)
     random_head(layout).write(tmp_path)
     eagle = EagleDrafter.from_pretrained(tmp_path, target=target)
-    for tree in (False, TreeConfig(20, 2, 5)):
+    for tree in (False, TREE):
         assistant = DynSpecAssistant(eagle, POLICY_CASES["hybrid"](), target=target.float(), tree=tree)
         conversation = assistant.conversation()
         for one in (assistant, conversation):
@@ -346,26 +319,20 @@ def test_what_a_target_makes_of_its_projection_changes_between_calls(change, fam
 def test_peft_models_in_either_role(tree, target, drafter):
     """The wrapper's own `generate` ends in the model's, which is the one that is bound."""
     model = peft.get_peft_model(target, lora(3)).eval()
-    adapted = peft.get_peft_model(drafter, lora(4, r=2)).eval()
-    assistant = DynSpecAssistant(adapted, target=model, tree=tree)
-    expected = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False)
-    output = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
-    assert torch.equal(output, expected) and assistant.stats.rounds > 0
-    with model.disable_adapter():
-        expected = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False)
-        output = model.generate(input_ids=prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
-    assert torch.equal(output, expected)
+    assistant = DynSpecAssistant(peft.get_peft_model(drafter, lora(4, r=2)).eval(), target=model, tree=tree)
+    arguments = {"input_ids": prompt(), "max_new_tokens": 20, "do_sample": False}
+    for adapted in (nullcontext(), model.disable_adapter()):
+        with adapted:
+            assert torch.equal(model.generate(**arguments, assistant_model=assistant), model.generate(**arguments))
+        assert assistant.stats.rounds > 0
     assert assistant.target is model.get_base_model()
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_compiled_wrappers_in_either_role(tree, target, drafter):
-    compiled = torch.compile(target, backend="eager")
-    assistant = DynSpecAssistant(torch.compile(drafter, backend="eager"), target=compiled, tree=tree)
-    arguments = {"max_new_tokens": 20, "do_sample": False}
-    assert torch.equal(
-        compiled.generate(prompt(), assistant_model=assistant, **arguments), compiled.generate(prompt(), **arguments)
-    )
+    compiled, other = (torch.compile(model, backend="eager") for model in (target, drafter))
+    assistant = DynSpecAssistant(other, target=compiled, tree=tree)
+    assert_same(compiled, assistant)
     assert assistant.stats.accepted > 0
 
 
@@ -454,13 +421,17 @@ def test_a_vocabulary_may_be_smaller_than_what_is_compared(target):
     assert CausalLMDrafter(tiny(vocabulary=14)).step is not None
 
 
-def test_adapters_are_not_traced_and_steps_are_traced_again_without_them(target, drafter):
+@pytest.mark.parametrize("kind", ["adapters", "hook"])
+def test_steps_are_traced_again_when_adapters_or_a_hook_are_gone(kind, target, drafter):
     assistant = DynSpecAssistant(drafter, "full", target=target)
     assert assistant.drafter.step is not None
-    model = peft.get_peft_model(drafter, lora())
+    if kind == "adapters":
+        take_away = peft.get_peft_model(drafter, lora()).merge_and_unload
+    else:
+        take_away = drafter.model.layers[0].register_forward_hook(lambda *args: None).remove
     scores_of(assistant)
     assert assistant.drafter.step is None
-    model.merge_and_unload()
+    take_away()
     scores_of(assistant)
     assert assistant.drafter.step is not None
 
@@ -475,16 +446,6 @@ def test_traces_hold_no_weights(target):
     del assistant, drafter
     gc.collect()
     assert not any(one() is not None for one in weights)
-
-
-def test_steps_are_traced_again_when_a_hook_is_gone(target, drafter):
-    assistant = DynSpecAssistant(drafter, "full", target=target)
-    hook = drafter.model.layers[0].register_forward_hook(lambda *args: None)
-    greedy(target, assistant)
-    assert assistant.drafter.step is None
-    hook.remove()
-    greedy(target, assistant)
-    assert assistant.drafter.step is not None
 
 
 def test_a_change_that_could_not_be_taken_up_is_not_forgotten(target):

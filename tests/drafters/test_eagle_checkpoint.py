@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import invoke
 from eagle_heads import LAYOUTS, Head, random_head
 from models import tiny
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from hf_dynspec.commands import app, main
+from hf_dynspec.commands import main
 from hf_dynspec.drafters.eagle import checkpoint as eagle_checkpoint
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
 from hf_dynspec.drafters.eagle.conversion import convert_checkpoint, read_output_rows
@@ -134,36 +134,28 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, capsys):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(ArtifactError, match=r"config\.json"):
-        read_checkpoint(tmp_path)
+    def refuse(problem: str, folder: Path = tmp_path, **options) -> None:
+        with pytest.raises(ArtifactError, match=problem):
+            read_checkpoint(folder, **options)
+
+    refuse(r"config\.json")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
-        read_checkpoint(tmp_path)
-    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
-        read_checkpoint(tmp_path, allow_pickle=True)
-    with pytest.raises(ArtifactError, match="no folder"):
-        read_checkpoint(tmp_path / "nowhere")
+    refuse(r"model\.safetensors")
+    refuse(r"model\.safetensors", allow_pickle=True)
+    refuse("no folder", tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
-    with pytest.raises(ArtifactError, match="cannot be read"):
-        read_checkpoint(tmp_path)
+    refuse("cannot be read")
 
 
 def test_a_repository_is_read_at_one_commit(monkeypatch, tmp_path):
     folder = trimmed("eagle3").write(tmp_path)
-    asked = {}
-
-    def download(repo_id, **options):
-        asked.update(options, repo_id=repo_id)
-        return str(folder)
-
-    monkeypatch.setattr("hf_dynspec.artifacts.hub.snapshot_download", download)
-    read_checkpoint("some/head", revision="v1", token="secret", cache_dir="there")
-    assert (asked["repo_id"], asked["revision"], asked["token"], asked["cache_dir"]) == (
-        "some/head",
-        "v1",
-        "secret",
-        "there",
+    asked, given = {}, {"revision": "v1", "token": "secret", "cache_dir": "there"}
+    monkeypatch.setattr(
+        "hf_dynspec.artifacts.hub.snapshot_download",
+        lambda repo_id, **options: asked.update(options, repo_id=repo_id) or str(folder),
     )
+    read_checkpoint("some/head", **given)
+    assert {"repo_id": "some/head", **given}.items() <= asked.items()
     assert "pytorch_model.bin" not in asked["allow_patterns"]
     read_checkpoint("some/head", allow_pickle=True)
     assert "pytorch_model.bin" in asked["allow_patterns"]
@@ -225,21 +217,23 @@ def test_weights_are_finite(value):
         checkpoint_of(head)
 
 
-def test_draft_tokens_are_tokens():
-    def broken(name: str, index: int, value: int) -> Head:
-        head = trimmed("eagle3")
-        head.tensors[name][index] = value
-        return head
+FIRST = int(trimmed("eagle3").tensors["d2t"][0])
 
-    with pytest.raises(ArtifactError, match="the id 301"):
-        checkpoint_of(broken("d2t", 99, 301 - 99))
-    with pytest.raises(ArtifactError, match="the id -1"):
-        checkpoint_of(broken("d2t", 0, -1))
-    first = int(trimmed("eagle3").tensors["d2t"][0])
-    with pytest.raises(ArtifactError, match=f"the id {first} more than once"):
-        checkpoint_of(broken("d2t", 1, first - 1))
-    with pytest.raises(ArtifactError, match=f"opposite of d2t of the id {first}"):
-        checkpoint_of(broken("t2d", first, 0))
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "problem"),
+    [
+        ("d2t", 99, 301 - 99, "the id 301"),
+        ("d2t", 0, -1, "the id -1"),
+        ("d2t", 1, FIRST - 1, f"the id {FIRST} more than once"),
+        ("t2d", FIRST, 0, f"opposite of d2t of the id {FIRST}"),
+    ],
+)
+def test_draft_tokens_are_tokens(name, index, value, problem):
+    head = trimmed("eagle3")
+    head.tensors[name][index] = value
+    with pytest.raises(ArtifactError, match=problem):
+        checkpoint_of(head)
 
 
 WRONG = [
@@ -280,31 +274,18 @@ def test_settings_are_checked(layout, changes, field):
     assert error.value.field == f"config.json: {field}"
 
 
-def test_a_layer_of_another_family_is_refused():
-    head = random_head("speculators", model_type="gemma3_text")
-    with pytest.raises(ArtifactError, match="gemma3_text"):
-        checkpoint_of(head)
-
-
-def test_a_head_tied_to_its_own_embedding_is_refused():
-    head = random_head("eagle3", own_embedding=True, tie_word_embeddings=True)
-    with pytest.raises(ArtifactError, match="tie_word_embeddings"):
-        checkpoint_of(head)
-    checkpoint_of(random_head("eagle3", tie_word_embeddings=True))
-
-
-def test_a_promised_embedding_must_be_there():
+def test_embeddings_are_where_they_are_said_to_be():
     head = random_head("speculators")
     head.config["has_own_embed_tokens"] = True
-    with pytest.raises(ArtifactError, match=r"missing embed_tokens\.weight"):
-        checkpoint_of(head)
+    for refused, problem in (
+        (head, r"missing embed_tokens\.weight"),
+        (random_head("eagle3", own_embedding=True, tie_word_embeddings=True), "tie_word_embeddings"),
+        (random_head("speculators", model_type="gemma3_text"), "gemma3_text"),
+    ):
+        with pytest.raises(ArtifactError, match=problem):
+            checkpoint_of(refused)
     checkpoint_of(Head(head.layout, head.config, random_head("speculators", own_embedding=True).tensors))
-
-
-def test_another_model_is_no_head(tmp_path):
-    tiny("llama").save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match="neither"):
-        read_checkpoint(tmp_path)
+    checkpoint_of(random_head("eagle3", tie_word_embeddings=True))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -339,16 +320,12 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(monkeypatch, tmp_path):
 def test_official_to_speculators_and_back(draft_vocabulary):
     head = random_head("eagle3", draft_vocabulary=draft_vocabulary, own_embedding=True)
     there = convert_checkpoint(checkpoint_of(head), "speculators", **VERIFIER)
-    assert there.format == "speculators"
-    assert there.config["norm_before_residual"] is False
-    assert there.config["speculators_config"]["verifier"] == {
-        "name_or_path": "some/target",
-        "architectures": ["LlamaForCausalLM"],
-    }
+    assert there.format == "speculators" and there.config["norm_before_residual"] is False
+    verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    assert there.config["speculators_config"]["verifier"] == verifier
     assert "layers.0.hidden_norm.weight" in there.named_tensors()
     back = convert_checkpoint(there, "official")
-    assert same(back.named_tensors(), head.tensors)
-    assert head.config.items() <= back.config.items()
+    assert same(back.named_tensors(), head.tensors) and head.config.items() <= back.config.items()
     assert back.settings == checkpoint_of(head).settings
 
 
@@ -361,29 +338,31 @@ def test_speculators_to_official_and_back():
     assert back.settings == checkpoint_of(head).settings
 
 
-def test_what_the_other_layout_cannot_say_is_refused():
-    for switch in ("norm_before_residual", "norm_before_fc"):
-        for to in ("official", "sglang"):
-            with pytest.raises(ArtifactError, match=switch):
-                convert_checkpoint(checkpoint_of(trimmed("speculators", **{switch: True})), to)
-    with pytest.raises(ArtifactError, match="qk_norm, attention_bias, output_bias"):
-        convert_checkpoint(
-            checkpoint_of(trimmed("speculators", model_type="qwen3", attention_biases=True)), "official"
-        )
-    layers = checkpoint_of(trimmed("speculators", eagle_aux_hidden_state_layer_ids=[1, 4, 5]))
-    with pytest.raises(ArtifactError, match="always reads"):
-        convert_checkpoint(layers, "official")
-    with pytest.raises(ArtifactError, match="EAGLE-2"):
-        convert_checkpoint(checkpoint_of(random_head("eagle2")), "speculators", **VERIFIER)
-    with pytest.raises(ArtifactError, match="--verifier"):
-        convert_checkpoint(checkpoint_of(trimmed("eagle3")), "speculators")
-    with pytest.raises(ArtifactError, match="a part of"):
-        convert_checkpoint(checkpoint_of(trimmed("eagle3", attention_biases=True)), "speculators", **VERIFIER)
-    with pytest.raises(ArtifactError, match="qkv_bias"):
-        convert_checkpoint(checkpoint_of(random_head("eagle2", attention_biases=True)), "sglang")
-    embedding = checkpoint_of(trimmed("eagle3", eagle_aux_hidden_state_layer_ids=[0, 4, 5]))
-    with pytest.raises(ArtifactError, match="cannot read the embedding"):
-        convert_checkpoint(embedding, "sglang")
+@pytest.mark.parametrize(
+    ("layout", "changes", "to", "problem"),
+    [
+        ("speculators", {"norm_before_residual": True}, "official", "norm_before_residual"),
+        ("speculators", {"norm_before_residual": True}, "sglang", "norm_before_residual"),
+        ("speculators", {"norm_before_fc": True}, "official", "norm_before_fc"),
+        ("speculators", {"norm_before_fc": True}, "sglang", "norm_before_fc"),
+        (
+            "speculators",
+            {"model_type": "qwen3", "attention_biases": True},
+            "official",
+            "qk_norm, attention_bias, output_bias",
+        ),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "official", "always reads"),
+        ("eagle2", {}, "speculators", "EAGLE-2"),
+        ("eagle3", {"attention_biases": True}, "speculators", "a part of"),
+        ("eagle2", {"attention_biases": True}, "sglang", "qkv_bias"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, "sglang", "cannot read the embedding"),
+        ("eagle3", None, "speculators", "--verifier"),
+    ],
+)
+def test_what_the_other_layout_cannot_say_is_refused(layout, changes, to, problem):
+    verifier = VERIFIER if to == "speculators" and changes is not None else {}
+    with pytest.raises(ArtifactError, match=problem):
+        convert_checkpoint(checkpoint_of(trimmed(layout, **(changes or {}))), to, **verifier)
 
 
 def test_eagle2_for_sglang_gets_a_zero_bias():
@@ -424,17 +403,19 @@ def test_a_shared_head_takes_the_verifiers_rows(tied, tmp_path):
     assert torch.equal(converted.tensors["lm_head.weight"], rows)
 
 
-def test_a_target_without_a_head_is_refused(tmp_path):
-    random_head("eagle2").write(tmp_path)
+def test_another_model_is_no_head_and_a_head_no_target(tmp_path):
+    tiny("llama").save_pretrained(tmp_path / "target")
+    with pytest.raises(ArtifactError, match="neither"):
+        read_checkpoint(tmp_path / "target")
     with pytest.raises(ArtifactError, match=r"no lm_head\.weight"):
-        read_output_rows(tmp_path)
+        read_output_rows(random_head("eagle2").write(tmp_path / "head"))
 
 
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def convert(*words: str | Path):
-    return CliRunner().invoke(app, ["convert", "eagle", *map(str, words)])
+def convert(*words: object):
+    return invoke("convert", "eagle", *words)
 
 
 def test_the_command_converts_there_and_back(tmp_path):

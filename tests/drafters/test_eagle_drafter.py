@@ -57,8 +57,7 @@ class Rounds:
         return torch.randint(0, VOCABULARY, (count,), generator=self.random)
 
     def some_features(self, count: int) -> torch.Tensor:
-        dtype = self.drafter.head.weight.dtype
-        return torch.randn(count, self.width, generator=self.random, dtype=dtype)
+        return torch.randn(count, self.width, generator=self.random, dtype=self.drafter.head.weight.dtype)
 
     def number(self, below: int) -> int:
         return int(torch.randint(0, below, (1,), generator=self.random))
@@ -67,15 +66,15 @@ class Rounds:
         self.text = torch.cat([self.text, torch.tensor(tokens, dtype=torch.int64)])
         self.features = torch.cat([self.features, self.some_features(len(tokens))])
 
-    def expected(self, path: list[int]) -> torch.Tensor:
-        return self.slow.after(self.text, self.features[self.start : -1], path)
+    def compare(self, hidden: torch.Tensor, path: list[int]) -> None:
+        expected = self.slow.after(self.text, self.features[self.start : -1], path)
+        torch.testing.assert_close(hidden, expected, **self.tolerance)
 
     def advance(self) -> None:
         """With the features of the new tokens, or of some more."""
         missing = max(0, self.state.length - 1)
         first = max(self.start, missing - self.number(3))
-        hidden = self.state.advance(self.text, self.features[first:-1])
-        torch.testing.assert_close(hidden[0], self.expected([]), **self.tolerance)
+        self.compare(self.state.advance(self.text, self.features[first:-1])[0], [])
         assert self.state.length == self.text.shape[0]
 
     def chain(self, depth: int) -> list[list[int]]:
@@ -83,8 +82,7 @@ class Rounds:
         for _ in range(depth):
             token = self.tokens(1)
             path = [*path, int(token)]
-            hidden = self.state.draft(token)
-            torch.testing.assert_close(hidden[0], self.expected(path), **self.tolerance)
+            self.compare(self.state.draft(token)[0], path)
         return [path]
 
     def tree(self, depth: int, width: int) -> list[list[int]]:
@@ -96,7 +94,7 @@ class Rounds:
             hidden = self.state.draft(tokens, parents if level else torch.full_like(parents, 99))
             paths = [[*paths[parents[i]], int(tokens[i])] for i in range(width)]
             for row, path in zip(hidden, paths, strict=True):
-                torch.testing.assert_close(row, self.expected(path), **self.tolerance)
+                self.compare(row, path)
         return paths
 
     def verify(self, paths: list[list[int]]) -> None:
@@ -107,25 +105,27 @@ class Rounds:
             self.state.truncate(min(self.state.length, self.text.shape[0] + len(accepted)))
         self.extend([*accepted, self.number(VOCABULARY)])
 
+    def run(self, depth: int = 3) -> "Rounds":
+        """Ten rounds of trees and chains in turn."""
+        before = len(self.text)
+        for number in range(10):
+            self.advance()
+            self.verify(self.chain(depth) if number % 2 else self.tree(depth, depth))
+        assert len(self.text) > before + 8
+        return self
+
 
 # The flow of features ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_chains_and_trees_agree_with_the_reference(name, target):
-    rounds = Rounds(*pair(random_head(**HEADS[name]), target))
-    for number in range(10):
-        rounds.advance()
-        rounds.verify(rounds.chain(3) if number % 2 else rounds.tree(3, 3))
-    assert rounds.text.shape[0] > 20
+    Rounds(*pair(random_head(**HEADS[name]), target)).run()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp32_agrees_to_its_own_rounding(layout):
-    rounds = Rounds(*pair(random_head(layout), tiny("llama", num_hidden_layers=LAYERS)))
-    for number in range(10):
-        rounds.advance()
-        rounds.verify(rounds.chain(3) if number % 2 else rounds.tree(3, 3))
+    Rounds(*pair(random_head(layout), tiny("llama", num_hidden_layers=LAYERS))).run()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -137,25 +137,19 @@ def test_every_rotary_embedding_agrees(rope, layout, target):
     rounds = Rounds(*pair(head, target), length=28)
     if rope == "dynamic":  # transformers computes the base of its frequencies in fp32, from a tensor
         rounds.tolerance = {"rtol": 1e-6, "atol": 1e-6}
-    for number in range(10):
-        rounds.advance()
-        rounds.verify(rounds.chain(2) if number % 2 else rounds.tree(2, 2))
-    assert rounds.text.shape[0] > 36
+    assert rounds.run(depth=2).text.shape[0] > 36
 
 
-def test_a_rotary_embedding_matters(target):
-    """The negative of the test above: without its settings the outputs are others."""
-    head, other = random_head("eagle2"), random_head("eagle2")
-    other.layer.update(ROPES["linear"])
-    rounds = Rounds(drafter_of(head, target), SlowHead(other, target.get_input_embeddings().weight))
-    with pytest.raises(AssertionError, match="close"):
-        rounds.advance()
-
-
-@pytest.mark.parametrize("switch", ["norm_before_residual", "norm_before_fc"])
-def test_a_switch_matters(switch, target):
-    head, other = random_head("speculators", **{switch: True}), random_head("speculators", **{switch: True})
-    other.config[switch] = False
+@pytest.mark.parametrize("what", ["rotary embedding", "norm_before_residual", "norm_before_fc"])
+def test_a_setting_matters(what, target):
+    """The negative of the tests above: without it the outputs are others."""
+    is_rope = what == "rotary embedding"
+    given = {"layout": "eagle2"} if is_rope else {"layout": "speculators", what: True}
+    head, other = random_head(**given), random_head(**given)
+    if is_rope:
+        other.layer.update(ROPES["linear"])
+    else:
+        other.config[what] = False
     rounds = Rounds(drafter_of(head, target), SlowHead(other, target.get_input_embeddings().weight))
     with pytest.raises(AssertionError, match="close"):
         rounds.advance()
@@ -257,19 +251,18 @@ def test_two_states_do_not_disturb_each_other(target):
 def test_what_cannot_be_done_is_refused(target):
     state = drafter_of(random_head("eagle2"), target).start()
     text, features = torch.arange(5), torch.zeros(4, 32)
-    with pytest.raises(ValueError, match="none were given"):
-        state.advance(text)
-    with pytest.raises(ValueError, match="none were given"):
-        state.advance(text[:1], features[:0])
-    with pytest.raises(ValueError, match="4 features"):
-        state.advance(text[:4], features)
-    with pytest.raises(ValueError, match="follows advance"):
-        state.draft(text[:1])
+
+    def refuse(problem, act, *arguments) -> None:
+        with pytest.raises(ValueError, match=problem):
+            act(*arguments)
+
+    refuse("none were given", state.advance, text)
+    refuse("none were given", state.advance, text[:1], features[:0])
+    refuse("4 features", state.advance, text[:4], features)
+    refuse("follows advance", state.draft, text[:1])
     state.advance(text, features)
-    with pytest.raises(ValueError, match="parents"):
-        state.draft(text[:2])
-    with pytest.raises(ValueError, match="covers 5 tokens"):
-        state.advance(text, features)
+    refuse("parents", state.draft, text[:2])
+    refuse("covers 5 tokens", state.advance, text, features)
 
 
 # Targets -------------------------------------------------------------------------------------------------------------
@@ -315,23 +308,21 @@ def test_the_last_feature_comes_after_the_final_norm(target):
     torch.testing.assert_close(features, expected)
 
 
-def test_a_target_of_another_size_is_refused(target):
-    for changes, field in (({"hidden_size": 16}, "hidden_size"), ({"vocabulary": 300}, "vocab_size")):
-        for layout in LAYOUTS:
-            with pytest.raises(ArtifactError, match=field):
-                drafter_of(random_head(layout, **changes), target)
-    with pytest.raises(ArtifactError, match=r"hidden_size.*64"):
-        drafter_of(random_head("eagle3", target_hidden_size=64), target)
-    with pytest.raises(UnsupportedError, match="hidden states"):
-        drafter_of(random_head("eagle3"), tiny("llama", num_hidden_layers=2))
-    with pytest.raises(UnsupportedError, match=r"\(1, 7, 3\)"):
-        drafter_of(random_head("eagle3", eagle_aux_hidden_state_layer_ids=[1, 7, 3]), target)
-
-
-def test_encoder_decoders_are_refused():
+def test_a_target_that_does_not_fit_is_refused(target):
     config = T5Config(d_model=32, num_layers=1, num_heads=2, d_ff=8, d_kv=4, vocab_size=VOCABULARY)
-    with pytest.raises(UnsupportedError, match="decoder-only"):
-        drafter_of(random_head("eagle2"), T5ForConditionalGeneration(config))
+    bogus, linear = {"type": "bogus", "factor": 2.0}, {"type": "linear"}
+    for made, of, error, problem in (
+        *((random_head(layout, hidden_size=16), target, ArtifactError, "hidden_size") for layout in LAYOUTS),
+        *((random_head(layout, vocabulary=300), target, ArtifactError, "vocab_size") for layout in LAYOUTS),
+        (random_head("eagle3", target_hidden_size=64), target, ArtifactError, r"hidden_size.*64"),
+        (random_head("eagle3"), tiny("llama", num_hidden_layers=2), UnsupportedError, "hidden states"),
+        (random_head("eagle3", eagle_aux_hidden_state_layer_ids=[1, 7, 3]), target, UnsupportedError, r"\(1, 7, 3\)"),
+        (random_head("eagle2"), T5ForConditionalGeneration(config), UnsupportedError, "decoder-only"),
+        (random_head("eagle3", rope_scaling=bogus), target, ArtifactError, "rope_parameters"),
+        (random_head("eagle3", rope_scaling=linear), target, ArtifactError, "rope_parameters"),
+    ):
+        with pytest.raises(error, match=problem):
+            drafter_of(made, of)
 
 
 def test_a_head_of_another_width_needs_all_of_its_own(target):
@@ -341,14 +332,6 @@ def test_a_head_of_another_width_needs_all_of_its_own(target):
     rounds = Rounds(*pair(random_head("eagle3", own_embedding=True, **changes), target))
     rounds.advance()
     rounds.tree(2, 2)
-
-
-@pytest.mark.parametrize(
-    "rope", [{"rope_scaling": {"type": "bogus", "factor": 2.0}}, {"rope_scaling": {"type": "linear"}}]
-)
-def test_an_unknown_rotary_embedding_is_refused(rope, target):
-    with pytest.raises(ArtifactError, match="rope_parameters"):
-        drafter_of(random_head("eagle3", **rope), target)
 
 
 # Vocabularies --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """EAGLE heads inside `generate`: exact output from chains and trees, and drafts that are made of the true features."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
+from calls import assert_two_threads_agree, padded
 from draft_trees import assert_same_tree, over_shortlist, paths_of, slow_tree
 from eagle_heads import (
     DRAFTABLE,
@@ -25,6 +23,7 @@ from hf_dynspec import ArtifactError, DynSpecAssistant, EagleDrafter, TreeConfig
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.artifacts.config import ModelReference
 from hf_dynspec.cache_names import CACHE, returned_cache
+from hf_dynspec.drafters.eagle.state import EagleState
 from hf_dynspec.drafting.session import DraftSession
 from hf_dynspec.generation.feedback import TargetFeedback
 
@@ -63,21 +62,6 @@ def assert_same(target, assistant, input_ids=None, **arguments) -> torch.Tensor:
     return actual
 
 
-@pytest.fixture
-def rounds(monkeypatch) -> list:
-    """The (prefix, longest useful path, candidates) of every tree that any session drafts."""
-    recorded = []
-    draft = DraftSession.draft_tree
-
-    def recording(self, prefix, config, most, draw=None):
-        candidates = draft(self, prefix, config, most, draw)
-        recorded.append((prefix.clone(), most, candidates))
-        return candidates
-
-    monkeypatch.setattr(DraftSession, "draft_tree", recording)
-    return recorded
-
-
 # Exact output --------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +86,19 @@ def test_a_head_that_knows_nothing_changes_nothing(layout, shape, target):
     assert assistant.stats.acceptance_rate < 0.1
 
 
+def compare_with_rounds_alone(assistant, rounds, shortest: int = 0) -> int:
+    """Assert that each whole tree of a call is drafted after its text alone too; count those after longer texts."""
+    compared = 0
+    for prefix, most, drafted in list(rounds):
+        if most > SHAPE.depth:
+            alone = assistant.draft_round(prefix.unsqueeze(0))
+            assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
+            compared += prefix.shape[0] > shortest
+        else:
+            assert int(drafted.depths.max()) < most
+    return compared
+
+
 @pytest.mark.parametrize(
     ("layout", "family"),
     [("eagle2", one) for one in ("qwen2", "mistral", "gemma2")]
@@ -110,22 +107,18 @@ def test_a_head_that_knows_nothing_changes_nothing(layout, shape, target):
 def test_every_family_of_targets(layout, family, rounds):
     """With windows shorter than the text."""
     target = soft(family)
-    drafter = drafter_of(agreeing_head(layout), target)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
+    assistant = DynSpecAssistant(drafter_of(agreeing_head(layout), target), "full", target=target, tree=SHAPE)
     assert_same(target, assistant, prompt(SLIDING_WINDOW + 4), eos_token_id=VOCABULARY - 1)
     # What the drafter was told in rounds is what it would be told at once.
-    for prefix, most, drafted in list(rounds):
-        if most > SHAPE.depth:
-            alone = assistant.draft_round(prefix.unsqueeze(0))
-            assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
+    assert compare_with_rounds_alone(assistant, rounds)
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
-def test_short_outputs_are_not_overshot(new_tokens, target, drafter):
+@pytest.mark.parametrize(("length", "new_tokens"), [(1, 18), (2, 18), (3, 18), (12, 1), (12, 2), (12, 3), (12, 7)])
+def test_short_prompts_and_outputs(length, new_tokens, target, drafter):
     for tree in SHAPES.values():
         assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
-        assert assert_same(target, assistant, max_new_tokens=new_tokens).shape[1] == 12 + new_tokens
-        assert assistant.stats.tokens == new_tokens
+        output = assert_same(target, assistant, prompt(length, seed=1), max_new_tokens=new_tokens)
+        assert output.shape[1] == length + assistant.stats.tokens <= length + new_tokens
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
@@ -133,12 +126,6 @@ def test_the_end_of_the_text(place, target, drafter):
     end = int(generate(target)[0, 12 + place])
     assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
     assert assert_same(target, assistant, eos_token_id=end)[0, -1] == end
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_short_prompts(length, target, drafter):
-    for tree in SHAPES.values():
-        assert_same(target, DynSpecAssistant(drafter, "full", target=target, tree=tree), prompt(length))
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid"])
@@ -196,15 +183,7 @@ def test_a_round_equals_the_papers_algorithm(layout, name, shape, target):
 def test_a_call_drafts_what_its_texts_alone_would(name, target, drafter, rounds):
     assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
     assert_same(target, assistant)
-    compared = 0
-    for prefix, most, drafted in list(rounds):
-        if most <= SHAPE.depth:
-            assert int(drafted.depths.max()) < most
-            continue
-        alone = assistant.draft_round(prefix.unsqueeze(0))
-        assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
-        compared += 1
-    assert compared > 3
+    assert compare_with_rounds_alone(assistant, rounds) > 3
 
 
 def test_a_round_of_a_chain(target, drafter):
@@ -263,61 +242,32 @@ def test_left_padding(layout, family, shape):
     target = soft(family)
     assistant = DynSpecAssistant(drafter_of(agreeing_head(layout), target), "full", target=target, tree=SHAPES[shape])
     arguments = {"eos_token_id": VOCABULARY - 1}
-    generate(target, assistant, **arguments)
-    expected = assistant.stats.to_dict()
-    for padding in (5,):
-        padded = torch.cat([torch.zeros(1, padding, dtype=torch.int64), prompt(seed=1)], dim=1)
-        mask = (torch.arange(padded.shape[1]) >= padding).long().unsqueeze(0)
-        output = assert_same(target, assistant, padded, attention_mask=mask, **arguments)
-        assert torch.equal(output[:, padding:], generate(target, None, **arguments))
-        assert assistant.stats.to_dict() == expected
+    expected = generate(target, assistant, **arguments)
+    without = assistant.stats.to_dict()
+    text, mask = padded(5, prompt(seed=1))
+    output = assert_same(target, assistant, text, attention_mask=mask, **arguments)
+    assert torch.equal(output[:, 5:], expected) and assistant.stats.to_dict() == without
     assert assistant.stats.accepted > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_cache", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_turns(family, with_cache, shape, drafter):
+@pytest.mark.parametrize("layout", ["eagle2", "eagle3"])
+def test_turns(layout, family, with_cache, shape):
     """With the target's cache handed on or not, in a conversation or not."""
     target = soft(family)
-    drafter = (
-        drafter_of(agreeing_head(f"eagle{drafter.settings.generation}"), target) if family != "llama" else drafter
-    )
-    target = target if family != "llama" else soft()
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    assistant = DynSpecAssistant(drafter_of(agreeing_head(layout), target), "full", target=target, tree=SHAPES[shape])
+    arguments = {"return_dict_in_generate": True, "max_new_tokens": 9, "eos_token_id": VOCABULARY - 1}
     for ours in (assistant, assistant.conversation()):
         texts, caches = [prompt(14), prompt(14)], [None, None]
         for turn in range(2):
-            outputs = []
             for side, one in enumerate((ours, None)):
-                output = generate(
-                    target,
-                    one,
-                    texts[side],
-                    **{CACHE: caches[side]},
-                    return_dict_in_generate=True,
-                    max_new_tokens=9,
-                    eos_token_id=VOCABULARY - 1,
-                )
-                outputs.append(output.sequences)
+                output = generate(target, one, texts[side], **{CACHE: caches[side]}, **arguments)
                 caches[side] = returned_cache(output) if with_cache else None
                 texts[side] = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
-            assert torch.equal(*outputs)
+            assert torch.equal(*texts)
         assert assistant.stats_total.accepted > 0
-
-
-def reads_of(monkeypatch) -> list[tuple[int, int]]:
-    """The length of every prefix that a head is brought to, and how many features it is given."""
-    from hf_dynspec.drafters.eagle.state import EagleState
-
-    advance, reads = EagleState.advance, []
-
-    def recording(self, prefix, features=None, observe_draft_inputs=None):
-        reads.append((prefix.shape[0], features.shape[0]))
-        return advance(self, prefix, features, observe_draft_inputs)
-
-    monkeypatch.setattr(EagleState, "advance", recording)
-    return reads
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
@@ -330,13 +280,7 @@ def test_a_conversation_drafts_as_from_scratch(with_cache, target, drafter, roun
         output = generate(target, conversation, text, **{CACHE: cache}, return_dict_in_generate=True, max_new_tokens=9)
         cache = returned_cache(output) if with_cache else None
         text = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
-    compared = 0
-    for prefix, most, drafted in list(rounds):
-        if most > SHAPE.depth:
-            alone = assistant.draft_round(prefix.unsqueeze(0))
-            assert_same_tree(drafted, dict(zip(paths_of(alone), alone.scores.tolist(), strict=True)), CLOSE)
-            compared += prefix.shape[0] > 24
-    assert compared >= 2
+    assert compare_with_rounds_alone(assistant, rounds, shortest=24) >= 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -357,8 +301,6 @@ def test_a_conversation_may_change_its_past(shape, target, drafter):
 
 def test_a_cache_without_its_features(target, drafter):
     """Of a cache that was made elsewhere the head knows nothing: it starts at the tokens that the target reads."""
-    with torch.no_grad():
-        cache = returned_cache(target(prompt(20)[:, :-1], **{CACHE: DynamicCache()}))
     for tree in SHAPES.values():
         assistant = DynSpecAssistant(drafter, "full", target=target, tree=tree)
         expected = generate(target, None, prompt(20))
@@ -369,9 +311,14 @@ def test_a_cache_without_its_features(target, drafter):
 
 
 def test_features_of_the_prompt_are_given_once(target, drafter, monkeypatch):
-    reads = reads_of(monkeypatch)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPE)
-    generate(target, assistant)
+    advance, reads = EagleState.advance, []
+
+    def recording(self, prefix, features=None, observe_draft_inputs=None):
+        reads.append((prefix.shape[0], features.shape[0]))
+        return advance(self, prefix, features, observe_draft_inputs)
+
+    monkeypatch.setattr(EagleState, "advance", recording)
+    generate(target, DynSpecAssistant(drafter, "full", target=target, tree=SHAPE))
     length = 12
     for prefix, features in reads:
         assert features == prefix - (1 if length == 12 else length)
@@ -382,25 +329,10 @@ def test_features_of_the_prompt_are_given_once(target, drafter, monkeypatch):
 # Threads -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hybrid"])
-def test_two_threads_on_one_assistant(name, target, drafter):
-    prompts = [prompt(10 + seed, seed) for seed in range(4)]
-    expected = [generate(target, None, input_ids) for input_ids in prompts]
-    assistant = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
-    together = threading.Barrier(2)
-
-    def run(half: int) -> list[torch.Tensor]:
-        together.wait(timeout=600)
-        return [generate(target, assistant, input_ids) for input_ids in prompts[half::2]]
-
-    with ThreadPoolExecutor(2) as pool:
-        for half, outputs in enumerate(pool.map(run, range(2), timeout=600)):
-            for output, own in zip(outputs, expected[half::2], strict=True):
-                assert torch.equal(output, own)
-    alone = DynSpecAssistant(drafter, POLICY_CASES[name](), target=target, tree=SHAPE)
-    for input_ids in prompts:
-        generate(target, alone, input_ids)
-    assert assistant.stats_total.to_dict() == alone.stats_total.to_dict()
+def test_two_threads_on_one_assistant(target, drafter):
+    assert_two_threads_agree(
+        target, lambda: DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=target, tree=SHAPE)
+    )
 
 
 # Artifacts and binding -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Drafters can be trained: gradients through an unrolled draft, and drafting that follows what was learnt."""
 
 from collections.abc import Callable
+from typing import Any
 
 import peft
 import pytest
@@ -17,7 +18,7 @@ from hf_dynspec.errors import ArtifactError, UnsupportedError
 from hf_dynspec.modeling.head import PackedRows
 from hf_dynspec.protocol import Shortlist
 
-LENGTH, DEPTH = 10, 3
+LENGTH, DEPTH, TREE = 10, 3, TreeConfig(20, 2, 5)
 # Central differences of a loss near 1 in fp64: rounding of 1e-16 / STEP, and a third derivative times STEP².
 STEP = 1e-5
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
@@ -62,20 +63,16 @@ def require_true_gradients(drafter: Drafter, parameters: dict[str, nn.Parameter]
     random = torch.Generator().manual_seed(1)
     for name, parameter in parameters.items():
         assert parameter.grad is not None and bool((parameter.grad != 0).any()), name
-        flat = parameter.data.view(-1)
-        entries = torch.cat(
-            [parameter.grad.flatten().abs().topk(2).indices, torch.randint(0, flat.shape[0], (2,), generator=random)]
-        )
-        for entry in entries.tolist():
+        flat, gradients = parameter.data.view(-1), parameter.grad.flatten()
+        some = torch.randint(0, flat.shape[0], (2,), generator=random)
+        for entry in [*gradients.abs().topk(2).indices.tolist(), *some.tolist()]:
             before, losses = flat[entry].item(), []
-            with torch.no_grad():
-                for value in (before + STEP, before - STEP):
-                    flat[entry] = value
-                    with torch.enable_grad():
-                        losses.append(loss_of(drafter).item())
-                flat[entry] = before
+            for value in (before + STEP, before - STEP):
+                flat[entry] = value
+                losses.append(loss_of(drafter).item())
+            flat[entry] = before
             numeric = torch.tensor((losses[0] - losses[1]) / (2 * STEP), dtype=torch.float64)
-            assert torch.allclose(parameter.grad.flatten()[entry], numeric, **CLOSE), f"{name}[{entry}]"
+            assert torch.allclose(gradients[entry], numeric, **CLOSE), f"{name}[{entry}]"
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -190,8 +187,10 @@ def pair(kind: str) -> tuple[PreTrainedModel, Drafter]:
     return target, drafter_named(kind, target)
 
 
-def scores_of(assistant: DynSpecAssistant) -> torch.Tensor:
-    return assistant.draft_round(prompt(20, seed=3)).scores
+def scores_of(drafter: Drafter | DynSpecAssistant, target: PreTrainedModel | None = None) -> torch.Tensor:
+    if isinstance(drafter, Drafter):
+        drafter = DynSpecAssistant(drafter, "full", target=target, tree=TREE)
+    return drafter.draft_round(prompt(20, seed=3)).scores
 
 
 def train(drafter: Drafter, steps: int = 3) -> list[float]:
@@ -218,17 +217,15 @@ def test_a_step_of_training_changes_the_next_rounds_drafts(kind):
     target, drafter = pair(kind)
     expected = greedy(target)
     before = {name: one.clone() for name, one in target.state_dict().items()}
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(20, 2, 5))
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TREE)
     greedy(target, assistant)
     version, scores = drafter.weights_version, scores_of(assistant)
     losses = train(drafter)
-    assert losses[-1] < losses[0]
-    assert drafter.weights_version > version
+    assert losses[-1] < losses[0] and drafter.weights_version > version
     assert not torch.equal(scores_of(assistant), scores)
     if isinstance(drafter, EagleDrafter):
         fresh = EagleDrafter(drafter.checkpoint, target)
-        other = DynSpecAssistant(fresh, "full", target=target, tree=TreeConfig(20, 2, 5))
-        torch.testing.assert_close(scores_of(assistant), scores_of(other))
+        torch.testing.assert_close(scores_of(assistant), scores_of(fresh, target))
     assert torch.equal(greedy(target, assistant), expected)
     assert all(torch.equal(one, before[name]) for name, one in target.state_dict().items())
 
@@ -250,16 +247,14 @@ def test_drafting_needs_no_copies_of_the_weights(layout):
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_copy_is_trained_while_the_drafter_drafts(kind):
     target, drafter = pair(kind)
-    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TreeConfig(20, 2, 5))
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=TREE)
     scores, version = scores_of(assistant), drafter.weights_version
     other = drafter.copy()
-    assert type(other) is type(drafter)
-    assert torch.equal(scores_of(DynSpecAssistant(other, "full", target=target, tree=TreeConfig(20, 2, 5))), scores)
+    assert type(other) is type(drafter) and torch.equal(scores_of(other, target), scores)
     train(other)
     assert torch.equal(scores_of(assistant), scores) and drafter.weights_version == version
     drafter.module.load_state_dict(other.module.state_dict())
-    twin = DynSpecAssistant(other, "full", target=target, tree=TreeConfig(20, 2, 5))
-    torch.testing.assert_close(scores_of(assistant), scores_of(twin))
+    torch.testing.assert_close(scores_of(assistant), scores_of(other, target))
     assert drafter.weights_version > version
 
 
@@ -317,11 +312,16 @@ ADAPTED = {
 }
 
 
-def adapted(what: str, layout: str, target: PreTrainedModel) -> EagleDrafter:
-    drafter = drafter_of(random_head(layout, draft_vocabulary=None if layout == "eagle2" else 100), target)
-    modules = ADAPTED[what]
-    peft.inject_adapter_in_model(lora(*modules), drafter.module)
-    return drafter
+def head_of(layout: str, target: PreTrainedModel) -> EagleDrafter:
+    return drafter_of(random_head(layout, draft_vocabulary=None if layout == "eagle2" else 100), target)
+
+
+def require_gradients_of_adapters_alone(drafter: Drafter) -> dict[str, nn.Parameter]:
+    trained = {name: one for name, one in drafter.module.named_parameters() if one.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    require_true_gradients(drafter, trained)
+    assert all(one.grad is None for name, one in drafter.module.named_parameters() if name not in trained)
+    return trained
 
 
 # An EAGLE-2 head has no projection of its own.
@@ -330,7 +330,7 @@ def adapted(what: str, layout: str, target: PreTrainedModel) -> EagleDrafter:
     [(what, layout) for what in ADAPTED for layout in LAYOUTS if (what, layout) != ("the own projection", "eagle2")],
 )
 def test_drafting_follows_adapters_and_gradients_reach_them_alone(what, layout, target):
-    drafter = drafter_of(random_head(layout, draft_vocabulary=None if layout == "eagle2" else 100), target)
+    drafter = head_of(layout, target)
     text, features = prompt(LENGTH)[0], features_for(drafter, LENGTH)
 
     def drafted() -> torch.Tensor:
@@ -347,13 +347,9 @@ def test_drafting_follows_adapters_and_gradients_reach_them_alone(what, layout, 
     plain, version = drafted(), drafter.weights_version
     peft.inject_adapter_in_model(lora(*ADAPTED[what]), drafter.module)
     with_adapter = drafted()
-    assert drafter.weights_version > version
-    assert not torch.allclose(with_adapter, plain, atol=1e-3)
+    assert drafter.weights_version > version and not torch.allclose(with_adapter, plain, atol=1e-3)
     torch.testing.assert_close(with_adapter, unrolled())
-    trained = {name: one for name, one in drafter.module.named_parameters() if one.requires_grad}
-    assert len(trained) == 2 * len(ADAPTED[what]) and all("lora_" in name for name in trained)
-    require_true_gradients(drafter, trained)
-    assert all(one.grad is None for name, one in drafter.module.named_parameters() if name not in trained)
+    assert len(require_gradients_of_adapters_alone(drafter)) == 2 * len(ADAPTED[what])
     # What peft can do to adapters is followed too.
     layers = [one for one in drafter.module.modules() if hasattr(one, "lora_A")]
     for change, expected in (
@@ -374,16 +370,14 @@ def test_gradients_reach_the_adapters_of_an_independent_drafter(modules, target)
     drafter = drafter_named("llama", target)
     peft.inject_adapter_in_model(lora(*modules), drafter.module)
     assert drafter.weights_version
-    trained = {name: one for name, one in drafter.module.named_parameters() if one.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    require_true_gradients(drafter, trained)
-    assert all(one.grad is None for name, one in drafter.module.named_parameters() if name not in trained)
+    require_gradients_of_adapters_alone(drafter)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_are_trained_and_generation_goes_on(layout):
     target = tiny("llama", num_hidden_layers=LAYERS)
-    drafter = adapted("queries and values", layout, target)
+    drafter = head_of(layout, target)
+    peft.inject_adapter_in_model(lora(*ADAPTED["queries and values"]), drafter.module)
     assistant = DynSpecAssistant(drafter, "full", target=target)
     expected = greedy(target)
     assert torch.equal(greedy(target, assistant), expected)
@@ -424,36 +418,23 @@ def test_what_cannot_be_merged_is_refused_by_name(target, tmp_path):
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def change_by_training(drafter: EagleDrafter) -> None:
-    train(drafter)
-
-
-def change_by_adapters(drafter: EagleDrafter) -> None:
+def inject(drafter: EagleDrafter) -> None:
     peft.inject_adapter_in_model(lora(*ADAPTED["every linear layer"]), drafter.module)
 
 
-@pytest.mark.parametrize("change", [change_by_training, change_by_adapters])
+@pytest.mark.parametrize("change", [train, inject])
 @pytest.mark.parametrize("kind", ["eagle2", "eagle2-attention-bias", "eagle3", "eagle3-trimmed", "speculators-qwen3"])
-def test_weights_are_written_as_they_are(kind, change: Callable[[EagleDrafter], None], tmp_path):
+def test_weights_are_written_as_they_are(kind, change: Callable[[EagleDrafter], Any], tmp_path):
     target, drafter = pair(kind)
     assert isinstance(drafter, EagleDrafter)
     drafter.save_pretrained(tmp_path / "before")
     change(drafter)
     drafter.save_pretrained(tmp_path / "after")
-    shape = TreeConfig(20, 2, 5)
-    expected = scores_of(DynSpecAssistant(drafter, "full", target=target, tree=shape))
-    scores = [
-        scores_of(
-            DynSpecAssistant(
-                EagleDrafter.from_pretrained(tmp_path / name, target=target), "full", target=target, tree=shape
-            )
-        )
-        for name in ("before", "after")
-    ]
-    assert torch.equal(scores[1], expected) and not torch.allclose(scores[0], expected)
-    again = EagleDrafter.from_pretrained(tmp_path / "after", target=target)
-    assert again.checkpoint.config == drafter.checkpoint.config
-    assert again.checkpoint.tensors.keys() == drafter.checkpoint.tensors.keys()
+    before, after = (EagleDrafter.from_pretrained(tmp_path / name, target=target) for name in ("before", "after"))
+    expected = scores_of(drafter, target)
+    assert torch.equal(scores_of(after, target), expected) and not torch.allclose(scores_of(before, target), expected)
+    assert after.checkpoint.config == drafter.checkpoint.config
+    assert after.checkpoint.tensors.keys() == drafter.checkpoint.tensors.keys()
 
 
 def test_weights_that_training_ruined_are_not_written(target, tmp_path):

@@ -4,11 +4,12 @@ never show the choice."""
 import copy
 import itertools
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from calls import assert_same, generate
 from cases import representatives
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
@@ -334,23 +335,26 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable]:
     }
 
 
-GREEDY = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": 299}
+GREEDY = {"max_new_tokens": 60, "eos_token_id": 299}
+
+
+def assert_same_in_calls_and_turns(target, assistant) -> None:
+    """A call, and two turns of a conversation."""
+    conversation, text = assistant.conversation(), prompt()
+    for one in (assistant, conversation, conversation):
+        text = assert_same(target, one, text, **GREEDY)
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", ["the target itself", "another model", "EAGLE-2", "EAGLE-3"])
 def test_greedy_tokens_are_the_same_whatever_is_chosen(drafter, tree, target, whims):
     """In calls and in a conversation, with backoffs that a head is given no hidden states in."""
-    assistant = DynSpecAssistant(
-        drafters(target)[drafter](), "full", target=target, tree=tree, num_assistant_tokens="auto"
-    )
-    text = prompt()
-    for assistant_model in (assistant, conversation := assistant.conversation(), conversation):
-        expected = target.generate(text, **GREEDY)
-        assert torch.equal(target.generate(text, assistant_model=assistant_model, **GREEDY), expected)
-        if drafter == "the target itself" and not tree and assistant_model is assistant:
-            assert assistant.stats.accepted == assistant.stats.drafted, "it has read the text of all backoffs"
-        text = expected
+    own = drafters(target)[drafter]()
+    assistant = DynSpecAssistant(own, "full", target=target, tree=tree, num_assistant_tokens="auto")
+    assert_same_in_calls_and_turns(target, assistant)
+    if drafter == "the target itself" and not tree:
+        assert_same(target, assistant, **GREEDY)
+        assert assistant.stats.accepted == assistant.stats.drafted, "it has read the text of all backoffs"
     assert assistant.stats_total.drafted
 
 
@@ -358,33 +362,21 @@ def test_greedy_tokens_are_the_same_whatever_is_chosen(drafter, tree, target, wh
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", ["the target itself", "EAGLE-3"])
 def test_tokens_are_the_same_whichever_policy_drafts(drafter, tree, length, target, whims):
-    policies = [POLICY_CASES[name]() for name in ("hybrid", "screen", "full", "retrieval", "router", "union")]
-    assistant = DynSpecAssistant(
-        drafters(target)[drafter](),
-        AutomaticShortlist(policies),
-        target=target,
-        tree=tree,
-        num_assistant_tokens=length,
-        validate=True,
-    )
-    text = prompt()
-    for assistant_model in (assistant, conversation := assistant.conversation(), conversation):
-        expected = target.generate(text, **GREEDY)
-        assert torch.equal(target.generate(text, assistant_model=assistant_model, **GREEDY), expected)
-        text = expected
+    names = ("hybrid", "screen", "full", "retrieval", "router", "union")
+    own, policy = drafters(target)[drafter](), AutomaticShortlist([POLICY_CASES[name]() for name in names])
+    assistant = DynSpecAssistant(own, policy, target=target, tree=tree, num_assistant_tokens=length, validate=True)
+    assert_same_in_calls_and_turns(target, assistant)
     assert len(assistant.stats_total.rounds_of) >= 3
     assert "rounds drafted with" in str(assistant.stats_total)
 
 
 @pytest.mark.parametrize("policy", representatives("families", POLICY_CASES, keep=4))
-def test_every_policy_goes_on_after_a_backoff(policy, target, whims):
+def test_every_policy_goes_on_after_a_backoff(policy, target, drafter, whims):
     """Its shortlists are held against the contract, and the tokens against the target's own."""
-    assistant = DynSpecAssistant(
-        perturbed(target), POLICY_CASES[policy](), target=target, num_assistant_tokens="auto", validate=True
+    settings = {"num_assistant_tokens": "auto", "validate": True}
+    assert_same_in_calls_and_turns(
+        target, DynSpecAssistant(drafter, POLICY_CASES[policy](), target=target, **settings)
     )
-    expected = target.generate(prompt(), **GREEDY)
-    for assistant_model in (assistant, assistant.conversation()):
-        assert torch.equal(target.generate(prompt(), assistant_model=assistant_model, **GREEDY), expected)
 
 
 def test_a_drafter_that_is_never_right_is_left_alone(target, monkeypatch):
@@ -398,13 +390,13 @@ def test_a_drafter_that_is_never_right_is_left_alone(target, monkeypatch):
     assistant = DynSpecAssistant(tiny(seed=77), "full", target=target, num_assistant_tokens="auto")
     with pytest.warns(UserWarning, match="drafting does not pay here") as warned:
         for _ in range(3):
-            target.generate(prompt(), assistant_model=assistant, **GREEDY)
+            target.generate(prompt(), assistant_model=assistant, do_sample=False, **GREEDY)
     assert len(warned) == 1 and warned[0].filename == __file__, "the user's line is named"
     states, start = [], assistant.drafter.start
     monkeypatch.setattr(assistant.drafter, "start", lambda: states.append(start()) or states[-1])
     for _ in range(8):
         states.clear()
-        target.generate(prompt(), assistant_model=assistant, **GREEDY | {"max_new_tokens": 12})
+        generate(target, assistant, **GREEDY | {"max_new_tokens": 12})
         if not assistant.stats.drafted:
             break
     assert not assistant.stats.drafted
@@ -422,22 +414,16 @@ def test_the_target_is_asked_for_no_hidden_states_early_in_a_backoff(target, mon
     assert wanted and not any(wanted)
 
 
-def test_two_threads_share_what_is_learned(target):
-    assistant = DynSpecAssistant(perturbed(target), target=target, num_assistant_tokens="auto")
-    expected = [target.generate(prompt(seed=seed), **GREEDY) for seed in range(2)]
-    outputs: dict[int, list] = {0: [], 1: []}
+def test_two_threads_share_what_is_learned(target, drafter):
+    assistant = DynSpecAssistant(drafter, target=target, num_assistant_tokens="auto")
 
-    def run(seed: int) -> None:
-        for _ in range(3):
-            outputs[seed].append(target.generate(prompt(seed=seed), assistant_model=assistant, **GREEDY))
+    def run(seed: int) -> list[torch.Tensor]:
+        return [generate(target, assistant, prompt(seed=seed), **GREEDY) for _ in range(3)]
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in outputs]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    for seed, made in outputs.items():
-        assert len(made) == 3 and all(torch.equal(one, expected[seed]) for one in made)
+    with ThreadPoolExecutor(2) as pool:
+        for seed, made in enumerate(pool.map(run, range(2))):
+            expected = generate(target, None, prompt(seed=seed), **GREEDY)
+            assert all(torch.equal(one, expected) for one in made)
     assert len(assistant.choosers._choosers) == 1
 
 

@@ -11,19 +11,8 @@ import torch
 from calls import assert_same, generate
 from cases import pairwise, representatives
 from draft_trees import assert_same_tree, paths_of, slow_draft, slow_tree, verify
-from models import (
-    EOS,
-    POLICY_CASES,
-    SLIDING_WINDOW,
-    VOCABULARY,
-    RandomShortlist,
-    perturbed,
-    prompt,
-    tiny,
-)
-from transformers import (
-    PreTrainedModel,
-)
+from models import EOS, POLICY_CASES, SLIDING_WINDOW, VOCABULARY, RandomShortlist, perturbed, prompt, tiny
+from transformers import PreTrainedModel
 
 from hf_dynspec import (
     ConfigurationError,
@@ -291,11 +280,6 @@ def confident(model: PreTrainedModel, factor: float = 6.0) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return confident(tiny())
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 1), (3, 5, 10), (5, 0, 4), (4, 3, 1), (12, 7, 2), (60, 5, 10), (200, 2, 9)])

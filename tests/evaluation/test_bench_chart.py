@@ -5,12 +5,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 from pocket import POCKET, has_head_product
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench import chart
 from hf_dynspec.evaluation.bench.chart import write_speed_chart
@@ -40,7 +39,7 @@ def invoke(folder: Path, *words: object):
     given += [word for policy in POLICIES for word in ("--policy", policy)]
     given += ["--max-new-tokens", 4, "--profile-prompts", 0, "--device", "cpu", "--threads", 1, "--dtype", "float32"]
     given += ["--json", folder / "out.json", "--plot", folder / "chart.svg", *words]
-    return CliRunner().invoke(app, list(map(str, given)))
+    return command_line.invoke(*given)
 
 
 def row_of(data: dict[str, Any], system: str, temperature: float) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def test_labels_of_several_lines_have_room(ran, monkeypatch):
 def test_the_same_chart_is_drawn_again_from_the_file(ran, tmp_path):
     data, first = ran
     (tmp_path / "results.json").write_text(json.dumps(data))
-    result = CliRunner().invoke(app, ["plot", str(tmp_path / "results.json"), str(tmp_path / "again.svg")])
+    result = command_line.invoke("plot", tmp_path / "results.json", tmp_path / "again.svg")
     assert result.exit_code == 0, result.exception
     assert (tmp_path / "again.svg").read_bytes() == first and b"plain generate" in first
 
@@ -156,7 +155,7 @@ def test_a_file_that_cannot_be_drawn_is_refused(tmp_path, text, problem):
     results = tmp_path / "results.json"
     if text is not None:
         results.write_text(text)
-    result = CliRunner().invoke(app, ["plot", str(results), str(tmp_path / "chart.svg")])
+    result = command_line.invoke("plot", results, tmp_path / "chart.svg")
     assert isinstance(result.exception, ConfigurationError) and problem in str(result.exception)
     assert not (tmp_path / "chart.svg").exists()
 

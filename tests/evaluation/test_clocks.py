@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import invoke, shown, write_rows
 from models import perturbed, prompt, tiny, word_tokenizer
-from rich.console import Console
 from transformers import PreTrainedModel
-from typer.testing import CliRunner
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FullShortlist, HybridShortlist, OnlineAlignment
-from hf_dynspec.commands import app
 from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
 from hf_dynspec.evaluation.doctor.measure import diagnose_pair
@@ -102,13 +100,6 @@ def require_numbers(text: str, figures: dict) -> None:
     assert not re.search(r"\b(nan|inf)\b", text), text
 
 
-def shown(*parts: object) -> str:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(*parts)
-    return capture.get()
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_doctor_says_what_to_do(hostile_clock, models, temperature):
     target, drafter = models
@@ -166,7 +157,7 @@ def test_a_trace_is_drawn(hostile_clock, models):
 def test_an_evaluation_is_summed_up(hostile_clock, tmp_path):
     rows = [{"question_id": n, "category": "code", "turns": [text]} for n, text in enumerate(("import ", "class "))]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(data, rows)
     words = ["--target", POCKET / "target", "--drafter", POCKET / "drafter", "--threads", 1, "--data", data]
     words += [
         "--policy",
@@ -178,7 +169,7 @@ def test_an_evaluation_is_summed_up(hostile_clock, tmp_path):
         "--out",
         tmp_path / "out",
     ]
-    result = CliRunner().invoke(app, ["evaluate", *map(str, words)])
+    result = invoke("evaluate", *words)
     assert result.exit_code == 0, result.exception
 
 

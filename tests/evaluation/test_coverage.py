@@ -12,20 +12,10 @@ from typing import Any
 import pytest
 import torch
 from cases import representatives
-from eagle_heads import (
-    DRAFTABLE,
-    Head,
-    SlowHead,
-    agreeing_head,
-    drafter_of,
-    soft,
-    target_features,
-    trimmed_head,
-)
+from command_line import invoke, shown, write_rows
+from eagle_heads import DRAFTABLE, Head, SlowHead, agreeing_head, drafter_of, soft, target_features, trimmed_head
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 from hf_dynspec import (
     DynSpecAssistant,
@@ -37,7 +27,6 @@ from hf_dynspec import (
 )
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.commands import app
 from hf_dynspec.drafters import Drafter, as_drafter
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.coverage import report, teacher_forcing
@@ -66,17 +55,6 @@ from hf_dynspec.vocabulary import fingerprint_tokenizer
 
 CPU = torch.device("cpu")
 FULL = {"full": FullShortlist()}
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    """Agrees with the target in most of its choices."""
-    return perturbed(target, noise=0.05)
 
 
 HEADS = ("trimmed", "eagle2", "eagle3")
@@ -133,13 +111,6 @@ def figures(result: CoverageResult, policy: str) -> dict[str, float]:
 def by_policy(rows: list[TextCoverage], label: str) -> list[TextCoverage]:
     """One policy's rows, without its label."""
     return [replace(row, policy="") for row in rows if row.policy == label]
-
-
-def shown(table: Any) -> str:
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
 
 
 # One draft step ------------------------------------------------------------------------------------------------------
@@ -420,7 +391,7 @@ def test_summaries_average_over_prompts():
     assert len(a.by_depth) == 2 and len(b.by_depth) == 1
     table = depth_table(result)
     assert table.rows[-1] == ["", "1", "3.0", "3", "0.1500", "0.500"]
-    assert shown(table).count("┏") == 1
+    assert shown(table, width=80).count("┏") == 1
 
 
 def test_acceptance_lengths_are_compared_prompt_by_prompt():
@@ -765,7 +736,7 @@ def test_if_one_policy_is_drawn_all_are_with_the_same_luck(target, drafter):
         assert relative[label] == Estimate.of_ratio(*lengths)
     first = {row.policy: row.relative_acceptance_length for row in summarize(others) if row.domain is None}
     assert first["some"] == Estimate(1.0, 0.0), "the difference of two that are drawn alike has no noise of its own"
-    table = shown(coverage_table(result))
+    table = shown(coverage_table(result), width=80)
     assert "the rounds along each text are drawn 3 times" in " ".join(table.split())
     assert max(map(len, table.splitlines())) <= 80
 
@@ -942,12 +913,8 @@ def folder(tmp_path_factory, target, drafter) -> Path:
         word_tokenizer().save_pretrained(root / name)
     for name, prompts in (("code", words(2)), ("law", words(3)[2:])):
         rows = [{"question_id": index, "turns": [one.text]} for index, one in enumerate(prompts)]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(root / f"{name}.jsonl", rows)
     return root
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["coverage", *map(str, arguments)])
 
 
 POLICIES = ("full", "frequency:size=64", "in_context:window=32,eviction=lru")
@@ -959,7 +926,7 @@ def test_the_whole_command(folder):
     arguments += [word for policy in POLICIES for word in ("--policy", policy)]
     arguments += ["--temperature", 0.8, "--max-new-tokens", 16, "--num-assistant-tokens", 2, "--device", "cpu"]
     arguments += ["--threads", 1, "--by-domain", "--json", out, "--plot", plot, "--stream", "--draws", 2]
-    done = invoke(*arguments, folder / "law.jsonl")
+    done = invoke("coverage", *arguments, folder / "law.jsonl")
     assert done.exit_code == 0, done.exception
     headings = ("oracle", "recall", "OOV", "acceptance", "equation 1", "±", "law", "Mass on the shortlist", "100%")
     titles = ("Coverage, temperature 0.8, 3 prompts, as a stream", "Acceptance length relative to full")
@@ -998,11 +965,11 @@ def test_the_whole_command_with_a_head(tmp_path, drafters):
     head_of("trimmed", target).write(tmp_path / "trimmed")
     head_of("eagle2", target).write(tmp_path / "pickled", pickled=True)
     prompts, out = tmp_path / "code.jsonl", tmp_path / "out.json"
-    prompts.write_text("".join(json.dumps({"text": one.text}) + "\n" for one in words(2)))
+    write_rows(prompts, ({"text": one.text} for one in words(2)))
     arguments = ["--target", tmp_path / "target", "--prompts", prompts, "--device", "cpu"]
     arguments += ["--policy", "full", "--policy", "frequency:size=64,position_aware=true", "--temperature", 0.5]
     arguments += ["--max-new-tokens", 24, "--num-assistant-tokens", 3, "--by-depth", "--json", out]
-    done = invoke(*arguments, "--eagle", tmp_path / "trimmed")
+    done = invoke("coverage", *arguments, "--eagle", tmp_path / "trimmed")
     assert done.exit_code == 0, done.exception
     by_depth = done.stdout.partition("By draft depth, temperature 0.5")[2]
     rows = [line.split("│") for line in by_depth.splitlines() if "│" in line]
@@ -1021,9 +988,9 @@ def test_the_whole_command_with_a_head(tmp_path, drafters):
         for name in FIGURES:
             assert getattr(one, name) == pytest.approx(theirs[name], abs=1e-6)
 
-    done = invoke(*arguments, "--eagle", tmp_path / "pickled")
+    done = invoke("coverage", *arguments, "--eagle", tmp_path / "pickled")
     assert isinstance(done.exception, ConfigurationError) and "the EAGLE head pickled: " in str(done.exception)
-    done = invoke(*arguments, "--eagle", tmp_path / "pickled", "--allow-pickle")
+    done = invoke("coverage", *arguments, "--eagle", tmp_path / "pickled", "--allow-pickle")
     assert done.exit_code == 0, done.exception
 
 
@@ -1090,7 +1057,7 @@ def test_bad_input_ends_before_models_are_loaded(tmp_path, monkeypatch, argument
     monkeypatch.chdir(tmp_path)
     Path("good.jsonl").write_text('{"text": "a"}\n')
     Path("empty").mkdir()
-    result = invoke("--target", "no-model", "--prompts", "good.jsonl", *arguments)
+    result = invoke("coverage", "--target", "no-model", "--prompts", "good.jsonl", *arguments)
     assert result.exit_code != 0 and isinstance(result.exception, DynSpecError)
     assert problem in str(result.exception) and "\n" not in str(result.exception)
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from command_line import invoke, shown
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
-from hf_dynspec.commands import app
 from hf_dynspec.drafting.expected_speed import expected_speed
 from hf_dynspec.errors import ConfigurationError, UnsupportedError
 from hf_dynspec.evaluation.doctor.estimate import (
@@ -32,20 +30,9 @@ from hf_dynspec.loading import empty_model
 from hf_dynspec.shortlists import HybridShortlist
 
 DOCS = Path(__file__).parents[2] / "docs"
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+TINY = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -57,72 +44,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MIXTURES = ("mixtral", "qwen3_moe")
 BF16 = torch.bfloat16
 
+
 # As published.
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-QWEN3_06B = QWEN3_8B | {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
-}
-LLAMA31_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-LLAMA32_1B = LLAMA31_8B | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-GEMMA3_27B = {
-    "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "sliding_window": 1024,
-        "vocab_size": 262208,
-    },
-    "torch_dtype": "bfloat16",
-}
-GEMMA3_1B = {
-    "model_type": "gemma3_text",
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "vocab_size": 262144,
-    "torch_dtype": "bfloat16",
-}
+def published(kind: str, width: int, inner: int, layers: int, heads: int, kv_heads: int, rows: int, **more) -> dict:
+    """A configuration as it was published."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": rows}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {"model_type": kind, **sizes, **attention, "torch_dtype": "bfloat16", **more}
+
+
+QWEN3_8B = published("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=False)
+QWEN3_8B["architectures"] = ["Qwen3ForCausalLM"]
+QWEN3_06B = published("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True)
+QWEN3_06B["architectures"] = ["Qwen3ForCausalLM"]
+LLAMA31_8B = published("llama", 4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False)
+LLAMA32_1B = published("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True)
+_GEMMA3_TEXT = published("gemma3_text", 5376, 21504, 62, 32, 16, 262208, head_dim=128, sliding_window=1024)
+GEMMA3_27B = {"model_type": "gemma3", "text_config": _GEMMA3_TEXT, "torch_dtype": "bfloat16"}
+GEMMA3_1B = published("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512)
 
 
 def config_of(settings: dict[str, Any]) -> PreTrainedConfig:
@@ -258,11 +197,7 @@ def test_a_part_takes_the_time_of_its_slowest_resource():
 
 def test_small_parts_have_figures_too(qwen):
     fast = replace(qwen, settings=replace(qwen.settings, machine=Machine(1e7, 0)))
-    console = Console(width=80)
-    with console.capture() as capture:
-        for part in fast.report():
-            console.print(part)
-    assert not re.search(r"│ +0\.000 ", capture.get())
+    assert not re.search(r"│ +0\.000 ", shown(*fast.report(), width=80))
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
@@ -276,20 +211,18 @@ def written(folder: Path, name: str, settings: Any) -> str:
 
 
 GOOD = {"model_type": "llama", **TINY}
+THEIRS = {"model_type": "theirs", "auto_map": {"AutoConfig": "configuration_theirs.Theirs"}}
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
+        (None, ConfigurationError, "drafter's configuration cannot be read"),
         ("{", ConfigurationError, "drafter's configuration cannot be read"),
         ("[]", ConfigurationError, "drafter's configuration cannot be read"),
         ({"hidden_size": 8}, ConfigurationError, "model_type"),
         ({"model_type": "no-such-kind"}, ConfigurationError, "no-such-kind"),
-        (
-            {"model_type": "theirs", "auto_map": {"AutoConfig": "configuration_theirs.Theirs"}},
-            ConfigurationError,
-            "code that comes with a model is not run",
-        ),
+        (THEIRS, ConfigurationError, "code that comes with a model is not run"),
         ({"model_type": "t5", "vocab_size": 512}, UnsupportedError, "encoder-decoder"),
         ({"model_type": "vit"}, ConfigurationError, "vocab_size"),
         ({"model_type": "bert", "vocab_size": 512, "hidden_size": 30}, UnsupportedError, "bert"),
@@ -302,14 +235,11 @@ GOOD = {"model_type": "llama", **TINY}
     ],
 )
 def test_configurations_that_are_of_no_use(settings, error, said, tmp_path):
-    target, drafter = written(tmp_path, "target", GOOD), written(tmp_path, "drafter", settings)
+    target, drafter = written(tmp_path, "target", GOOD), tmp_path / "none.json"
+    if settings is not None:
+        drafter = written(tmp_path, "drafter", settings)
     with pytest.raises(error, match=said):
         estimate_speed(EstimateSettings(target, drafter, Machine(100, 5), ("full",)))
-
-
-def test_a_missing_configuration(tmp_path):
-    with pytest.raises(ConfigurationError, match="target's configuration cannot be read"):
-        estimate_speed(EstimateSettings(tmp_path / "none.json", tmp_path, Machine(100, 5), ("full",)))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +280,7 @@ def test_settings_out_of_range(settings, said):
 
 
 def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "80"})
+    return invoke("doctor", *words, env={"COLUMNS": "80"})
 
 
 @pytest.fixture
@@ -378,37 +308,32 @@ def test_the_command_shows_an_estimate_and_says_so(pair, tmp_path):
     assert command[command.index("--config") + 1 :][:2] == ["target/config.json", "drafter/config.json"]
 
 
+DEVICE = ("--device-memory-bandwidth", "100", "--launch-latency", "5")
+FOR_ESTIMATES = "is for estimates: name two configurations with --config"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--config needs --device-memory-bandwidth and --launch-latency"),
-        (["--launch-latency", "5"], "--device-memory-bandwidth"),
-        (["--device-memory-bandwidth", "100"], "--launch-latency"),
-        (["--device-memory-bandwidth", "0", "--launch-latency", "5"], "--device-memory-bandwidth must be"),
-        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--eagle", "head"], "--eagle"),
-        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--seconds", "9"], "so leave --seconds out"),
-        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "--tree", "none"], "so leave --tree out"),
-        (["--device-memory-bandwidth", "100", "--launch-latency", "5", "a.jsonl"], "so leave --prompts out"),
+        (["PAIR"], "--config needs --device-memory-bandwidth and --launch-latency"),
+        (["PAIR", "--launch-latency", "5"], "--device-memory-bandwidth"),
+        (["PAIR", "--device-memory-bandwidth", "100"], "--launch-latency"),
+        (["PAIR", "--device-memory-bandwidth", "0", *DEVICE[2:]], "--device-memory-bandwidth must be"),
+        (["PAIR", *DEVICE, "--eagle", "head"], "--eagle"),
+        (["PAIR", *DEVICE, "--seconds", "9"], "so leave --seconds out"),
+        (["PAIR", *DEVICE, "--tree", "none"], "so leave --tree out"),
+        (["PAIR", *DEVICE, "a.jsonl"], "so leave --prompts out"),
+        (["TARGET", *DEVICE], "--config takes two configurations, the target's and the drafter's, got --"),
+        (["--device-memory-bandwidth", "1"], f"--device-memory-bandwidth {FOR_ESTIMATES}"),
+        (["--acceptance", "1"], f"--acceptance {FOR_ESTIMATES}"),
+        (["--cached-tokens", "1"], f"--cached-tokens {FOR_ESTIMATES}"),
     ],
 )
 def test_a_command_that_is_not_whole_is_refused(words, said, pair):
-    result = run("--config", *pair, *words)
+    configs = {"PAIR": ["--config", *pair], "TARGET": ["--config", pair[0]]}.get(words[0])
+    words = ["--target", "a", "--drafter", "b", *words] if configs is None else [*configs, *words[1:]]
+    result = run(*words)
     assert isinstance(result.exception, ConfigurationError) and said in str(result.exception)
-
-
-def test_one_configuration_is_not_enough(pair):
-    result = run("--config", pair[0], "--device-memory-bandwidth", "100", "--launch-latency", "5")
-    assert isinstance(result.exception, ConfigurationError)
-    assert str(result.exception).startswith(
-        "--config takes two configurations, the target's and the drafter's, got --"
-    )
-
-
-@pytest.mark.parametrize("option", ["--device-memory-bandwidth", "--acceptance", "--cached-tokens"])
-def test_what_is_for_estimates_is_refused_without_configurations(option):
-    result = run("--target", "a", "--drafter", "b", option, "1")
-    assert isinstance(result.exception, ConfigurationError)
-    assert str(result.exception).startswith(f"{option} is for estimates: name two configurations with --config")
 
 
 def test_the_docs_say_what_their_command_says(tmp_path):

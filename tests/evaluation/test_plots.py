@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import invoke
 from full_disk import largest_file
 from pocket import POCKET
-from typer.testing import CliRunner
 
 import hf_dynspec
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.plots import plot_style, save_figure
 
@@ -63,7 +62,7 @@ def test_images_are_written_in_one_step_wherever_they_are():
 
 
 def test_results_that_are_not_there_are_told_to_be_missing():
-    result = CliRunner().invoke(app, ["plot", "/no/results"])
+    result = invoke("plot", "/no/results")
     assert isinstance(result.exception, ConfigurationError)
     assert str(result.exception) == "there is no file or folder /no/results"
 
@@ -81,6 +80,6 @@ def test_without_matplotlib_each_command_says_what_to_do(words, otherwise, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     monkeypatch.setattr("hf_dynspec.evaluation.pair.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    result = CliRunner().invoke(app, [words[0], *PAIR, *words[1:]])
+    result = invoke(words[0], *PAIR, *words[1:])
     assert isinstance(result.exception, ConfigurationError)
     assert str(result.exception).endswith(f"pip install 'hf-dynspec[plots]'{otherwise}")

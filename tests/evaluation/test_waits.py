@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_heads import agreeing_head, soft
-from models import EOS, POLICY_CASES, character_tokenizer, perturbed, prompt, tiny
-from transformers import PreTrainedModel, StoppingCriteria
+from models import EOS, POLICY_CASES, character_tokenizer, prompt
+from transformers import StoppingCriteria
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
 from hf_dynspec.alignment import aligner
@@ -27,16 +27,6 @@ from hf_dynspec.evaluation.operations.pretended_device import NAME, move, preten
 from hf_dynspec.evaluation.operations.rounds import Round, operations, recording, waits
 
 CHAIN, TREE = False, TreeConfig(12, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 # The counter itself --------------------------------------------------------------------------------------------------

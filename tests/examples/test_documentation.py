@@ -29,13 +29,7 @@ from hf_dynspec.assistant import saved
 from hf_dynspec.build.exports.custom_generate import write_custom_generate
 from hf_dynspec.build.exports.static import read_static_shortlist
 from hf_dynspec.commands import app
-from hf_dynspec.evaluation.bench.systems import (
-    HEAD_PRODUCT,
-    PLAIN,
-    PROMPT_LOOKUP,
-    TRANSFORMERS,
-    TRANSFORMERS_DEFAULTS,
-)
+from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP, TRANSFORMERS, TRANSFORMERS_DEFAULTS
 from hf_dynspec.shortlists import FrequencyShortlist, RouterShortlist, ShortlistPolicy
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 

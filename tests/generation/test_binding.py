@@ -8,10 +8,11 @@ import pickle
 import warnings
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from calls import generate
+from calls import assert_same, generate
 from cases import representatives
 from models import (
     EOS,
@@ -32,6 +33,7 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedModel,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -413,8 +415,7 @@ def test_a_loop_of_ones_own(ends, target, drafter, expected):
             outputs = target(candidates, **generator.model_kwargs_overrides)
             chosen = outputs.logits[:, text.shape[1] - 1 :].argmax(-1)
             drafted = candidates[:, text.shape[1] :]
-            matches = int((drafted == chosen[:, :-1]).cumprod(-1).sum())
-            matches = min(matches, 27 - text.shape[1])
+            matches = min(int((drafted == chosen[:, :-1]).cumprod(-1).sum()), 27 - text.shape[1])
             text = torch.cat([text, chosen[:, : matches + 1]], dim=1)
             generator.update_candidate_strategy(text, outputs.logits[:, -drafted.shape[1] - 1 :], matches)
     assert text[0].tolist() == plain[: text.shape[1]]
@@ -563,29 +564,31 @@ def test_a_hybrid_of_attention_layers_alone_is_not_recurrent(layer_types):
         with pytest.raises(UnsupportedError, match="keeps a recurrent state"):
             DynSpecAssistant(target, target=target)
         return
-    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 300}
     for tree in (False, True):
         assistant = DynSpecAssistant(perturbed(target), target=target, tree=tree)
-        output = target.generate(prompt(), assistant_model=assistant, **arguments)
-        assert torch.equal(output, target.generate(prompt(), **arguments)) and assistant.stats.drafted
+        assert_same(target, assistant, eos_token_id=300)
+        assert assistant.stats.drafted
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------
 
 
+def saved_pair(folder: Path) -> list[PreTrainedModel]:
+    """Two models in folders of their own, with different tokenizers beside them."""
+    for seed, tokenizer in enumerate((word_tokenizer(), character_tokenizer())):
+        tiny(seed=seed).save_pretrained(folder / str(seed))
+        tokenizer.save_pretrained(folder / str(seed))
+    return [type(tiny()).from_pretrained(folder / str(seed)) for seed in (0, 1)]
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_tokenizers_are_compared_if_both_can_be_found(given, tmp_path):
-    folders, models = [tmp_path / "target", tmp_path / "drafter"], []
-    for seed, (folder, tokenizer) in enumerate(zip(folders, (word_tokenizer(), character_tokenizer()), strict=True)):
-        tiny(seed=seed).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        models.append(type(tiny()).from_pretrained(folder))
-    target, drafter = models
+    target, drafter = saved_pair(tmp_path)
     tokenizer = word_tokenizer() if given else None
     for other in (target, tiny()) if given else (target,):
         with pytest.raises(UnsupportedError, match="differ"):
             DynSpecAssistant(drafter, target=other, tokenizer=tokenizer)
-    word_tokenizer().save_pretrained(folders[1])
+    word_tokenizer().save_pretrained(tmp_path / "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DynSpecAssistant(drafter, target=target, tokenizer=tokenizer)
@@ -595,22 +598,18 @@ def test_tokenizers_are_compared_if_both_can_be_found(given, tmp_path):
 
 def test_a_tokenizer_that_was_found_is_not_one_that_was_given(tmp_path):
     """Another pair with another tokenizer may be bound after it; and a chat model may have more tokens."""
-    models = []
-    for index, tokenizer in enumerate((word_tokenizer(), character_tokenizer())):
-        tiny(seed=index).save_pretrained(tmp_path / str(index))
-        tokenizer.save_pretrained(tmp_path / str(index))
-        models.append(type(tiny()).from_pretrained(tmp_path / str(index)))
-    assistant = DynSpecAssistant(models[0], target=models[0])
+    first, second = saved_pair(tmp_path)
+    assistant = DynSpecAssistant(first, target=first)
     assert assistant.tokenizer.get_vocab() == word_tokenizer().get_vocab()
     assistant.unbind()
-    assistant.drafter = models[1]
-    assistant.bind(models[1])
+    assistant.drafter = second
+    assistant.bind(second)
     assert assistant.tokenizer.get_vocab() == character_tokenizer().get_vocab()
     more = word_tokenizer()
     more.add_tokens(["<tool>"])
-    DynSpecAssistant(models[0], target=models[0], tokenizer=more)
+    DynSpecAssistant(first, target=first, tokenizer=more)
     with pytest.raises(UnsupportedError, match="differ"):
-        DynSpecAssistant(models[0], target=models[0], tokenizer=character_tokenizer())
+        DynSpecAssistant(first, target=first, tokenizer=character_tokenizer())
 
 
 def test_tokenizers_of_a_pair_are_read_once_beside_a_given_one(tmp_path, monkeypatch):

@@ -3,12 +3,10 @@
 import functools
 import hashlib
 import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from calls import SHAPES, assert_same, generate
+from calls import SHAPES, assert_same, assert_two_threads_agree, generate
 from cases import pairwise, representatives
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import EOS, POLICY_CASES, TERRIBLE, VOCABULARY, ForwardCounter, perturbed, prompt, tiny
@@ -22,11 +20,6 @@ from hf_dynspec.shortlists import POLICIES
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 # The default of the other tests here: chains and trees, the default policy and one that is no use.
 CASES = [("hybrid", "chain"), ("random", "tree"), ("random", "chain"), ("hybrid", "tree")]
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 # Every policy --------------------------------------------------------------------------------------------------------
@@ -149,25 +142,9 @@ def test_a_call_does_not_depend_on_earlier_ones(earlier, name, shape, target, dr
 
 @pytest.mark.parametrize(("name", "shape"), [("in_context, lru", "chain"), ("hybrid", "tree")])
 def test_two_threads_on_one_assistant(name, shape, target, drafter):
-    prompts = [prompt(10 + seed, seed) for seed in range(4)]
-    expected = [generate(target, None, input_ids) for input_ids in prompts]
-    assistant, alone = (
-        DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPES[shape]) for _ in "ab"
+    assert_two_threads_agree(
+        target, lambda: DynSpecAssistant(drafter, ALL_POLICIES[name](), target=target, tree=SHAPES[shape])
     )
-    together = threading.Barrier(2)
-
-    def run(half: int) -> list[torch.Tensor]:
-        together.wait(timeout=600)
-        return [generate(target, assistant, input_ids) for input_ids in prompts[half::2]]
-
-    with ThreadPoolExecutor(2) as pool:
-        for half, outputs in enumerate(pool.map(run, range(2), timeout=600)):
-            for output, own in zip(outputs, expected[half::2], strict=True):
-                assert torch.equal(output, own)
-    for input_ids in prompts:
-        generate(target, alone, input_ids)
-    assert assistant.stats_total.to_dict() == alone.stats_total.to_dict()
-    assert assistant.stats_total.calls == len(prompts)
 
 
 # 16-bit --------------------------------------------------------------------------------------------------------------

@@ -18,13 +18,8 @@ from transformers.utils import generic
 from hf_dynspec import DynSpecAssistant, UnsupportedError
 from hf_dynspec.cache_names import CACHE, CACHE_NAMES, returned_cache
 
-EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_hidden_states": True,
-    "output_attentions": True,
-}
+EVERYTHING = {f"output_{name}": True for name in ("scores", "logits", "hidden_states", "attentions")}
+EVERYTHING = {"return_dict_in_generate": True, **EVERYTHING}
 # The texts pass the sliding windows. No EOS ends them.
 CALL = {"max_new_tokens": 12, "eos_token_id": VOCABULARY - 1}
 FAMILIES = ("llama", "gemma3", "qwen3", "gpt2", "mistral", "cohere2")
@@ -100,14 +95,10 @@ def test_scores_of_an_assistant_that_is_made_within_the_call(kind, target):
     """Python looks `generate` up before the assistant is there, so this is transformers' own loop."""
     model = copy.deepcopy(target)
     assert "generate" not in vars(model)
-    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected = generate(model, None, **arguments)
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 24}
+    expected, drafter = generate(model, None, **arguments), DRAFTERS[kind](model)
     actual = model.generate(
-        prompt(),
-        assistant_model=DynSpecAssistant(DRAFTERS[kind](model), target=model),
-        max_new_tokens=24,
-        do_sample=False,
-        **arguments,
+        prompt(), assistant_model=DynSpecAssistant(drafter, target=model), do_sample=False, **arguments
     )
     assert torch.equal(actual.sequences, expected.sequences)
     for name in ("scores", "logits"):
@@ -176,22 +167,22 @@ TURNS = pairwise("families", ("llama", "mistral", "gemma2"), (0, 3), list(SHAPES
 def test_going_on_with_the_cache_of_an_earlier_turn(family, pads, shape, what):
     target = tiny(family)
     assistant = DynSpecAssistant(perturbed(target), "hybrid", target=target, tree=SHAPES[shape])
-    texts = {}
+    texts, caches = [], []
     for one in (assistant.conversation() if what == "conversation" else assistant, None):
         text, mask = padded(pads, prompt(20))
         cache = None
         for turn in range(3):
-            output = generate(
-                target, one, text, **{CACHE: cache}, attention_mask=mask, return_dict_in_generate=True, **CALL
-            )
+            given = {CACHE: cache, "attention_mask": mask, "return_dict_in_generate": True, **CALL}
+            output = generate(target, one, text, **given)
             cache = returned_cache(output)
             # The last token has not been fed to the target.
             assert cache.get_seq_length() == output.sequences.shape[1] - 1
             text = torch.cat([output.sequences, prompt(4, seed=30 + turn)], dim=1)
             mask = torch.cat([mask, mask.new_ones(1, text.shape[1] - mask.shape[1])], dim=1)
-        texts[one is None] = text, cache
-    assert torch.equal(texts[False][0], texts[True][0])
-    assert_same_cache(texts[False][1], texts[True][1])
+        texts.append(text)
+        caches.append(cache)
+    assert torch.equal(*texts)
+    assert_same_cache(*caches)
     assert assistant.stats_total.accepted > 0
 
 
@@ -223,18 +214,13 @@ def test_new_tokens_alone_after_a_cache(family, pads, shape):
     text, mask = padded(pads, prompt(30))
     arguments = {"attention_mask": mask, "return_dict_in_generate": True, "output_attentions": True}
     for length in (10, 24):
-        ours, theirs = (
-            generate(
-                target,
-                one,
-                text[:, length:],
-                **{CACHE: cache_of(target, text[:, :length], attention_mask=mask[:, :length])},
-                **arguments,
-            )
-            for one in (assistant, None)
-        )
+        outputs = []
+        for one in (assistant, None):
+            cache = cache_of(target, text[:, :length], attention_mask=mask[:, :length])
+            outputs.append(generate(target, one, text[:, length:], **{CACHE: cache}, **arguments))
+        ours, theirs = outputs
         assert torch.equal(ours.sequences, theirs.sequences) and assistant.stats.drafted > 0
-        shapes = [[[layer.shape for layer in token] for token in one.attentions] for one in (ours, theirs)]
+        shapes = [[[layer.shape for layer in token] for token in one.attentions] for one in outputs]
         assert shapes[0] == shapes[1]
 
 

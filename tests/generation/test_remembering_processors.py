@@ -6,12 +6,11 @@ import pytest
 import torch
 from calls import SHAPES, generate, padded
 from cases import pairwise, representatives
-from models import EOS, POLICY_CASES, REMEMBERING, TERRIBLE, Counting, perturbed, prompt
+from models import EOS, POLICY_CASES, REMEMBERING, TERRIBLE, Counting, prompt
 from sampled_texts import processors_of
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -24,11 +23,6 @@ from hf_dynspec.shortlists import POLICIES
 
 ALL_POLICIES = POLICY_CASES | TERRIBLE
 LOOKS = (True, False)
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 @pytest.fixture

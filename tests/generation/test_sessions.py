@@ -12,7 +12,7 @@ import pytest
 import torch
 from calls import SHAPES, generate
 from cases import representatives
-from models import POLICY_CASES, perturbed, prompt
+from models import POLICY_CASES, prompt
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant
@@ -25,11 +25,6 @@ MODE_CASES = [
     (policy, *case)
     for policy, case in zip(POLICY_CASES, itertools.cycle(itertools.product(SHAPES, MODES)), strict=False)
 ]
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 @functools.cache

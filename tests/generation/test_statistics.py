@@ -8,17 +8,11 @@ import pytest
 import torch
 from calls import SHAPES, Pieces, generate
 from cases import representatives
-from models import POLICY_CASES, RandomShortlist, perturbed, prompt
+from models import POLICY_CASES, RandomShortlist, prompt
 
 from hf_dynspec import DynSpecAssistant, FrequencyShortlist, UnionShortlist, devices
 from hf_dynspec.protocol import BackgroundWork, Candidates, Shortlist
 from hf_dynspec.stats import SECTIONS, DraftingStatistics, Stopwatch
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return perturbed(target)
-
 
 NAMES = ("full", "random", "frequency, position-aware", "in_context", "frequency", "hybrid")
 

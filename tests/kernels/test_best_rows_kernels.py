@@ -1,19 +1,21 @@
-"""The kernels that choose the best rows of a low-rank factor equal their plain twin, and are what runs.
-
-The Triton kernel runs on a GPU where there is one. Everywhere it runs in triton's interpreter, which must be chosen
-before triton is imported: a test runs this file once more, in a process of its own.
-"""
+"""The kernels that choose the best rows of a low-rank factor equal their plain twin, and are what runs."""
 
 import importlib.util
-import os
 import platform
-import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from fast_kernels import (
+    DEVICE,
+    INTERPRETED,
+    interpret,
+    lines_of,
+    must_not_run,
+    needs_compiled_triton,
+    needs_triton,
+    runs_triton,
+)
 from torch._inductor.codecache import CppCodeCache
 
 from hf_dynspec.kernels import (
@@ -29,13 +31,6 @@ from hf_dynspec.kernels import (
 )
 from hf_dynspec.kernels.reference import TILE_COLUMNS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-runs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (INTERPRETED or DEVICE.type == "cuda"),
-    reason="needs a GPU or TRITON_INTERPRET=1",
-)
 on_the_cpu = pytest.mark.skipif(DEVICE.type != "cpu" or INTERPRETED, reason="tests the CPU's kernel, natively")
 plain = reference.best_rows
 LOWEST = torch.finfo(torch.float32).min
@@ -100,10 +95,6 @@ def check(chosen: torch.Tensor, hidden: torch.Tensor, screen: Screen, count: int
     best = scores.sort(descending=True).values[:count]
     found = scores[chosen].sort(descending=True).values
     torch.testing.assert_close(found, best, rtol=1e-6, atol=rounding(hidden, screen))
-
-
-def must_not_run(*args):
-    raise AssertionError("the plain twin ran in place of the fast kernel")
 
 
 # Fewer rows than a tile, tiles that are full and that are not; ranks that fill registers and that do not; one query,
@@ -374,11 +365,7 @@ def test_triton_kernel_makes_the_worst_of_what_is_no_number():
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
 def test_the_interpreter_runs_the_triton_kernel():
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b7 passed\b", done.stdout) and "skipped" not in done.stdout, done.stdout[-2000:]
+    interpret(__file__, passed=7)
 
 
 COMPILE = """
@@ -403,16 +390,8 @@ for capability in (80, 90):
 """
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="triton's compiler is for Linux")
+@needs_compiled_triton
 def test_the_triton_kernel_compiles_for_gpus(tmp_path):
     """Without one at hand: products are not rounded to tf32, and the shared memory suffices."""
-    # From a file, as Triton reads the source of what it compiles.
-    script = tmp_path / "compile.py"
-    script.write_text(COMPILE, encoding="utf-8")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["False True"] * 4
+    expected = ["False True"] * 4
+    assert lines_of(COMPILE, tmp_path) == expected

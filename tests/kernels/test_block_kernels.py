@@ -1,28 +1,25 @@
-"""The kernels that score blocks of rows equal their plain twin, and are what runs.
-
-The Triton kernel runs on a GPU where there is one. Everywhere it runs in triton's interpreter, which must be chosen
-before triton is imported: a test runs this file once more, in a process of its own.
-"""
+"""The kernels that score blocks of rows equal their plain twin, and are what runs."""
 
 import importlib.util
-import os
-import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from fast_kernels import (
+    DEVICE,
+    INTERPRETED,
+    interpret,
+    lines_of,
+    must_not_run,
+    needs_compiled_triton,
+    needs_triton,
+    runs_triton,
+)
+from torch._inductor import codecache
 
 from hf_dynspec.kernels import block_scores_for, cpu, prepare_kernels, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-runs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (INTERPRETED or DEVICE.type == "cuda"),
-    reason="needs a GPU or TRITON_INTERPRET=1",
-)
 plain = reference.block_scores
 
 
@@ -65,10 +62,6 @@ def check(scores: torch.Tensor, hidden, weight, blocks, bias) -> None:
     assert scores.dtype == torch.float32 and scores.shape == (hidden.shape[0], blocks.shape[0] * weight.shape[1])
     torch.testing.assert_close(scores.cpu(), truth(hidden, weight, blocks, bias), **tolerance(hidden.shape[1]))
     torch.testing.assert_close(scores, plain(hidden, weight, blocks, bias), **tolerance(hidden.shape[1]))
-
-
-def must_not_run(*args):
-    raise AssertionError("the plain twin ran in place of the fast kernel")
 
 
 # No block, one, absent ones in any place, one block twice. Block 0 is never asked for, so it is always NaN.
@@ -217,22 +210,17 @@ def test_scores_are_fp32_whatever_torchs_default_is(default, natively):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="tests the CPU's kernel")
 @pytest.mark.parametrize("change", ["no module", "no class", "other arguments", "no compiler"])
 def test_where_torch_compiles_in_another_way_the_plain_twins_run_and_one_line_says_so(change, monkeypatch, caplog):
-    from torch._inductor import codecache
-
-    def load(source):
+    def fail(*arguments, **others):
+        if change == "no compiler":
+            raise RuntimeError("no working C++ compiler\n" + "and pages of what it says\n" * 100)
         raise AssertionError("takes other arguments")
-
-    def no_compiler():
-        raise RuntimeError("no working C++ compiler\n" + "and pages of what it says\n" * 100)
 
     if change == "no module":
         monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
     elif change == "no class":
         monkeypatch.delattr(codecache, "CppCodeCache")
-    elif change == "no compiler":
-        monkeypatch.setattr(codecache.CppCodeCache, "load", lambda *args, **kwargs: no_compiler())
     else:
-        monkeypatch.setattr(codecache.CppCodeCache, "load", load)
+        monkeypatch.setattr(codecache.CppCodeCache, "load", fail)
     monkeypatch.setattr(cpu, "_run", must_not_run)
     monkeypatch.setattr(cpu, "FEWEST_COMPILED_ELEMENTS", 1)
     cpu._kernels.cache_clear()
@@ -308,11 +296,7 @@ def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
 def test_the_interpreter_runs_the_triton_kernel():
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b54 passed\b", done.stdout) and "skipped" not in done.stdout, done.stdout[-2000:]
+    interpret(__file__, passed=54)
 
 
 COMPILE = """
@@ -341,18 +325,9 @@ for capability in (80, 90):
 """
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="triton's compiler is for Linux")
+@needs_compiled_triton
 def test_the_triton_kernel_compiles_for_gpus(tmp_path):
     """Without one at hand: 16-bit products go to the tensor cores, fp32 ones are not rounded to tf32, and rows are
     fetched 16 bytes at a time while others are multiplied."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    # From a file, as Triton reads the source of what it compiles.
-    script = tmp_path / "compile.py"
-    script.write_text(COMPILE, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
     expected = ["bf16 True False True", "fp16 True False True", "fp32 False False True"] * 6
-    assert done.stdout.splitlines() == expected
+    assert lines_of(COMPILE, tmp_path) == expected

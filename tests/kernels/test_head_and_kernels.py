@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import assert_same, generate
+from fast_kernels import must_not_run
 from full_disk import largest_file
 from models import FAMILIES, tiny
 
@@ -81,18 +83,16 @@ def forms_of(ids: torch.Tensor) -> dict[str, Shortlist]:
 def test_scores_on_every_form_of_shortlist(form, dtype, finish, poisoned_memory):
     weight, bias = random(V, D, dtype=dtype), random(V, seed=1, dtype=dtype)
     hidden = random(1, D, seed=2, dtype=dtype)
-    scale, cap = finish
-    for count in (3, 31, 100):
-        for used_bias in (None, bias):
-            shortlist = forms_of(some_ids(count))[form]
-            logits = DynamicLMHead(weight, used_bias, scale, cap).scores(hidden, shortlist, PackedRows())
-            assert logits.shape == (1, shortlist.width) and logits.dtype == torch.float32
-            expected = truth(hidden, weight, used_bias, shortlist.scored_slots, scale, cap)
-            occupied = shortlist.scored_occupied
-            if occupied is not None:
-                assert (logits[:, ~occupied] == -torch.inf).all()
-                logits, expected = logits[:, occupied], expected[:, occupied]
-            torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
+    for count, used_bias in itertools.product((3, 31, 100), (None, bias)):
+        shortlist = forms_of(some_ids(count))[form]
+        logits = DynamicLMHead(weight, used_bias, *finish).scores(hidden, shortlist, PackedRows())
+        assert logits.shape == (1, shortlist.width) and logits.dtype == torch.float32
+        expected = truth(hidden, weight, used_bias, shortlist.scored_slots, *finish)
+        occupied = shortlist.scored_occupied
+        if occupied is not None:
+            assert (logits[:, ~occupied] == -torch.inf).all()
+            logits, expected = logits[:, occupied], expected[:, occupied]
+        torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,7 +154,7 @@ class Int8Linear(torch.nn.Linear):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quantised_projections_are_asked_what_they_do(quantise, family):
     """Their weights, and biases, are the rows of a matrix as any other's; in either role."""
-    model = tiny(family)
+    model, target = tiny(family), tiny(family)
     if quantise == "by torch":
         of_one = torch.nn.Sequential(model.lm_head)
         model.lm_head = torch.ao.quantization.quantize_dynamic(of_one, dtype=torch.qint8)[0]
@@ -164,21 +164,12 @@ def test_quantised_projections_are_asked_what_they_do(quantise, family):
     hidden = random(3, 32)
     actual, expected = head.scores(hidden, Shortlist(torch.arange(301), 0), PackedRows()), model.lm_head(hidden)
     assert (actual - expected).abs().max() <= 0.03 * expected.abs().max()
-    target = tiny(family)
     assistant = DynSpecAssistant(model, "hybrid", target=target)
-    arguments = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(
-        target.generate(some_ids(9)[None], assistant_model=assistant, **arguments),
-        target.generate(some_ids(9)[None], **arguments),
-    )
+    assert_same(target, assistant, some_ids(9)[None], max_new_tokens=12)
     assert assistant.stats.accepted > 6
-    if quantise == "by torch":
-        return  # it scales all rows of a batch alike, so that what a target says depends on what is read beside it
-    assistant = DynSpecAssistant(target, "hybrid", target=model)
-    assert torch.equal(
-        model.generate(some_ids(9)[None], assistant_model=assistant, **arguments),
-        model.generate(some_ids(9)[None], **arguments),
-    )
+    # torch's scales all rows of a batch alike, so that what a target says depends on what is read beside it.
+    if quantise != "by torch":
+        assert_same(model, DynSpecAssistant(target, "hybrid", target=model), some_ids(9)[None], max_new_tokens=12)
 
 
 # Packed rows ---------------------------------------------------------------------------------------------------------
@@ -228,10 +219,8 @@ def test_rows_follow_shortlists_of_other_lengths(poisoned_memory):
     hidden = random(2, D, seed=2)
     for version, count in enumerate((5, 70, 1, 33, 70, 69)):
         shortlist = Shortlist(some_ids(count, seed=version), version, replaced=torch.tensor([0]))
-        actual = head.scores(hidden, shortlist, rows)
-        torch.testing.assert_close(
-            actual, truth(hidden, head.weight, head.bias, shortlist.slots), **TOLERANCE[torch.float32]
-        )
+        expected = truth(hidden, head.weight, head.bias, shortlist.slots)
+        torch.testing.assert_close(head.scores(hidden, shortlist, rows), expected, **TOLERANCE[torch.float32])
 
 
 def test_widening_puts_every_logit_at_its_id():
@@ -247,7 +236,7 @@ def test_widening_puts_every_logit_at_its_id():
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
-# rows of hidden states, rows of the weight, dimension, rows scored
+# Rows of hidden states, rows of the weight, dimension, rows scored.
 ODD_SIZES = [
     (1, 211, 37, 53),
     (1, 7, 3, 1),
@@ -258,24 +247,24 @@ ODD_SIZES = [
 ]
 
 
+def operands(sizes: tuple[int, ...], dtype: torch.dtype, with_bias: bool) -> tuple:
+    """Hidden states, a weight, ids of rows, and a bias."""
+    m, rows, d, n = sizes
+    bias = random(rows, seed=2, dtype=dtype) if with_bias else None
+    return random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype), some_ids(n, limit=rows), bias
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", ODD_SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_reference_kernels(dtype, sizes, with_bias, poisoned_memory):
-    m, rows, d, n = sizes
-    hidden, weight = random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype)
-    bias = random(rows, seed=2, dtype=dtype) if with_bias else None
-    ids = some_ids(n, limit=rows)
+    hidden, weight, ids, bias = operands(sizes, dtype, with_bias)
     expected = truth(hidden, weight, bias, ids)
     scattered = reference.scattered_scores(hidden, weight, ids, bias)
     packed = packed_scores(hidden, weight[ids], None if bias is None else bias[ids])
-    assert scattered.dtype == packed.dtype == dtype
-    torch.testing.assert_close(scattered.float(), expected, **TOLERANCE[dtype])
-    torch.testing.assert_close(packed.float(), expected, **TOLERANCE[dtype])
-
-
-def must_not_run(*args):
-    raise AssertionError("the plain twin ran in place of the compiled kernel")
+    for actual in (scattered, packed):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, **TOLERANCE[dtype])
 
 
 @pytest.fixture
@@ -297,22 +286,16 @@ def test_the_compiled_kernel_equals_its_plain_twin_and_is_what_ran(dtype, kernel
     assert scattered_scores_for(torch.device("meta")) is reference.scattered_scores
     plain = reference.scattered_scores
     monkeypatch.setattr(reference, "scattered_scores", must_not_run)
-    expected_calls = 0
-    for m, rows, d, n in ODD_SIZES:
-        for with_bias in (False, True):
-            hidden, weight = random(m, d, dtype=dtype), random(rows, d, seed=1, dtype=dtype)
-            bias = random(rows, seed=2, dtype=dtype) if with_bias else None
-            ids = some_ids(n, limit=rows)
-            unasked = torch.ones(rows, dtype=torch.bool).index_fill_(0, ids, False)
-            weight[unasked] = torch.nan
-            actual = cpu.scattered_scores(hidden, weight, ids, bias)
-            expected_calls += 1
-            assert actual.dtype == torch.float32 and actual.shape == (m, n)
-            # Sums and results in fp32 are closer to the truth than the plain twin, which rounds 16-bit results.
-            torch.testing.assert_close(actual, truth(hidden, weight, bias, ids), **TOLERANCE[torch.float32])
-            own = plain(hidden, weight, ids, bias).float()
-            torch.testing.assert_close(actual, own, **TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
-    assert len(kernel_calls) == expected_calls
+    for sizes, with_bias in itertools.product(ODD_SIZES, (False, True)):
+        hidden, weight, ids, bias = operands(sizes, dtype, with_bias)
+        weight[torch.ones(len(weight), dtype=torch.bool).index_fill_(0, ids, False)] = torch.nan
+        actual = cpu.scattered_scores(hidden, weight, ids, bias)
+        assert actual.dtype == torch.float32 and actual.shape == (len(hidden), len(ids))
+        # Sums and results in fp32 are closer to the truth than the plain twin, which rounds 16-bit results.
+        torch.testing.assert_close(actual, truth(hidden, weight, bias, ids), **TOLERANCE[torch.float32])
+        own = plain(hidden, weight, ids, bias).float()
+        torch.testing.assert_close(actual, own, **TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+    assert len(kernel_calls) == 2 * len(ODD_SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -340,13 +323,8 @@ assert bool(cpu._kernels()) == (sys.argv[1] == "compiled")
 
 def lines_said(expected: str, **environment: str) -> list[str]:
     """What a process of its own says that uses the kernels; torch reads the compiler's name when it is imported."""
-    run = subprocess.run(
-        [sys.executable, "-W", "default", "-c", KERNELS_IN_A_PROCESS, expected],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "default", "-c", KERNELS_IN_A_PROCESS, expected]
+    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return (run.stdout + run.stderr).splitlines()
 
@@ -381,13 +359,9 @@ def test_replace_rows(poisoned_memory):
 
 @pytest.fixture
 def compiled_top_k(compiled_kernels, monkeypatch):
-    """torch's own choice, which must not run."""
-
-    def must_not_run(*args):
-        raise AssertionError("the plain choice of top tokens ran")
-
-    monkeypatch.setattr(reference, "top_k_ids", must_not_run)
-    monkeypatch.setattr(reference, "argmax_rows", must_not_run)
+    """torch's own choice must not run."""
+    for name in ("top_k_ids", "argmax_rows"):
+        monkeypatch.setattr(reference, name, must_not_run)
     monkeypatch.setattr(cpu_top_k, "_FEWEST_NUMBERS_OF_ARGMAX", 0)
 
 
@@ -462,28 +436,23 @@ def test_the_compiled_dense_kernel_equals_its_plain_twin_and_is_what_ran(
     sizes, small_weights_are_compiled, kernel_calls, poisoned_memory, monkeypatch
 ):
     """For each number of queries that has code of its own, for several groups of them, and for a tree's."""
-    weight = random(*sizes, seed=1)
+    weight, close = random(*sizes, seed=1), TOLERANCE[torch.float32]
     assert cpu.has_dense_kernel(weight)
     plain = reference.packed_scores
     monkeypatch.setattr(reference, "packed_scores", must_not_run)
     numbers = (*range(1, 18), 61)
     for m in numbers:
         hidden = random(m, sizes[1], seed=m)
-        before = hidden.clone()
-        out = torch.full((m, sizes[0]), torch.nan)
+        before, out = hidden.clone(), torch.full((m, sizes[0]), torch.nan)
         actual = cpu.dense_scores(hidden, weight)
         assert actual.shape == (m, sizes[0]) and actual.dtype == torch.float32
-        torch.testing.assert_close(
-            actual, truth(hidden, weight, None, torch.arange(sizes[0])), **TOLERANCE[torch.float32]
-        )
-        torch.testing.assert_close(actual, plain(hidden, weight, None), **TOLERANCE[torch.float32])
+        torch.testing.assert_close(actual, truth(hidden, weight, None, torch.arange(sizes[0])), **close)
+        torch.testing.assert_close(actual, plain(hidden, weight, None), **close)
         assert cpu.dense_scores(hidden, weight, out) is out and torch.equal(out, actual)
         assert torch.equal(hidden, before)
     # A slice of a larger tensor, as the last rows of a forward are.
-    wide = random(4, 2 * sizes[1], seed=3)
-    torch.testing.assert_close(
-        cpu.dense_scores(wide[1:, ::2], weight), plain(wide[1:, ::2], weight, None), **TOLERANCE[torch.float32]
-    )
+    part = random(4, 2 * sizes[1], seed=3)[1:, ::2]
+    torch.testing.assert_close(cpu.dense_scores(part, weight), plain(part, weight, None), **close)
     assert len(kernel_calls) == 2 * len(numbers) + 1
 
 
@@ -573,23 +542,19 @@ def test_one_number_that_16_bits_do_not_hold_keeps_all_copies_in_32(small_heads_
     monkeypatch.setattr(cpu, "_COMPARED_ELEMENTS", 5 * D)
     weight, bias = random(V, D, dtype=torch.bfloat16).float(), random(V, seed=1, dtype=torch.bfloat16).float()
     assert DynamicLMHead(weight, bias).copy_dtype == torch.bfloat16
+    whole, hidden = Shortlist(torch.arange(V), 0, is_prefix=True), random(1, D)
     for spoilt in (weight, bias):
         kept = spoilt[-1].clone()
         spoilt[-1] += 2**-20
-        head = DynamicLMHead(weight, bias)
+        head, expected = DynamicLMHead(weight, bias), truth(hidden, weight, bias, whole.slots)
         assert head.copy_dtype == torch.float32
-        whole, hidden = Shortlist(torch.arange(V), 0, is_prefix=True), random(1, D)
-        torch.testing.assert_close(
-            head.scores(hidden, whole, PackedRows()),
-            truth(hidden, weight, bias, whole.slots),
-            **TOLERANCE[torch.float32],
-        )
+        torch.testing.assert_close(head.scores(hidden, whole, PackedRows()), expected, **TOLERANCE[torch.float32])
         assert head._leading is None
         spoilt[-1] = kept
     # What fp16 cannot hold though it is as short, and what is no number.
-    assert DynamicLMHead(torch.full((V, D), 2.0**20)).copy_dtype == torch.bfloat16
-    assert DynamicLMHead(torch.full((V, D), 1.0 + 2**-10)).copy_dtype == torch.float16
-    assert DynamicLMHead(torch.full((V, D), torch.nan)).copy_dtype == torch.float32
+    numbers = {2.0**20: torch.bfloat16, 1.0 + 2**-10: torch.float16, torch.nan: torch.float32}
+    for number, dtype in numbers.items():
+        assert DynamicLMHead(torch.full((V, D), number)).copy_dtype == dtype
 
 
 def test_where_nothing_is_compiled_copies_are_of_the_heads_dtype(monkeypatch):
@@ -625,29 +590,26 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
     forward runs where it, or its projection, is hooked, replaced or given another weight. All say the same."""
     drafter = tiny(family, seed=1)
 
+    def counting(calls: list, call):
+        return lambda *args, **kwargs: (calls.append(1), call(*args, **kwargs))[1]
+
     def outputs(change=lambda target: None) -> tuple[torch.Tensor, int, int]:
         """The output of a changed target with an assistant and without, how often its own forward and how often the
         fast product ran."""
         target = tiny(family)
         assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=2)
-        kept = change(target)
-        forwards, forward = [], type(target).forward
-        calls, all_scores = [], DynamicLMHead.all_scores
+        kept, forwards, calls = change(target), [], []
         with monkeypatch.context() as patch:
-            patch.setattr(DynamicLMHead, "all_scores", lambda *args: (calls.append(1), all_scores(*args))[1])
-            patch.setattr(
-                type(target),
-                "forward",
-                lambda self, *args, **kwargs: (forwards.append(1), forward(self, *args, **kwargs))[1],
-            )
-            arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 300}
+            patch.setattr(DynamicLMHead, "all_scores", counting(calls, DynamicLMHead.all_scores))
+            patch.setattr(type(target), "forward", counting(forwards, type(target).forward))
+            arguments = {"max_new_tokens": 8, "eos_token_id": 300}
             # A patched forward is one more change: what it says is compared in the first call.
-            target.generate(some_ids(9)[None], assistant_model=assistant, **arguments)
+            generate(target, assistant, some_ids(9)[None], **arguments)
             forwards.clear()
             calls.clear()
-            output = target.generate(some_ids(9)[None], assistant_model=assistant, **arguments)
+            output = generate(target, assistant, some_ids(9)[None], **arguments)
             counts = len(forwards), len(calls)
-            assert torch.equal(output, target.generate(some_ids(9)[None], **arguments))
+            assert torch.equal(output, generate(target, None, some_ids(9)[None], **arguments))
         del kept
         return output, *counts
 
@@ -665,13 +627,11 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
         louder.load_state_dict(projection.state_dict())
         target.set_output_embeddings(louder.eval())
 
+    def add_bias(target):
+        target.get_output_embeddings().bias = torch.nn.Parameter(random(301, seed=9) * 30)
+
     plain, own, fast = outputs()
     assert own == 0 and fast > 1, "the fast product did not run"
-
-    def add_bias(target):
-        projection = target.get_output_embeddings()
-        projection.bias = torch.nn.Parameter(random(301, seed=9) * 30)
-
     _, own, fast = outputs(add_bias)
     assert fast > 1, "the fast product did not follow the bias"
     output, _, fast = outputs(replace_weight)
@@ -685,8 +645,7 @@ def test_a_target_is_taken_apart_where_nobody_watches(family, small_weights_are_
     }
     for name, change in changes.items():
         output, own, fast = outputs(change)
-        assert torch.equal(output, plain), name
-        assert fast == 0, name
+        assert torch.equal(output, plain) and fast == 0, name
         assert own > 1 or name == "a forward of its own", name
     # What a hook changes is heard, as in plain generation.
     shift = random(301, seed=8) * 30

@@ -3,14 +3,11 @@
 
 import pytest
 import torch
-from eagle_heads import random_head
-from models import VOCABULARY, centroid_router, layer_router, perturbed, prompt, random_router, tiny, word_tokenizer
+from models import VOCABULARY, centroid_router, layer_router, perturbed, random_router, tiny, word_tokenizer
 
-from hf_dynspec import ArtifactError, ConfigurationError, CoralShortlist, DynSpecAssistant, RouterShortlist, TreeConfig
+from hf_dynspec import ArtifactError, ConfigurationError, CoralShortlist, DynSpecAssistant, RouterShortlist
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.drafters import EagleDrafter
-from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import InContextShortlist, Router, UnionShortlist
 from hf_dynspec.vocabulary import fingerprint_tokenizer
@@ -78,23 +75,6 @@ def test_a_union_with_a_window_holds_both():
     assert ids == expected_ids(policy, hidden, vocabulary()) | set(window.tolist())
 
 
-@pytest.mark.parametrize("tree", [False, TreeConfig(total_tokens=12, depth=3, top_k=3)])
-@pytest.mark.parametrize("kind", ["causal", "eagle2", "eagle3", "eagle3-trimmed"])
-def test_every_kind_of_drafter_drafts_what_its_target_says(kind, tree):
-    target = tiny("llama", num_hidden_layers=6)
-    if kind == "causal":
-        drafter = perturbed(target)
-    else:
-        head = random_head(kind.partition("-")[0], draft_vocabulary=100 if "trimmed" in kind else None)
-        drafter = EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
-    assistant = DynSpecAssistant(drafter, CoralShortlist(layer_router(), 4), target=target, tree=tree)
-    inputs = prompt(8)
-    plain = target.generate(inputs, do_sample=False, max_new_tokens=24)
-    drafted = target.generate(inputs, do_sample=False, max_new_tokens=24, assistant_model=assistant)
-    assert torch.equal(plain, drafted)
-    assert assistant.stats.active_vocabulary < VOCABULARY
-
-
 # Bad input, and artifacts --------------------------------------------------------------------------------------------
 
 
@@ -132,15 +112,12 @@ def test_tensors_that_do_not_fit_are_refused(changes, says):
         CoralShortlist.from_settings({"top_groups": 3}, missing)
 
 
-def test_a_layer_is_no_router_of_dynaspec():
-    with pytest.raises(ConfigurationError, match="CoralShortlist"):
-        RouterShortlist(layer_router())
-
-
-def test_a_layer_for_drafters_of_another_width_is_refused():
+def test_a_layer_for_drafters_of_another_width_and_one_for_dynaspec_are_refused():
     target = tiny("llama")
     with pytest.raises(ConfigurationError, match="16"):
         DynSpecAssistant(perturbed(target), CoralShortlist(layer_router(width=16)), target=target)
+    with pytest.raises(ConfigurationError, match="CoralShortlist"):
+        RouterShortlist(layer_router())
 
 
 def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):

@@ -1,14 +1,15 @@
 """What policies keep from call to call, and the hybrid's core and window against a plain model of them."""
 
 import copy
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
-from models import VOCABULARY, perturbed, tiny
-from transformers import PreTrainedModel, StoppingCriteria
+from calls import assert_same, generate
+from models import VOCABULARY, perturbed
+from transformers import PreTrainedModel
 
 from hf_dynspec import (
     ConfigurationError,
@@ -154,16 +155,6 @@ FIRST, SECOND, THIRD = (torch.arange(start, start + 12).unsqueeze(0) for start i
 EOS = 2
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
-
-
 def hybrid(memory: str) -> HybridShortlist:
     """One that learns from texts alone, so that what it should hold is easily told."""
     return HybridShortlist(core_size=4, window=60, prompt_top_k=0, verify_top_k=0, memory=memory)
@@ -202,13 +193,14 @@ def selections() -> Iterator[list[set[int]]]:
 
 def knows(target: PreTrainedModel, assistant: object, text: torch.Tensor, of: torch.Tensor, **arguments) -> bool:
     """Generate for a text, and tell whether the window held the tokens of another one from the beginning."""
-    named = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": EOS} | arguments
     with selections() as seen:
-        output = target.generate(text, assistant_model=assistant, **named)
-    assert torch.equal(output, target.generate(text, **named)), "the output is not the target's own"
+        assert_same(target, assistant, text, **{**ARGUMENTS, **arguments})
     held = set(of[0].tolist()) & seen[0]
     assert held in (set(), set(of[0].tolist())), "some are held, and some are not"
     return bool(held)
+
+
+ARGUMENTS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": EOS}
 
 
 def new_assistant(target, drafter, policy: ShortlistPolicy, **arguments) -> DynSpecAssistant:
@@ -233,12 +225,11 @@ def test_a_call_of_a_conversation_without_memory_is_shown_all_of_its_text(make, 
     """It begins as a call outside of the conversation does, though the session goes on."""
     assistant = new_assistant(target, drafter, make("call"))
     conversation = assistant.conversation()
-    turn = target.generate(FIRST, assistant_model=conversation, max_new_tokens=6, do_sample=False, eos_token_id=EOS)
-    longer = torch.cat([turn, SECOND], dim=1)
+    longer = torch.cat([generate(target, conversation, FIRST, **ARGUMENTS), SECOND], dim=1)
     held = []
     for one in (conversation, assistant):
         with selections() as seen:
-            target.generate(longer, assistant_model=one, max_new_tokens=6, do_sample=False, eos_token_id=EOS)
+            generate(target, one, longer, **ARGUMENTS)
         held.append(seen[0])
     assert held[0] == held[1] and set(longer[0].tolist()) <= held[0]
 
@@ -284,31 +275,27 @@ def test_an_unbound_assistant_may_forget_too(target, drafter):
     assert not knows(target, assistant.bind(target), FIRST, SECOND)
 
 
-class ForgetsInBetween(StoppingCriteria):
-    """Has another thread call `forget` while a call runs."""
-
-    def __init__(self, assistant: DynSpecAssistant):
-        self.assistant, self.times = assistant, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **unused: object) -> torch.Tensor:
-        self.times += 1
-        if self.times == 2:
-            thread = threading.Thread(target=self.assistant.forget)
-            thread.start()
-            thread.join()
-        return torch.zeros(1, dtype=torch.bool)
+def at_once(*work: Callable[[], object]) -> list[object]:
+    """What functions return that run in threads of their own."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [one.result() for one in [pool.submit(function) for function in work]]
 
 
 @pytest.mark.parametrize("is_conversation", [False, True])
 @pytest.mark.parametrize("memory", ["conversation", "assistant"])
 def test_what_a_running_call_learns_is_forgotten_too(memory, is_conversation, target, drafter):
     assistant = new_assistant(target, drafter, hybrid(memory))
-    one = assistant.conversation() if is_conversation else assistant
-    criterion = ForgetsInBetween(assistant)
-    target.generate(
-        FIRST, assistant_model=one, max_new_tokens=8, do_sample=False, eos_token_id=EOS, stopping_criteria=[criterion]
-    )
-    assert criterion.times > 2
+    one, times = assistant.conversation() if is_conversation else assistant, []
+
+    def forget_in_between(input_ids: torch.Tensor, scores: torch.Tensor, **unused: object) -> torch.Tensor:
+        """Has another thread call `forget` while a call runs."""
+        times.append(1)
+        if len(times) == 2:
+            at_once(assistant.forget)
+        return torch.zeros(1, dtype=torch.bool)
+
+    generate(target, one, FIRST, **{**ARGUMENTS, "max_new_tokens": 8}, stopping_criteria=[forget_in_between])
+    assert len(times) > 2
     assert not knows(target, one, SECOND, FIRST)
     assert knows(target, one, THIRD, SECOND) == (is_conversation or memory == "assistant")
 
@@ -336,28 +323,12 @@ def test_draft_round_depends_on_the_text_alone(target, drafter):
 
 def test_two_threads_share_one_memory(target, drafter):
     assistant = new_assistant(target, drafter, hybrid("assistant"))
-    texts = {0: (FIRST, SECOND), 1: (SECOND, FIRST)}
-    expected = {
-        number: [target.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=EOS) for text in pair]
-        for number, pair in texts.items()
-    }
-    wrong: list[object] = []
 
-    def work(number: int) -> None:
-        for turn in range(6):
-            text = texts[number][turn % 2]
-            output = target.generate(
-                text, assistant_model=assistant, max_new_tokens=6, do_sample=False, eos_token_id=EOS
-            )
-            if not torch.equal(output, expected[number][turn % 2]):
-                wrong.append((number, turn))
+    def work(*texts: torch.Tensor) -> None:
+        for text in texts * 3:
+            assert_same(target, assistant, text, **ARGUMENTS)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(lambda: work(FIRST, SECOND), lambda: work(SECOND, FIRST))
     assert knows(target, assistant, THIRD, FIRST) and knows(target, assistant, THIRD, SECOND)
 
 
@@ -368,18 +339,13 @@ def test_a_memory_is_bounded_and_keeps_the_latest():
     assert memory.ids == (7, 2, 3, 1)
     memory.add(range(100))
     assert memory.ids == (0, 1, 2, 3, 4)
-
     shared = RecentTokens(600)
 
     def work(start: int) -> None:
         for number in range(start, start + 200):
             shared.add([number, number % 7])
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in (1000, 2000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda: work(1000), lambda: work(2000))
     assert sorted(shared.ids) == [*range(7), *range(1000, 1200), *range(2000, 2200)]
 
 

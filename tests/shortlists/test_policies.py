@@ -71,14 +71,6 @@ def ids_of(shortlist: Shortlist) -> set[int]:
     return set(ids)
 
 
-def all_shortlists(state: ShortlistState, seed: int, needs: Needs) -> Iterator[tuple[int, Shortlist]]:
-    """The depth and shortlist of every draft step of a call."""
-    for event in conversation(seed, needs):
-        show(state, event)
-        for depth in range(3):
-            yield depth, select(state, depth)
-
-
 # Every policy --------------------------------------------------------------------------------------------------------
 
 contract = pytest.mark.parametrize("make", POLICY_CASES.values(), ids=POLICY_CASES)
@@ -255,31 +247,23 @@ def test_no_context_is_no_change():
 
 # Unions --------------------------------------------------------------------------------------------------------------
 
+WINDOW = lambda: InContextShortlist(10, 1, 1)  # noqa: E731
+ROUTER = lambda **settings: RouterShortlist(random_router(), 3, **settings)  # noqa: E731
 UNIONS = {
     "static and window": lambda: [FrequencyShortlist(size=30), InContextShortlist(20, 2, 2)],
     "window and static": lambda: [InContextShortlist(20, 2, 2), FrequencyShortlist(size=30)],
     "two windows": lambda: [InContextShortlist(10, 1, 1, "lru"), InContextShortlist(60, 2, 2)],
-    "position-aware": lambda: [FrequencyShortlist(size=60, position_aware=True), InContextShortlist(10, 1, 1)],
-    "all": lambda: [FullShortlist(), InContextShortlist(10, 1, 1)],
-    "one": lambda: [InContextShortlist(10, 1, 1)],
-    "a union within": lambda: [UnionShortlist(FrequencyShortlist(size=9)), InContextShortlist(10, 1, 1)],
+    "position-aware": lambda: [FrequencyShortlist(size=60, position_aware=True), WINDOW()],
+    "all": lambda: [FullShortlist(), WINDOW()],
+    "one": lambda: [WINDOW()],
+    "a union within": lambda: [UnionShortlist(FrequencyShortlist(size=9)), WINDOW()],
     "a hybrid and a window": lambda: [HybridShortlist(core_size=30, window=20), InContextShortlist(60, 2, 2)],
-    "a hybrid after a router": lambda: [
-        RouterShortlist(random_router(), 3),
-        HybridShortlist(core_size=20, window=30, memory="assistant"),
-    ],
-    "a router": lambda: [
-        InContextShortlist(10, 1, 1),
-        RouterShortlist(random_router(), 3),
-        FrequencyShortlist(size=9),
-    ],
-    "a router alone": lambda: [RouterShortlist(random_router(), 3)],
-    "a router of slots": lambda: [RouterShortlist(random_router(), 3, packed=False), InContextShortlist(10, 1, 1)],
+    "a hybrid after a router": lambda: [ROUTER(), HybridShortlist(core_size=20, window=30, memory="assistant")],
+    "a router": lambda: [WINDOW(), ROUTER(), FrequencyShortlist(size=9)],
+    "a router alone": lambda: [ROUTER()],
+    "a router of slots": lambda: [ROUTER(packed=False), WINDOW()],
     "two routers": lambda: [RouterShortlist(random_router(seed=seed), 3) for seed in (1, 2)],
-    "a router within": lambda: [
-        UnionShortlist(RouterShortlist(random_router(), 3), FrequencyShortlist(size=30)),
-        InContextShortlist(10, 1, 1),
-    ],
+    "a router within": lambda: [UnionShortlist(ROUTER(), FrequencyShortlist(size=30)), WINDOW()],
 }
 
 
@@ -307,11 +291,12 @@ def test_a_union_holds_what_any_of_its_parts_holds(name):
 
 
 def test_a_union_of_static_lists_never_changes():
-    state = UnionShortlist(FrequencyShortlist(size=30), FrequencyShortlist(torch.arange(200, 290), size=40)).start(
-        vocabulary()
-    )
-    shortlists = [shortlist for _, shortlist in all_shortlists(state, 1, Needs())]
-    assert all(shortlist is shortlists[0] for shortlist in shortlists)
+    parts = FrequencyShortlist(size=30), FrequencyShortlist(torch.arange(200, 290), size=40)
+    state = UnionShortlist(*parts).start(vocabulary())
+    before = select(state)
+    for event in conversation(1, Needs()):
+        show(state, event)
+        assert all(select(state, depth) is before for depth in range(3))
 
 
 def test_a_union_with_a_transient_part_is_transient():

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VOCABULARY, perturbed, prompt, successor_graph, tiny
+from calls import assert_same, generate
+from models import VOCABULARY, successor_graph
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, RetrievalShortlist, UnsupportedError, devices
 from hf_dynspec.kernels.cpu_waiting import wait_for_change
@@ -31,7 +32,8 @@ from hf_dynspec.shortlists.retrieval.worker import Worker
 from hf_dynspec.shortlists.screen.factor import usual_rank
 
 EOS = (2, 77)
-CORE = 40
+CORE, CANDIDATES = 40, 4
+IDS, HIDDEN = torch.arange(VOCABULARY), torch.zeros(1, 16)
 needs_hnswlib = pytest.mark.skipif(not find_spec("hnswlib"), reason="hnswlib is not installed")
 
 
@@ -59,11 +61,15 @@ def verdict(verified: list[int], missed: list[int] = (), top_ids: list[list[int]
     )
 
 
+def select(state, hidden: torch.Tensor = HIDDEN) -> Shortlist | JoinedShortlist:
+    """The first shortlist of a round."""
+    state.begin_round()
+    return state.select(0, torch.tensor([0]), hidden)
+
+
 def held(state) -> set[int]:
     """What the cache has beside the core."""
-    state.begin_round()
-    shortlist = state.select(0, torch.tensor([0]), torch.zeros(1, 16))
-    ids = shortlist.ids().tolist()
+    ids = select(state).ids().tolist()
     assert len(set(ids)) == len(ids) and set(EOS) <= set(ids)
     return set(ids) - core_of()
 
@@ -118,23 +124,19 @@ def test_what_triggers_nothing_is_told_from_time_to_time():
     assert held(state) == set() and state.take_background_work().jobs == 10
 
 
-@needs_hnswlib
-def test_the_index_is_asked_with_the_targets_hidden_state(tmp_path, monkeypatch):
+@pytest.fixture
+def index_folder(tmp_path, monkeypatch) -> None:
+    """Where indexes are kept."""
     monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
-    rows = rows_of_head()
-    state = policy(semantic="index", trigger="oov", likely=0, neighbours=4).start(vocabulary(rows))
-    states = torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
-    state.observe(verdict([90, 91], missed=[91], states=states))
-    nearest = (states[1] @ rows.T).topk(4).indices.tolist()
-    assert held(state) == {91, *nearest} - core_of()
 
 
-def test_neighbours_of_the_token_itself():
-    rows = rows_of_head()
-    state = policy(semantic="token", trigger="oov", likely=0, neighbours=4).start(vocabulary(rows))
-    state.observe(verdict([90, 91], missed=[91]))
-    nearest = (rows[91] @ rows.T).index_fill(0, torch.tensor([91]), -torch.inf).topk(4).indices.tolist()
-    assert held(state) == {91, *nearest} - core_of()
+@pytest.mark.parametrize("semantic", ["token", pytest.param("index", marks=needs_hnswlib)])
+def test_neighbours_are_those_of_the_token_itself_or_of_the_targets_hidden_state(semantic, index_folder):
+    rows, states = rows_of_head(), torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
+    state = policy(semantic=semantic, trigger="oov", likely=0, neighbours=4).start(vocabulary(rows))
+    state.observe(verdict([90, 91], missed=[91], states=states if semantic == "index" else None))
+    products = states[1] @ rows.T if semantic == "index" else (rows[91] @ rows.T).index_fill(0, IDS[91], -torch.inf)
+    assert held(state) == {91, *products.topk(4).indices.tolist()} - core_of()
 
 
 def test_what_was_not_said_to_be_likely_is_worth_what_the_least_likely_is():
@@ -154,41 +156,43 @@ def test_to_read_a_prompt_is_no_decoding_step():
 
 
 def test_a_prompt_fills_the_cache_unless_none_of_it_is_wanted():
+    text = Prompt(torch.tensor([90, 3, 91]), start=0)
     state = policy(likely=2).start(vocabulary())
-    state.observe_prompt(Prompt(torch.tensor([90, 3, 91]), start=0))
+    state.observe_prompt(text)
     state.observe_prompt(Prompt(torch.empty(0, dtype=torch.int64), 3, torch.tensor([[100, 4], [101, 102]])))
     assert held(state) == {90, 91, 100, 101, 102}
     state = policy(prompt_positions=0).start(vocabulary())
-    state.observe_prompt(Prompt(torch.tensor([90, 3, 91]), start=0))
+    state.observe_prompt(text)
     assert held(state) == set()
 
 
 def test_slots_keep_their_place_and_say_what_was_replaced():
     state = policy(likely=6, dynamic=8).start(vocabulary())
     generator = torch.Generator().manual_seed(0)
-    before = None
+    before = select(state)
     for _ in range(60):
         top_ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
         state.observe(verdict(top_ids[:, 0].tolist(), top_ids=top_ids.tolist()))
-        state.begin_round()
-        after = state.select(0, torch.tensor([0]), torch.zeros(1, 16))
-        if before is not None and after.version != before.version:
+        after = select(state)
+        if after.version != before.version:
             assert after.version == before.version + 1
             changed = (after.slots != before.slots).nonzero().squeeze(1)
             assert set(changed.tolist()) <= set(after.replaced.tolist())
-        assert held(state) is not None
+        held(state)
         before = after
 
 
-def test_a_new_text_begins_with_the_core():
-    state = policy(likely=1).start(vocabulary())
-    state.observe(verdict([90], top_ids=[[100]]))
-    assert held(state) == {90, 100}
-    version = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version
-    state.restart()
-    assert held(state) == set() and state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version >= version
-    state.observe(verdict([110], top_ids=[[111]]))
-    assert held(state) == {110, 111}
+@pytest.mark.parametrize("is_screened", [False, True])
+def test_a_new_text_begins_with_the_core_and_a_version_of_its_own(is_screened):
+    known = with_drafter(rows_of_head()) if is_screened else vocabulary()
+    state = policy(likely=2, candidates=CANDIDATES if is_screened else None).start(known)
+    for token in (290, 110):
+        state.observe(verdict([token], top_ids=[[token + 1, token + 2]]))
+        before = select(state)
+        assert set(before.ids().tolist()) - core_of() == {token, token + 1, token + 2}
+        state.restart()
+        after = select(state)
+        assert after.version > before.version and set(after.ids().tolist()) <= core_of()
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -197,8 +201,7 @@ def test_retrieved_tokens_displace_the_rarest_of_the_core_where_there_are_more_t
     core = policy().core_ids(vocabulary()).tolist()
 
     def on_shortlist() -> set[int]:
-        state.begin_round()
-        ids = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).ids().tolist()
+        ids = select(state).ids().tolist()
         assert len(set(ids)) == len(ids) <= CORE + 3
         return set(ids)
 
@@ -211,22 +214,17 @@ def test_retrieved_tokens_displace_the_rarest_of_the_core_where_there_are_more_t
     for first in range(100, 130, 3):
         state.observe(verdict([first], top_ids=[[first + 1, first + 2]]))
     assert set(core[:-5]) <= on_shortlist() and len(on_shortlist()) == CORE + 3
-    version = state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version
+    version = select(state).version
     state.restart()
-    assert on_shortlist() == set(core) and state.select(0, torch.tensor([0]), torch.zeros(1, 16)).version > version
+    assert on_shortlist() == set(core) and select(state).version > version
 
 
-def test_the_eos_ids_are_never_displaced():
+def test_the_eos_ids_are_always_there():
+    assert set(select(policy(size=0, likely=1).start(vocabulary())).ids().tolist()) == set(EOS)
     state = policy(size=4, dynamic=1, displaceable=100, likely=1).start(vocabulary())
     for token_id in range(100, 140):
         state.observe(verdict([token_id], top_ids=[[token_id + 50]]))
     assert len(held(state)) == 3
-
-
-def test_without_a_core_there_are_the_eos_ids():
-    state = policy(size=0, likely=1).start(vocabulary())
-    state.begin_round()
-    assert set(state.select(0, torch.tensor([0]), torch.zeros(1, 16)).ids().tolist()) == set(EOS)
 
 
 @pytest.mark.parametrize(
@@ -238,27 +236,12 @@ def test_bad_settings_are_refused(settings):
 
 
 def test_the_papers_setting():
-    settings = RetrievalShortlist.paper().settings()
-    assert settings == {
-        "size": 32000,
-        "dynamic": 256,
-        "semantic": "index",
-        "trigger": "oov",
-        "cache": "arc",
-        "likely": 10,
-        "neighbours": 10,
-        "successors": 8,
-        "prompt_positions": 0,
-        "displaceable": 0,
-        "candidates": None,
-        "synchronous": False,
-    }
+    ways = {"semantic": "index", "trigger": "oov", "cache": "arc", "candidates": None, "synchronous": False}
+    counts = {"size": 32000, "dynamic": 256, "likely": 10, "neighbours": 10, "successors": 8, "displaceable": 0}
+    assert RetrievalShortlist.paper().settings() == {**ways, **counts, "prompt_positions": 0}
 
 
 # The core that is screened ---------------------------------------------------------------------------------------
-
-
-CANDIDATES = 4
 
 
 def screened(**settings) -> RetrievalShortlist:
@@ -269,11 +252,6 @@ def with_drafter(rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> V
     """A vocabulary whose drafter's head has these rows."""
     head = HeadRows(rows, token_ids=token_ids)
     return VocabularyInfo(VOCABULARY, EOS, torch.device("cpu"), token_ids, rows.shape[1], drafter_rows=head)
-
-
-def selected(state, hidden: torch.Tensor) -> JoinedShortlist:
-    state.begin_round()
-    return state.select(0, torch.tensor([0]), hidden)
 
 
 @pytest.mark.parametrize("is_trimmed", [False, True], ids=["whole head", "head of its own tokens"])
@@ -293,7 +271,7 @@ def test_of_a_large_core_the_best_for_the_step_are_scored_and_all_that_was_retri
     rough = ScreenFactor.of_head(rows[head.rows_of(kept)], usual_rank(2 * 32))
     packed = PackedRows()
     for hidden in torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(3)):
-        shortlist = selected(state, hidden)
+        shortlist = select(state, hidden)
         rest = {*EOS, *displaceable, *likely[:3]}
         assert set(shortlist.rest.ids().tolist()) == rest
         chosen = shortlist.chosen.ids()
@@ -308,10 +286,10 @@ def test_of_a_large_core_the_best_for_the_step_are_scored_and_all_that_was_retri
 
 def test_a_core_is_screened_where_that_leaves_out_most_of_it_and_the_drafters_rows_are_known():
     known = with_drafter(rows_of_head())
-    assert isinstance(selected(screened().start(known), torch.ones(1, 16)), JoinedShortlist)
+    assert isinstance(select(screened().start(known), torch.ones(1, 16)), JoinedShortlist)
     for settings in ({"candidates": 5}, {"candidates": None}, {"size": 0}):
-        assert type(selected(screened(**settings).start(known), torch.ones(1, 16))) is Shortlist
-    assert type(selected(screened().start(vocabulary()), torch.ones(1, 16))) is Shortlist
+        assert type(select(screened(**settings).start(known), torch.ones(1, 16))) is Shortlist
+    assert type(select(screened().start(vocabulary()), torch.ones(1, 16))) is Shortlist
     elsewhere = replace(known, device=torch.device("meta"))
     assert screened().core_screen(elsewhere, torch.arange(CORE)) is None
 
@@ -319,30 +297,27 @@ def test_a_core_is_screened_where_that_leaves_out_most_of_it_and_the_drafters_ro
 def test_sessions_share_the_factor_of_a_core_until_the_heads_weights_change(monkeypatch):
     made, of_head = [], ScreenFactor.of_head
     monkeypatch.setattr(ScreenFactor, "of_head", lambda *one: made.append(one) or of_head(*one))
-    shared, rows = screened(), rows_of_head()
-    known = with_drafter(rows)
+    shared, known, hidden = screened(), with_drafter(rows_of_head()), torch.ones(1, 16)
     states = [shared.start(known) for _ in range(2)]
     assert len(made) == 1
-    hidden = torch.ones(1, 16)
-    before = selected(states[0], hidden)
-    changed = rows_of_head(seed=4)
-    states[0].follow_weights(with_drafter(changed))
-    after = selected(states[0], hidden)
+    before, changed = select(states[0], hidden), with_drafter(rows_of_head(seed=4))
+    states[0].follow_weights(changed)
+    after = select(states[0], hidden)
     assert len(made) == 2 and after.version > before.version
-    fresh = selected(screened().start(with_drafter(changed)), hidden)
+    fresh = select(screened().start(changed), hidden)
     assert torch.equal(after.ids(), fresh.ids()) and not torch.equal(after.ids(), before.ids())
     # Tokens that end a text elsewhere leave another core to choose from.
     made.clear()
-    other = replace(with_drafter(changed), eos_token_ids=(5,))
-    assert 5 in selected(shared.start(other), hidden).rest.ids() and len(made) == 1
+    other = replace(changed, eos_token_ids=(5,))
+    assert 5 in select(shared.start(other), hidden).rest.ids() and len(made) == 1
 
 
 def test_what_a_step_did_not_choose_of_the_core_is_no_reason_to_retrieve():
     known = with_drafter(rows_of_head())
     state, core = screened(trigger="oov", likely=1).start(known), policy().core_ids(known).tolist()
-    selected(state, torch.ones(1, 16))
+    select(state, torch.ones(1, 16))
     state.observe(verdict([core[9], 290, VOCABULARY + 3], missed=[core[9], 290], top_ids=[[200], [201], [202]]))
-    ids = selected(state, torch.ones(1, 16)).rest.ids().tolist()
+    ids = select(state, torch.ones(1, 16)).rest.ids().tolist()
     assert {290, 201} <= set(ids) and not {200, 202} & set(ids)
 
 
@@ -350,19 +325,19 @@ def test_whoever_learns_from_a_request_knows_that_all_of_the_core_could_be_draft
     known = with_drafter(rows_of_head())
     state, core = screened().start(known), policy().core_ids(known).tolist()
     state.observe(verdict([290], top_ids=[[291, 292]]))
-    reachable = selected(state, torch.ones(1, 16)).reachable_ids().tolist()
+    reachable = select(state, torch.ones(1, 16)).reachable_ids().tolist()
     assert sorted(reachable) == sorted([*core, 290, 291, 292])
 
 
 def test_a_head_with_numbers_that_are_not_finite_is_not_screened_and_keeps_its_screen():
     rows = rows_of_head()
     state = screened().start(with_drafter(rows))
-    before = selected(state, torch.ones(1, 16))
+    before = select(state, torch.ones(1, 16))
     broken = rows.clone()
     broken[policy().core_ids(vocabulary())[9]] = torch.nan
-    assert type(selected(screened().start(with_drafter(broken)), torch.ones(1, 16))) is Shortlist
+    assert type(select(screened().start(with_drafter(broken)), torch.ones(1, 16))) is Shortlist
     state.follow_weights(with_drafter(broken))
-    assert torch.equal(selected(state, torch.ones(1, 16)).ids(), before.ids())
+    assert torch.equal(select(state, torch.ones(1, 16)).ids(), before.ids())
 
 
 def test_what_was_stored_before_cores_were_screened_scores_all_of_its_core():
@@ -370,16 +345,6 @@ def test_what_was_stored_before_cores_were_screened_scores_all_of_its_core():
     del stored["candidates"]
     assert RetrievalShortlist.from_settings(stored, {}).candidates is None
     assert RetrievalShortlist.from_settings(screened().settings(), {}).candidates == CANDIDATES
-
-
-def test_a_new_text_has_a_version_of_its_own_where_the_core_is_screened():
-    state, hidden = screened(displaceable=0).start(with_drafter(rows_of_head())), torch.ones(1, 16)
-    state.observe(verdict([290], top_ids=[[291, 292]]))
-    before = selected(state, hidden)
-    assert {290, 291, 292} <= set(before.ids().tolist())
-    state.restart()
-    after = selected(state, hidden)
-    assert after.version > before.version and not {290, 291, 292} & set(after.ids().tolist())
 
 
 # The index -------------------------------------------------------------------------------------------------------
@@ -435,23 +400,19 @@ def test_without_hnswlib_the_exact_ways_work(monkeypatch):
 
 
 @needs_hnswlib
-def test_an_index_is_opened_once_for_all_sessions(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
+def test_an_index_is_opened_once_for_all_sessions(index_folder, monkeypatch):
     rows = rows_of_head()
     policy(semantic="index").start(vocabulary(rows)).close()
     read = []
     monkeypatch.setattr(SemanticIndex, "_read", lambda *one: read.append(one))
-    first, second = policy(semantic="index"), policy(semantic="index", dynamic=8)
-    for _ in range(2):
-        first.start(vocabulary(rows)).close()
-        second.start(vocabulary(rows)).close()
+    for one in [policy(semantic="index"), policy(semantic="index", dynamic=8)] * 2:
+        one.start(vocabulary(rows)).close()
     assert len(read) == 1
 
 
 @needs_hnswlib
-def test_another_head_at_the_same_address_has_an_index_of_its_own(tmp_path, monkeypatch):
+def test_another_head_at_the_same_address_has_an_index_of_its_own(index_folder):
     """As that of a target that was loaded where one lay that is gone."""
-    monkeypatch.setattr(index_module, "_default_folder", lambda: tmp_path)
     shared, memory = policy(semantic="index"), rows_of_head().numpy()
     first = shared.semantic_of(torch.from_numpy(memory), VOCABULARY)
     memory[:] = rows_of_head(seed=1).numpy()
@@ -501,22 +462,28 @@ def wait_until(holds: Callable[[], bool]) -> None:
     assert holds()
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
-def test_a_slow_answer_delays_no_round(looks):
-    worker, release = Worker(is_synchronous=False, polls=looks), threading.Event()
+@pytest.fixture(params=[False, True], ids=["woken", "looking"])
+def looks(request) -> bool:
+    return request.param
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_slow_answer_delays_no_round(looks, has_compiler, monkeypatch):
+    """Without a compiler no thread can look for jobs, and it is woken."""
+    if not has_compiler:
+        monkeypatch.setattr(worker_module, "wait_for_change", lambda: None)
+    worker, release, taken = Worker(is_synchronous=False, polls=looks), threading.Event(), []
     worker.give(lambda: release.wait(PATIENCE) and "late")
     worker.give(lambda: "next")
     # Whoever waited for it would find it.
     assert worker.take() == []
     release.set()
-    taken = []
     wait_until(lambda: taken.extend(worker.take()) or len(taken) == 2)
     assert taken == ["late", "next"]
     worker.close()
     assert threads() == 0
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_what_a_job_raises_is_raised_when_it_is_taken(looks):
     worker = Worker(is_synchronous=False, polls=looks)
     worker.give(lambda: 1 / 0)
@@ -526,7 +493,12 @@ def test_what_a_job_raises_is_raised_when_it_is_taken(looks):
     worker.close()
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
+def test_a_worker_that_is_closed_by_its_own_thread_ends(looks):
+    worker = Worker(is_synchronous=False, polls=looks)
+    worker.give(worker.close)
+    wait_until(lambda: threads() == 0)
+
+
 @pytest.mark.parametrize("is_synchronous", [False, True])
 def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous, looks):
     worker, has_begun, release = Worker(is_synchronous, looks), threading.Event(), threading.Event()
@@ -546,7 +518,6 @@ def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous, looks
     assert not finishing.is_alive() and worker.take_work().late_rounds == 0
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_a_worker_that_is_closed_by_its_own_thread_ends(looks):
     worker = Worker(is_synchronous=False, polls=looks)
     worker.give(worker.close)
@@ -560,7 +531,6 @@ def multiply_for(seconds: float) -> None:
         matrix @ matrix
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch, looks):
     # What holds up the machine is no time of this thread.
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
@@ -587,7 +557,6 @@ def test_time_that_the_generating_thread_does_not_spend_is_hidden(monkeypatch, l
     hidden.close()
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["woken", "looking"])
 def test_waiting_for_the_thread_is_not_hidden(monkeypatch, looks):
     worker, is_waited_for, now = Worker(is_synchronous=False, polls=looks), threading.Event(), [0.0]
 
@@ -651,15 +620,6 @@ def test_no_job_is_lost_whether_the_thread_looks_or_sleeps(waits, monkeypatch):
     assert threads() == 0
 
 
-def test_without_a_compiler_the_thread_is_woken(monkeypatch):
-    monkeypatch.setattr(worker_module, "wait_for_change", lambda: None)
-    worker, taken = Worker(is_synchronous=False, polls=True), []
-    worker.give(lambda: "done")
-    wait_until(lambda: taken.extend(worker.take()) or taken == ["done"])
-    worker.close()
-    assert threads() == 0
-
-
 def test_waiting_for_a_change_lets_others_run_and_ends_with_it(compiled_kernels):
     wait, number, has_begun = wait_for_change(), ctypes.c_int64(7), threading.Event()
 
@@ -699,18 +659,13 @@ def test_what_is_retrieved_while_the_drafter_reads_is_used_in_the_same_round():
     state.close()
 
 
-def test_an_error_in_the_thread_ends_the_call_and_leaves_no_thread(monkeypatch):
-    target = tiny()
-    own = policy(synchronous=False, prompt_positions=4)
-    assistant = DynSpecAssistant(perturbed(target), own, target=target)
-    with monkeypatch.context() as patch:
+def test_an_error_in_the_thread_ends_the_call_and_leaves_no_thread(target, drafter, monkeypatch):
+    assistant = DynSpecAssistant(drafter, policy(synchronous=False, prompt_positions=4), target=target)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Retriever, "retrieve", lambda self, event, passed: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
+        generate(target, assistant, max_new_tokens=64)
     assert threads() == 0
-    expected = target.generate(prompt(), max_new_tokens=24, do_sample=False)
-    actual = target.generate(prompt(), assistant_model=assistant, max_new_tokens=24, do_sample=False)
-    assert torch.equal(actual, expected)
+    assert_same(target, assistant)
     assistant.unbind()
     assert threads() == 0
 
@@ -774,29 +729,28 @@ def test_successors_are_looked_up_once_for_all_sessions_and_anew_for_other_setti
     assert one.successors_among(wanted) is None
 
 
-def test_synchronous_runs_are_the_same():
-    target = tiny()
-    drafter = perturbed(target)
+def test_synchronous_runs_are_the_same(target, drafter):
     runs = []
     for _ in range(2):
         assistant = DynSpecAssistant(drafter, policy(likely=5), target=target)
         for _ in range(2):
             torch.manual_seed(0)
-            output = target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
-            counts = {**assistant.stats.to_dict(), "background_work": None}
-            runs.append((output.tolist(), counts))
+            output = generate(target, assistant, max_new_tokens=40, do_sample=True)
+            runs.append((output.tolist(), {**assistant.stats.to_dict(), "background_work": None}))
         assistant.unbind()
     assert all(run == runs[0] for run in runs)
 
 
 def test_sessions_leave_no_threads():
-    for _ in range(200):
+    def begun():
         state = policy(likely=1, synchronous=False).start(vocabulary())
         state.observe(verdict([90], top_ids=[[100]]))
-        state.close()
+        return state
+
+    for _ in range(200):
+        begun().close()
     assert threads() == 0
-    state = policy(likely=1, synchronous=False).start(vocabulary())
-    state.observe(verdict([90], top_ids=[[100]]))
+    state = begun()
     assert threads() == 1
     del state
     gc.collect()
@@ -804,17 +758,12 @@ def test_sessions_leave_no_threads():
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_generation_is_the_targets_own_and_leaves_no_thread(synchronous):
-    target = tiny()
-    drafter = perturbed(target)
-    for semantic in ("logits", "token"):
-        for tree in (False, True):
-            own = policy(semantic=semantic, synchronous=synchronous, prompt_positions=4)
-            assistant = DynSpecAssistant(drafter, own, target=target, tree=tree, validate=True)
-            inputs = prompt()
-            expected = target.generate(inputs, max_new_tokens=24, do_sample=False)
-            for _ in range(2):
-                actual = target.generate(inputs, assistant_model=assistant, max_new_tokens=24, do_sample=False)
-                assert torch.equal(actual, expected)
-            assistant.unbind()
-            assert threads() == 0
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("semantic", ["logits", "token"])
+def test_generation_is_the_targets_own_and_leaves_no_thread(semantic, tree, synchronous, target, drafter):
+    own = policy(semantic=semantic, synchronous=synchronous, prompt_positions=4)
+    assistant = DynSpecAssistant(drafter, own, target=target, tree=tree, validate=True)
+    for _ in range(2):
+        assert_same(target, assistant)
+    assistant.unbind()
+    assert threads() == 0

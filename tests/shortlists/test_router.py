@@ -6,14 +6,19 @@ import weakref
 
 import pytest
 import torch
-from eagle_heads import random_head
-from models import VOCABULARY, centroid_router, fitted_budgets, perturbed, prompt, random_router, tiny, word_tokenizer
+from models import (
+    VOCABULARY,
+    centroid_router,
+    fitted_budgets,
+    perturbed,
+    random_router,
+    tiny,
+    word_tokenizer,
+)
 
-from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant, TreeConfig
+from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
-from hf_dynspec.drafters import EagleDrafter
-from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import BlockShortlist, Prompt, VocabularyInfo
 from hf_dynspec.shortlists import UnionShortlist
@@ -253,34 +258,6 @@ def test_clusters_that_do_not_fill_their_last_block_cost_little():
     assert layout.blocks.token_ids.numel() < 1.1 * clusters.shape[0]
 
 
-# Generation ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tree", [False, TreeConfig(total_tokens=12, depth=3, top_k=3)])
-@pytest.mark.parametrize("kind", ["causal", "eagle2", "eagle3", "eagle3-trimmed"])
-def test_a_drafter_with_a_router_drafts_what_its_target_says(kind, tree):
-    target = tiny("llama", num_hidden_layers=6)
-    if kind == "causal":
-        drafter = perturbed(target)
-    else:
-        head = random_head(kind.partition("-")[0], draft_vocabulary=100 if "trimmed" in kind else None)
-        drafter = EagleDrafter(EagleCheckpoint.from_parts(head.config, head.tensors), target)
-    policies = [
-        RouterShortlist(random_router(), 4),
-        RouterShortlist(centroid_router(), 4, packed=False),
-        UnionShortlist(InContextShortlist(40), RouterShortlist(random_router(), 2, ranking=RANKING, pinned=10)),
-    ]
-    for policy in policies:
-        assistant = DynSpecAssistant(drafter, policy, target=target, tree=tree)
-        for seed in range(2):
-            inputs = prompt(8, seed=seed)
-            plain = target.generate(inputs, do_sample=False, max_new_tokens=24)
-            drafted = target.generate(inputs, do_sample=False, max_new_tokens=24, assistant_model=assistant)
-            assert torch.equal(plain, drafted)
-        assert assistant.stats.active_vocabulary < VOCABULARY
-        assistant.unbind()
-
-
 # Bad input ----------------------------------------------------------------------------------------------------------
 
 
@@ -366,13 +343,9 @@ def test_an_artifact_brings_its_settings_and_takes_others(tmp_path):
         RouterShortlist(tmp_path / "union")
 
 
-def test_clusters_of_a_smaller_vocabulary_are_refused():
-    policy = RouterShortlist(random_router(vocabulary=200))
+def test_a_router_of_another_vocabulary_or_width_is_refused():
     with pytest.raises(ConfigurationError, match="200 tokens"):
-        policy.start(vocabulary())
-
-
-def test_a_router_for_drafters_of_another_width_is_refused():
+        RouterShortlist(random_router(vocabulary=200)).start(vocabulary())
     target = tiny("llama")
     assistant = DynSpecAssistant(perturbed(target), RouterShortlist(random_router(width=16)))
     with pytest.raises(ConfigurationError, match="16"):

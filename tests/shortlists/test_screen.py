@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_heads import agreeing_head, drafter_of, soft, trimmed_head
 from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, ScreenShortlist, TreeConfig
 from hf_dynspec.kernels import cpu_best_rows, reference, tiled
@@ -29,16 +28,6 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def head_weight(rows: int = VOCABULARY, width: int = 32, seed: int = 0) -> torch.Tensor:
     """A head whose directions differ in strength, as those of real heads do."""
     return random(rows, width, seed=seed) @ (random(width, width, seed=seed + 1) * torch.linspace(0.05, 1, width))
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def drafter(target) -> PreTrainedModel:
-    return perturbed(target)
 
 
 def greedy(target, assistant=None, input_ids=None, **arguments) -> torch.Tensor:
@@ -257,19 +246,6 @@ def test_heads_with_a_bias_a_scale_or_a_cap(family):
     assistant = DynSpecAssistant(perturbed(target, 0.02), ScreenShortlist(**SMALL), target=target, validate=True)
     assert torch.equal(greedy(target, assistant), greedy(target))
     assert assistant.stats.accepted > 0
-
-
-@pytest.mark.parametrize("shape", [False, TREE])
-@pytest.mark.parametrize("layout", ["eagle2", "eagle3", "trimmed"])
-def test_eagle_heads(layout, shape):
-    target = soft()
-    head = trimmed_head("eagle3", target) if layout == "trimmed" else agreeing_head(layout)
-    assistant = DynSpecAssistant(
-        drafter_of(head, target), ScreenShortlist(**SMALL), target=target, tree=shape, validate=True
-    )
-    endless = {"input_ids": prompt(seed=1), "min_new_tokens": 32}
-    assert torch.equal(greedy(target, assistant, **endless), greedy(target, **endless))
-    assert assistant.stats.accepted > 0 and assistant.stats.active_vocabulary in (40, 41)
 
 
 @pytest.mark.parametrize("shape", [False, TREE])
