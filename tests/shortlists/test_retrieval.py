@@ -518,12 +518,6 @@ def test_nobody_waits_for_jobs_of_a_worker_that_was_closed(is_synchronous, looks
     assert not finishing.is_alive() and worker.take_work().late_rounds == 0
 
 
-def test_a_worker_that_is_closed_by_its_own_thread_ends(looks):
-    worker = Worker(is_synchronous=False, polls=looks)
-    worker.give(worker.close)
-    wait_until(lambda: threads() == 0)
-
-
 def multiply_for(seconds: float) -> None:
     """Be busy, with the interpreter free for others."""
     matrix, end = torch.randn(300, 300), time.thread_time() + seconds
