@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
 from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
 
 from hf_dynspec.cache_names import cache_inputs
 from hf_dynspec.kernels import QueryRows
 from hf_dynspec.memory.fixed import FixedMemory
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
-from tests.models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
 
 # The root's children are 1 and 2, those of 1 are 3 and 4, and 5 follows 4.
 PARENTS = [-1, 0, 0, 1, 1, 4]
