@@ -17,6 +17,8 @@ from ..cache_names import CACHE_NAMES, passed_cache
 from ..errors import UnsupportedError
 
 CACHES_THAT_CAN_BE_CROPPED = (None, "dynamic", "dynamic_full", "offloaded")
+# Served by this package's own memory of fixed size.
+STATIC_CACHE = "static"
 
 
 class CallArguments:

@@ -1,4 +1,4 @@
-"""Batches: several texts of one `generate` call, each with its own drafts.
+"""Calls in memory of a fixed size: batches, and single texts that ask for a static cache.
 
 transformers prepares each text alone, so that processors and criteria see no padding and no other text. Each text is
 then a call of its own, which drafts, accepts and ends by itself. Only the target reads all texts at once: it verifies
@@ -24,7 +24,7 @@ from ..modeling.masks import descent
 from ..protocol import Candidates
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import AUTO, LONGEST_DRAFT
-from .arguments import CallArguments
+from .arguments import STATIC_CACHE, CallArguments
 from .bindable import Assistant
 from .generate_call import GenerateCall
 from .verification import Outcome, Verifier
@@ -36,15 +36,20 @@ _KNOWN_ARGUMENTS = {"inputs", "input_ids", "attention_mask", "generation_config"
 _KNOWN_ARGUMENTS |= {"stopping_criteria", "assistant_model", "streamer", "custom_generate"}
 
 
-def is_batch(call: CallArguments, settings: GenerationConfig) -> bool:
-    """Whether a call generates several texts."""
+def takes_fixed_memory(call: CallArguments, settings: GenerationConfig) -> bool:
+    """Whether a call generates several texts, or asks for a static cache."""
+    return _count(call, settings) > 1 or call.asked("cache_implementation") == STATIC_CACHE
+
+
+def _count(call: CallArguments, settings: GenerationConfig) -> int:
+    """The texts that a call generates."""
     inputs = call.input_ids()
     rows = inputs.shape[0] if isinstance(inputs, torch.Tensor) and inputs.dim() == 2 else 1
-    return rows * (settings.num_return_sequences or 1) > 1
+    return rows * (settings.num_return_sequences or 1)
 
 
 def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig) -> None:
-    """Refuse what a batch cannot do, before any work is done.
+    """Refuse what a call in fixed memory cannot do, before any work is done.
 
     Raises:
         UnsupportedError: names the argument and the alternative.
@@ -57,14 +62,19 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         if settings.return_dict_in_generate and getattr(settings, name)
     ]
+    is_one = _count(call, settings) == 1
+    where = f"with cache_implementation='{STATIC_CACHE}'" if is_one else "in a batch"
+    way_out = "leave cache_implementation unset" if is_one else "call generate once for each prompt"
+    names = [*outputs, *others, *(["token_healing"] if settings.token_healing else [])]
+    names += [CACHE] if call.cache() is not None else []
     refusals = [
-        (assistant.owner is not assistant, "a conversation is one text: pass the assistant itself for a batch."),
-        (call.input_ids() is None, "several texts need a prompt: pass input_ids, such as the BOS token alone."),
-        (call.get("streamer") is not None, "a streamer shows one text: leave it out, or pass one prompt."),
-        (bool(settings.token_healing), "token_healing heals one text: leave it out, or pass one prompt."),
-        (call.cache() is not None, f"{CACHE} holds one text for this assistant: leave it out, or pass one prompt."),
-        (bool(outputs), f"{' and '.join(outputs)} are of one text: leave them out, or pass one prompt."),
-        (bool(others), f"{' and '.join(others)} cannot be divided among texts: call generate once for each prompt."),
+        (assistant.owner is not assistant, f"a conversation is not kept {where}: {way_out}."),
+        (call.input_ids() is None, "pass input_ids, such as the BOS token alone."),
+        (
+            not is_one and call.get("streamer") is not None,
+            "a streamer shows one text: leave it out, or pass one prompt.",
+        ),
+        (bool(names), f"{' and '.join(names)} cannot be used {where}: {way_out}, or leave it out."),
         (
             isinstance(mask, torch.Tensor) and not bool(mask[:, -1].all()),
             "a prompt of a batch has no token at its end: pad at the left, with padding_side='left'.",
@@ -83,7 +93,7 @@ def generate_batch(
     settings: GenerationConfig,
     assistant: Assistant,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Generate several texts at once.
+    """Generate one or several texts in fixed memory.
 
     Args:
         target: the model that verifies.
@@ -107,12 +117,16 @@ def generate_batch(
         for _ in range(copies)
     ]
     batch = _Batch(assistant)
+    streamer = call.get("streamer")
     try:
         with ExitStack() as stack:
-            texts = [_Text(target, one, stack.enter_context(assistant.open_call())) for one in prepared]
+            calls = [stack.enter_context(assistant.open_call()) for _ in prepared]
+            texts = [_Text(target, one, each, streamer) for one, each in zip(prepared, calls, strict=True)]
             batch.run(texts)
     finally:
         batch.publish()
+    if streamer is not None:
+        streamer.end()
     new = [text.new_tokens for text in texts]
     width = max(map(len, new))
     padding = prepared[0].generation_config._pad_token_tensor
@@ -166,6 +180,8 @@ def _prepared(inner: Callable[..., Any], call: CallArguments, text: torch.Tensor
     one.set("attention_mask", torch.ones_like(text))
     one.set("num_return_sequences", 1)
     one.set("custom_generate", collect)
+    # The cache that transformers makes is not used.
+    one.set("cache_implementation", "dynamic")
     one.remove("assistant_model")
     for name in ("max_length", "min_length"):
         length = call.asked(name)
@@ -181,14 +197,15 @@ class _Text:
         target: the model that verifies.
         prepared: the text, and its processors and criteria.
         call: an entered call of its own.
+        streamer: gets the new tokens of each round, or None.
 
     Attributes:
         is_done: whether the text has ended.
         candidates: of the current round.
     """
 
-    def __init__(self, target: PreTrainedModel, prepared: _Prepared, call: GenerateCall):
-        self._prepared, self.call = prepared, call
+    def __init__(self, target: PreTrainedModel, prepared: _Prepared, call: GenerateCall, streamer: Any):
+        self._prepared, self.call, self._streamer = prepared, call, streamer
         # All texts together make the counts of one call.
         call.publishes = False
         self.input_ids, config = prepared.input_ids, prepared.generation_config
@@ -196,8 +213,8 @@ class _Text:
         self._verifier = Verifier(processors, criteria, bool(config.do_sample), call.wants_scores)
         if self._verifier.is_stepwise:
             raise UnsupportedError(
-                "a logits processor or stopping criterion of the batch may keep a state, which texts cannot share: "
-                "call generate once for each prompt."
+                "a logits processor or stopping criterion may keep a state, which texts in fixed memory cannot share: "
+                "call generate once for each prompt, with cache_implementation unset."
             )
         self.cache = DynamicCache(config=target.config.get_text_config())
         self._kwargs = cache_inputs(self.cache) | {"attention_mask": torch.ones_like(self.input_ids)}
@@ -235,6 +252,8 @@ class _Text:
         verified = self._verifier.verify(logits, self.input_ids, self.candidates, None, self.call.best_tokens)
         outcome, self.is_done = verified
         self.input_ids = torch.cat([self.input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
+        if self._streamer is not None:
+            self._streamer.put(outcome.tokens_on_host())
         self.call.observe(outputs, outcome, self.is_done)
         return outcome
 

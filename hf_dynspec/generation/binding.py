@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import NotBoundError
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
-from .batch import check_batch, generate_batch, is_batch
+from .batch import check_batch, generate_batch, takes_fixed_memory
 from .bindable import HOW_TO_BIND, Bindable
 from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
@@ -116,11 +116,11 @@ class TargetHook:
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
         prepare_cache(target, arguments)
-        several = is_batch(arguments, settings)
-        if several:
+        is_fixed = takes_fixed_memory(arguments, settings)
+        if is_fixed:
             check_batch(assistant, arguments, settings)
         prepare_stop_strings(target, arguments, settings)
-        if several:
+        if is_fixed:
             return generate_batch(target, inner, arguments, settings, assistant)
         healer = take_healer(arguments, settings)
         streamer = arguments.get("streamer")

@@ -9,7 +9,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..cache_names import CACHE, is_recurrent
 from ..errors import UnsupportedError
 from ..modeling.parts import require_real_tokens
-from .arguments import CACHES_THAT_CAN_BE_CROPPED, CallArguments
+from .arguments import CACHES_THAT_CAN_BE_CROPPED, STATIC_CACHE, CallArguments
 
 # Ways to generate that transformers chooses by a setting, and that leave no place for an assistant.
 _OTHER_METHODS = {
@@ -96,7 +96,7 @@ def check_call(target: PreTrainedModel, call: CallArguments, settings: Generatio
             "use_cache=False is not supported, as verification rolls the cache back: leave use_cache at True.",
         ),
         (
-            cache_implementation not in CACHES_THAT_CAN_BE_CROPPED,
+            cache_implementation not in (*CACHES_THAT_CAN_BE_CROPPED, STATIC_CACHE),
             f"cache_implementation={cache_implementation!r} cannot be rolled back to the accepted tokens: leave it "
             "unset for a dynamic cache.",
         ),

@@ -1,4 +1,4 @@
-"""Several texts in one call: each is generated as it is alone."""
+"""Several texts in one call, and single texts with a static cache: each is generated as it is alone."""
 
 import functools
 import itertools
@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
-from calls import SHAPES
+from calls import SHAPES, Pieces
 from cases import pairwise
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import EOS, PAD, POLICY_CASES, TERRIBLE, character_tokenizer, perturbed, prompt, tiny, word_tokenizer
 from sampled_texts import FALSE_ALARM, processors_of, uniform_numbers, uniformity
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
+from hf_dynspec.cache_names import CACHE
 from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import batch
 from hf_dynspec.shortlists import POLICIES
@@ -151,6 +153,38 @@ def test_padding_is_told_by_its_token_without_a_mask(target):
     assert torch.equal(output, target.generate(**inputs, assistant_model=assistant, **arguments))
 
 
+# A static cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "shape"), pairwise("families", FAMILIES, tuple(SHAPES)))
+def test_a_text_with_a_static_cache(family, shape):
+    target = tiny(family)
+    assistant = DynSpecAssistant(perturbed(target), target=target, tree=SHAPES[shape])
+    streamer = Pieces()
+    arguments = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
+    output = target.generate(
+        prompt(30), cache_implementation="static", streamer=streamer, assistant_model=assistant, **arguments
+    )
+    assert torch.equal(output, target.generate(prompt(30), **arguments)) and assistant.stats.accepted > 0
+    assert streamer.tokens == output[0].tolist() and streamer.ends == 1
+
+
+def test_a_static_cache_that_a_configuration_asks_for(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    config = GenerationConfig(max_new_tokens=20, cache_implementation="static", pad_token_id=PAD, eos_token_id=EOS)
+    output = target.generate(prompt(), generation_config=config, assistant_model=assistant)
+    assert torch.equal(output, target.generate(prompt(), max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"return_dict_in_generate": True, "output_scores": True}, {CACHE: DynamicCache()}]
+)
+def test_what_a_static_cache_has_no_place_for(arguments, target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    with pytest.raises(UnsupportedError, match="leave cache_implementation unset"):
+        target.generate(prompt(), cache_implementation="static", assistant_model=assistant, **arguments)
+
+
 # What comes back -----------------------------------------------------------------------------------------------------
 
 
@@ -236,10 +270,11 @@ class Remembering(LogitsProcessor):
 REFUSED = {
     "no prompt": ({"input_ids": None, "do_sample": True, "num_return_sequences": 2}, "pass input_ids"),
     "a streamer": ({"streamer": TextStreamer(word_tokenizer())}, "a streamer shows one text"),
-    "healing": ({"token_healing": True, "tokenizer": word_tokenizer()}, "token_healing heals one text"),
-    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores are of one text"),
-    "positions": ({"position_ids": torch.arange(30).expand(3, -1)}, "position_ids cannot be divided among texts"),
+    "healing": ({"token_healing": True, "tokenizer": word_tokenizer()}, "token_healing cannot be used in a batch"),
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores cannot be used in a batch"),
+    "positions": ({"position_ids": torch.arange(30).expand(3, -1)}, "position_ids cannot be used in a batch"),
     "a prefix function": ({"prefix_allowed_tokens_fn": lambda text, ids: [7]}, "prefix_allowed_tokens_fn cannot be"),
+    "a cache": ({CACHE: DynamicCache()}, f"{CACHE} cannot be used in a batch"),
     "a processor of a user": ({"logits_processor": LogitsProcessorList([Remembering()])}, "may keep a state"),
     "beams": ({"num_beams": 2}, "set num_beams=1"),
 }
@@ -269,7 +304,7 @@ def test_padding_at_the_wrong_side(mask, reason, target):
 
 def test_a_conversation_is_one_text(target):
     assistant = DynSpecAssistant(perturbed(target), target=target)
-    with pytest.raises(UnsupportedError, match="a conversation is one text"):
+    with pytest.raises(UnsupportedError, match="a conversation is not kept in a batch"):
         target.generate(**together(texts()), assistant_model=assistant.conversation(), max_new_tokens=4)
 
 

@@ -469,7 +469,7 @@ def test_an_assistant_that_is_not_bound_to_the_target_is_refused(bound_to, targe
 UNSUPPORTED = {
     "no cache": ({"use_cache": False}, "use_cache"),
     "a static cache": ({CACHE: StaticCache(tiny().config, max_cache_len=64)}, "DynamicCache"),
-    "a static cache by name": ({"cache_implementation": "static"}, "dynamic cache"),
+    "a quantized cache by name": ({"cache_implementation": "quantized"}, "dynamic cache"),
     "embeddings": ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "input_ids"),
     "a custom loop": ({"custom_generate": lambda *args, **kwargs: None}, "leave one of the two out"),
     "sharding": ({"synced_gpus": True}, "leave it unset"),
@@ -496,7 +496,7 @@ def test_unsupported_arguments_are_refused(name, target, drafter):
 
 PASSED = ("by keyword", "by position", "as the target's own")
 # A cache that only the target's defaults name, or none, is not what the caller asked for: see below.
-OF_A_CALL = {name: UNSUPPORTED[name] for name in ("no cache", "a static cache by name")}
+OF_A_CALL = {name: UNSUPPORTED[name] for name in ("no cache", "a quantized cache by name")}
 BY_CONFIG = [*itertools.product(UNSUPPORTED_SETTINGS, PASSED), *itertools.product(OF_A_CALL, PASSED[:2])]
 
 
