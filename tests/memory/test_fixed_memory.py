@@ -1,5 +1,8 @@
 """Texts in fixed memory go on as each of them does alone in a dynamic cache."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
@@ -10,6 +13,7 @@ from hf_dynspec.kernels import QueryRows
 from hf_dynspec.memory.fixed import FixedMemory
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # The root's children are 1 and 2, those of 1 are 3 and 4, and 5 follows 4.
 PARENTS = [-1, 0, 0, 1, 1, 4]
 LENGTHS = [5, 30, 14]
@@ -91,3 +95,14 @@ def test_chains_and_trees_of_several_texts(family):
             memory = memory.copy(torch.tensor([2, 0, 1]), 128)
             texts = [texts[2], *texts[:2]]
     assert max(memory.lengths.tolist()) > 2 * 16
+
+
+def test_the_example_times_both(capsys):
+    example = runpy.run_path(str(EXAMPLES / "memory_times.py"))
+    example["main"](target=str(EXAMPLES / "pocket/target"), context=[8, 300], rows=[1, 3], threads=None, calls=1)
+    assert [line.split()[1:4:2] for line in capsys.readouterr().out.splitlines() if line.startswith("│")] == [
+        ["8", "1"],
+        ["8", "3"],
+        ["300", "1"],
+        ["300", "3"],
+    ]
