@@ -159,7 +159,7 @@ def test_triton(case, poisoned_memory):
     from hf_dynspec.kernels import triton_attention
 
     # The interpreter takes a tenth of a second for each block of keys.
-    check(triton_attention.round_attention, case, [(LENGTHS[1:], False), (LENGTHS[:1], True)])
+    check(triton_attention.round_attention, case, [([3, 131], False), ([0], True)])
 
 
 def test_the_device_says_which_one_runs():
@@ -210,15 +210,15 @@ def ptx(kernel, dtype, capability, **constants):
     source = ASTSource(kernel, types, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4)).asm["ptx"]
 
-for capability in (80, 90):
-    for d, dtype, product_dtype in ((64, "fp16", tl.float16), (128, "fp32", tl.float32), (256, "bf16", tl.bfloat16)):
-        common = dict(SHAPES, E=d, PADDED_E=d, PARTS=8)
-        code = ptx(
-            _part_kernel, dtype, capability, D=d, PADDED_D=d, ROWS=32, KEYS=64, HAS_WINDOW=True, HAS_SOFT_CAP=True,
-            PRODUCT_DTYPE=product_dtype, **common,
-        )
-        ptx(_combining_kernel, dtype, capability, HAS_SINKS=True, **common)
-        print(dtype, bool(re.search(r"mma[.]", code)), "tf32" in code)
+kinds = ((80, 64, "fp16", tl.float16), (80, 128, "fp32", tl.float32), (90, 256, "bf16", tl.bfloat16))
+for capability, d, dtype, product_dtype in kinds:
+    common = dict(SHAPES, E=d, PADDED_E=d, PARTS=8)
+    code = ptx(
+        _part_kernel, dtype, capability, D=d, PADDED_D=d, ROWS=32, KEYS=64, HAS_WINDOW=True, HAS_SOFT_CAP=True,
+        PRODUCT_DTYPE=product_dtype, **common,
+    )
+    ptx(_combining_kernel, dtype, capability, HAS_SINKS=True, **common)
+    print(dtype, bool(re.search(r"mma[.]", code)), "tf32" in code)
 """
 
 
@@ -234,4 +234,4 @@ def test_the_triton_kernels_compile_for_gpus(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["fp16 True False", "fp32 False False", "bf16 True False"] * 2
+    assert done.stdout.splitlines() == ["fp16 True False", "fp32 False False", "bf16 True False"]
