@@ -21,6 +21,7 @@ from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.masks import descent
+from ..modeling.parts import input_device
 from ..protocol import Candidates
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import AUTO, LONGEST_DRAFT
@@ -108,7 +109,7 @@ def generate_batch(
     Raises:
         UnsupportedError: a processor or criterion may keep a state, or the target cannot read a batch in fixed memory.
     """
-    inputs = call.input_ids().to(target.device)
+    inputs = call.input_ids().to(input_device(target))
     is_token = _tokens_of(inputs, call.get("attention_mask"), settings)
     copies = settings.num_return_sequences or 1
     prepared = [

@@ -1,15 +1,18 @@
 """Several texts in one call, and single texts with a static cache: each is generated as it is alone."""
 
+import copy
 import functools
 import itertools
 import time
 
 import pytest
 import torch
+from accelerate import disk_offload
 from calls import SHAPES, Pieces
 from cases import pairwise
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import EOS, PAD, POLICY_CASES, TERRIBLE, character_tokenizer, perturbed, prompt, tiny, word_tokenizer
+from peft import LoraConfig, get_peft_model
 from sampled_texts import FALSE_ALARM, processors_of, uniform_numbers, uniformity
 from transformers import (
     DynamicCache,
@@ -25,6 +28,7 @@ from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.cache_names import CACHE
 from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import batch
+from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from hf_dynspec.shortlists import POLICIES
 from hf_dynspec.stats import SECTIONS
 
@@ -257,6 +261,37 @@ def test_the_model_stays_as_it_was(target):
     assert_each_as_alone(target, assistant)
     assert (dict(vars(target.config)), [type(module) for module in target.modules()]) == before
     assert target.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("state", ["on", "off", "merged"])
+def test_a_target_with_adapters(state):
+    """They are what they are at the time of the call."""
+    target = tiny()
+    model = get_peft_model(target, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    assistant = DynSpecAssistant(perturbed(tiny()), target=model)
+    before = assert_each_as_alone(target, assistant)
+    if state == "merged":
+        model.merge_adapter()
+        assert_each_as_alone(target, assistant)
+    elif state == "off":
+        with model.disable_adapter():
+            assert not torch.equal(before, assert_each_as_alone(target, assistant))
+
+
+def test_a_target_whose_weights_lie_on_the_disk(tmp_path, target):
+    """accelerate puts them into a layer while that computes."""
+    offloaded = disk_offload(copy.deepcopy(target), tmp_path, execution_device="cpu", offload_buffers=False)
+    assistant = DynSpecAssistant(perturbed(target), target=offloaded)
+    output = assert_each_as_alone(offloaded, assistant)
+    assert offloaded.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    assert torch.equal(output, assert_each_as_alone(target, DynSpecAssistant(perturbed(target), target=target)))
+
+
+def test_the_targets_memory_is_not_taken_twice(target):
+    decoder = FixedDecoder(target)._module
+    for name, parameter in target.model.named_parameters():
+        assert decoder.get_parameter(name) is parameter
+    assert decoder.config is not target.config
 
 
 # Bad inputs ----------------------------------------------------------------------------------------------------------
