@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,6 +205,27 @@ def test_several_texts_of_each_prompt(target):
     assert torch.equal(output, target.generate(**inputs, assistant_model=assistant, **arguments))
     one = target.generate(prompt(), assistant_model=assistant, **arguments)
     assert one.shape[0] == 2
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_call_in_inference_mode(kind):
+    target, drafter = pair(kind, "llama")
+    assistant = DynSpecAssistant(drafter, target=target)
+    expected = assert_each_as_alone(target, assistant, eos_token_id=300)
+    with torch.inference_mode():
+        assert torch.equal(assert_each_as_alone(target, assistant, eos_token_id=300), expected)
+    assert torch.equal(assert_each_as_alone(target, assistant, eos_token_id=300), expected)
+
+
+def test_two_threads_share_an_assistant(target):
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    arguments = {"max_new_tokens": 30, "do_sample": False, "assistant_model": assistant}
+    inputs = [together(texts()), together(texts((9, 20)))]
+    expected = [target.generate(**one, **arguments) for one in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            actual = list(pool.map(lambda one: target.generate(**one, **arguments), inputs))
+            assert all(map(torch.equal, actual, expected))
 
 
 def test_a_dictionary_holds_the_sequences(target):
