@@ -98,8 +98,11 @@ def with_fused_norms(decoder: nn.Module) -> nn.Module:
         id(value): value
         for module in decoder.modules()
         for name, value in vars(module).items()
-        # A method that was put on a module belongs to that module, and its copy to the module's copy.
-        if name != "_modules" and not isinstance(value, nn.Module | PreTrainedConfig) and not callable(value)
+        # Methods and hooks on a module belong to it. transformers adds hooks where hidden states are asked for.
+        if name != "_modules"
+        and not name.endswith("hooks")
+        and not isinstance(value, nn.Module | PreTrainedConfig)
+        and not callable(value)
     }
     decoder = copy.deepcopy(decoder, shared)
     for module in decoder.modules():
