@@ -286,9 +286,8 @@ def test_the_model_is_what_a_single_text_leaves_of_it(kind):
         assistant = DynSpecAssistant(drafter, target=target)
         for _ in range(2):
             target.generate(**inputs, assistant_model=assistant, max_new_tokens=12)
-        hooks = [
-            [getattr(hook, "__module__", None) for hook in one._forward_hooks.values()] for one in target.modules()
-        ]
+        modules = list(target.modules())
+        hooks = [[getattr(hook, "__module__", None) for hook in one._forward_hooks.values()] for one in modules]
         settings = {name: value for name, value in vars(target.config).items() if name != "_name_or_path"}
         return hooks, [sorted(vars(module)) for module in modules], settings
 
