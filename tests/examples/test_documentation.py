@@ -228,17 +228,17 @@ _FEW_TOKENS = ("--limit", "1", "--max-new-tokens", "6", "--threads", "1")
 _BENCH = (*_FEW_TOKENS, "--repeats", "1", "--profile-prompts", "1", "--skip-coverage")
 _TRAINING = ("--steps", "400", "--held-out", "64", "--max-batches", "8", "--batch-size", "64")
 _SMALLER = {
-    ("build", "frequency"): ("--processes", "1", "--max-new-tokens", "4", "--overwrite"),
+    ("build", "frequency"): ("--max-new-tokens", "4", "--overwrite"),
     ("export", "sglang"): (),
     ("build", "frequency-import"): ("--overwrite",),
-    ("build", "graph"): ("--processes", "1", "--minimum-count", "2", "--overwrite"),
+    ("build", "graph"): ("--minimum-count", "2", "--overwrite"),
     ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
     ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--window", "48", "--threads", "1"),
     ("convert", "eagle"): ("--overwrite",),
     ("export", "vllm"): ("--size", "2048"),
     ("export", "custom-generate"): (),
     ("coverage",): _FEW_TOKENS,
-    ("doctor",): (*_FEW_TOKENS, "--policy", "hybrid", "--seconds", "1"),
+    ("doctor",): ("--limit", "1", "--max-new-tokens", "24", "--threads", "1", "--policy", "hybrid", "--seconds", "20"),
     ("bench",): _BENCH,
     ("evaluate",): (*_FEW_TOKENS, "--profile-prompts", "1", "--no-rivals", "--no-transformers-assisted"),
     ("plot",): (),
@@ -297,7 +297,7 @@ def test_the_commands_of_readme_and_docs_run_one_after_the_other(workplace):
     ran = []
     for words, added in in_order():
         result = CliRunner().invoke(app, [*expanded(words), *added])
-        assert result.exit_code == 0, f"hf-dynspec {shlex.join(words)}: {result.exception or result.output}"
+        assert result.exit_code == 0, f"hf-dynspec {shlex.join(words)}: {result.exception} {result.output}"
         ran.append(words)
         if "--results" in words:
             assert "\n| this artifact | " in result.output
