@@ -37,8 +37,8 @@ _RECURRENT = dict.fromkeys(
 NO_TARGET = _RECURRENT | {"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"}
 # … that verify chains, but no trees, …
 NO_TREE_TARGET = {
-    **dict.fromkeys("bart mpt roberta roformer trocr".split(), "position|changes with the others"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "index|changes with the others"),
+    **dict.fromkeys("bart mpt roberta roformer trocr".split(), "position|changes with the others|change each other"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "index|change each other|changes with the others"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     "bloom": "mask|position",
     "gpt_neo": "window|local",
