@@ -252,6 +252,7 @@ main()
 """
 
 
+@pytest.mark.process
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been_killed(data, evaluated, tmp_path):
     words = [*PAIR, *FAST, *words_of_run(data, tmp_path / "out")]
     command = [sys.executable, "-c", WRITE_NO_MORE_THAN_SEVENTEEN_LINES, "evaluate", *map(str, words)]

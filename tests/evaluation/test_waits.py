@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import pairwise, representatives
 from eagle_heads import agreeing_head, soft
 from models import EOS, POLICY_CASES, character_tokenizer, prompt
 from transformers import StoppingCriteria
@@ -25,6 +26,7 @@ import count_operations
 
 from hf_dynspec.evaluation.operations.pretended_device import NAME, move, pretended_device, to_device
 from hf_dynspec.evaluation.operations.rounds import Round, operations, recording, waits
+from hf_dynspec.shortlists import POLICIES
 
 CHAIN, TREE = False, TreeConfig(12, 2, 4)
 
@@ -147,11 +149,23 @@ def assert_waits(rounds: list[Round], most: int = 1) -> None:
     assert all(waits(one.events) for one in rounds)
 
 
+# Retrieval waits in a thread of its own, where this device is not seen; or, if it is asked to, in the round.
+WATCHED = [one for one in POLICY_CASES if not one.startswith("retrieval")]
+# By default each class of policies once, in chains or in trees.
+CASES_OF_POLICIES = [
+    case
+    for place, policy in enumerate(sorted(WATCHED, key=lambda one: one not in POLICIES))
+    for case in representatives(
+        "simulation",
+        [(policy, CHAIN, False), (policy, TREE, True)][:: 1 if place % 2 else -1],
+        keep=int(policy in POLICIES),
+    )
+]
+
+
 @pytest.mark.filterwarnings("ignore:the tokenizers of target and drafter")
 class TestWaits:
-    @pytest.mark.parametrize(("tree", "do_sample"), [(CHAIN, False), (TREE, True)], ids=["chain", "sampled tree"])
-    # Retrieval waits in a thread of its own, where this device is not seen; or, if it is asked to, in the round.
-    @pytest.mark.parametrize("policy", [one for one in POLICY_CASES if not one.startswith("retrieval")])
+    @pytest.mark.parametrize(("policy", "tree", "do_sample"), CASES_OF_POLICIES)
     def test_of_every_policy(self, policy, tree, do_sample, target, drafter):
         assert_waits(rounds(target, drafter, POLICY_CASES[policy](), tree, do_sample=do_sample))
 
@@ -166,10 +180,12 @@ class TestWaits:
         """Down to one node: the number of a single place must not be read either."""
         assert_waits(rounds(target, drafter, "hybrid", tree, do_sample=do_sample))
 
-    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-    @pytest.mark.parametrize(("layout", "policy"), [("eagle2", "hybrid"), ("eagle3", "router"), ("eagle3", "full")])
-    def test_of_eagle_heads(self, layout, policy, tree, do_sample):
+    @pytest.mark.parametrize(
+        ("head", "tree", "do_sample"),
+        pairwise("simulation", ("eagle2 hybrid", "eagle3 router", "eagle3 full"), (CHAIN, TREE), (False, True)),
+    )
+    def test_of_eagle_heads(self, head, tree, do_sample):
+        layout, policy = head.split()
         head = agreeing_head(layout)
         checkpoint = EagleCheckpoint.from_parts(head.config, head.tensors)
         model = soft(eos_token_id=None)

@@ -391,6 +391,7 @@ for capability in (80, 90):
 
 
 @needs_compiled_triton
+@pytest.mark.process
 def test_the_triton_kernel_compiles_for_gpus(tmp_path):
     """Without one at hand: products are not rounded to tf32, and the shared memory suffices."""
     expected = ["False True"] * 4

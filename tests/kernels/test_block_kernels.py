@@ -326,6 +326,7 @@ for capability in (80, 90):
 
 
 @needs_compiled_triton
+@pytest.mark.process
 def test_the_triton_kernel_compiles_for_gpus(tmp_path):
     """Without one at hand: 16-bit products go to the tensor cores, fp32 ones are not rounded to tf32, and rows are
     fetched 16 bytes at a time while others are multiplied."""

@@ -341,6 +341,7 @@ def test_a_cache_that_cannot_be_written_is_said_to_be_the_reason(tmp_path):
     assert "scored by plain torch" in line and "name another folder by TORCHINDUCTOR_CACHE_DIR" in line
 
 
+@pytest.mark.process
 def test_compiling_is_said_once_with_its_time(compiled_kernels, tmp_path):
     (line,) = lines_said("compiled", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert re.fullmatch(r"compiled the CPU kernels, once on this computer: \d+ s", line)
