@@ -1,7 +1,7 @@
 """Attention of the rows of a round for GPUs, in Triton.
 
-A program takes one part of the keys of one key head, for all query heads that share it and all rows, so that each key
-is read once (Dao et al., 2023, "Flash-Decoding"). A second kernel combines the parts.
+A program takes one part of the keys of one key head, and reads it once for up to 64 pairs of a row and a query head
+(Dao et al., 2023, "Flash-Decoding"). A second kernel combines the parts.
 
 Importing this file imports triton, which is optional: `kernels.round_attention_for` imports it where it is of use.
 With `TRITON_INTERPRET=1` set before that, the kernels run on the CPU, line by line, which is for tests.
