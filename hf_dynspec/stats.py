@@ -92,6 +92,8 @@ class DraftingStatistics:
     Attributes:
         background_work: what the policy did in a thread of its own.
         rounds_of: how many rounds were drafted with each policy, by its name.
+        lane: how the rounds of the last call were run: "fixed memory, as a graph", "fixed memory", or "general" and
+            the reason.
     """
 
     def __init__(self):
@@ -105,6 +107,7 @@ class DraftingStatistics:
         self.seconds: dict[str, float] = {}
         self.background_work = BackgroundWork()
         self.rounds_of: Counter[str] = Counter()
+        self.lane = "general"
         self._drafted_at: list[int | torch.Tensor] = []
         self._draft_steps = 0
         self._active_sum: int | torch.Tensor = 0
@@ -118,19 +121,29 @@ class DraftingStatistics:
 
     def record_draft(self, candidates: Candidates, policy: str) -> None:
         """Count the candidates of one round and the shortlists that a policy let them be chosen from."""
-        self.rounds_of[policy] += 1
-        self.drafted += candidates.token_ids.shape[0]
-        for depth in range(len(candidates.shortlists)):
-            _add_at(self._drafted_at, depth, 1 if candidates.is_chain else (candidates.depths == depth).sum())
+        depths = range(len(candidates.shortlists))
+        drafted_at = [1 if candidates.is_chain else (candidates.depths == depth).sum() for depth in depths]
         counted: Shortlist | None = None
-        active: int | torch.Tensor = 0
+        active: list[int | torch.Tensor] = []
         for shortlist in candidates.shortlists:
-            if shortlist is not counted:
-                counted = shortlist
-                active = _read_if_free(shortlist.count)
-                self._active_max = _maximum(self._active_max, active)
-            self._active_sum = self._active_sum + active
-        self._draft_steps += len(candidates.shortlists)
+            active.append(active[-1] if shortlist is counted else _read_if_free(shortlist.count))
+            counted = shortlist
+        self.record_steps(candidates.token_ids.shape[0], drafted_at, active, policy)
+
+    def record_steps(
+        self, drafted: int, drafted_at: list[int | torch.Tensor], active: list[int | torch.Tensor], policy: str
+    ) -> None:
+        """Count the candidates of one round, and at each draft step the candidates and the tokens of the policy's
+        shortlist."""
+        self.rounds_of[policy] += 1
+        self.drafted += drafted
+        counted: int | torch.Tensor = -1
+        for depth, (at_depth, count) in enumerate(zip(drafted_at, active, strict=True)):
+            _add_at(self._drafted_at, depth, at_depth)
+            if count is not counted:
+                self._active_max, counted = _maximum(self._active_max, count), count
+            self._active_sum = self._active_sum + count
+        self._draft_steps += len(active)
 
     def record_verification(self, accepted: int) -> None:
         """Count one round in which `accepted` candidates, one below the other, were accepted."""
@@ -166,6 +179,7 @@ class DraftingStatistics:
                 _add_at(getattr(self, name), index, _number(count))
         self.background_work += other.background_work
         self.rounds_of += other.rounds_of
+        self.lane = other.lane
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._active_sum = _number(self._active_sum) + _number(other._active_sum)
@@ -253,6 +267,7 @@ class DraftingStatistics:
             "active_vocabulary_max": self.active_vocabulary_max,
             "coverage": self.coverage,
             "rounds_of": dict(self.rounds_of),
+            "lane": self.lane,
             "seconds": dict(self.seconds),
             "background_work": self._background_figures(),
         }

@@ -34,6 +34,7 @@ ROOMS = (
     "drafters",
     "alignment",
     "drafting",
+    "rounds",
     "loading",
     "generation",
     "assistant",

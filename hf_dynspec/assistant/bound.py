@@ -21,7 +21,7 @@ from ..generation.conversation import Conversation
 from ..generation.draft_once import draft_once
 from ..generation.generate_call import GenerateCall
 from ..generation.refusals import check_target
-from ..generation.sessions import SessionPool
+from ..generation.sessions import Lane, SessionPool
 from ..generation.target import TargetForward
 from ..loading import draftable_eos_token_ids, scored_rows, shared_rows, shared_tokenizer, shared_vocabulary_size
 from ..modeling.parts import unwrapped
@@ -266,6 +266,14 @@ class BoundAssistant(Assistant):
     def return_session(self, session: DraftSession) -> None:
         """Keep a session for the next call, with its buffers."""
         self._sessions.give(session)
+
+    def take_lane(self, key: Any) -> Lane | None:
+        """See `Assistant.take_lane`."""
+        return self._sessions.take_lane(key)
+
+    def return_lane(self, key: Any, lane: Lane) -> None:
+        """Keep a lane for the next call like it."""
+        self._sessions.give_lane(key, lane)
 
     def publish(self, stats: DraftingStatistics) -> None:
         """Make the counts of a finished call the last ones and add them to the total."""

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import Cache
 
+from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
+from .fixed import FixedDrafter, ObserveDraftInputs
 from .weights_watch import stamp
-
-# Takes the inputs of a draft step: the embeddings of the tokens whose successors are wanted, [m, d], and for each of
-# them, [m, d], an EAGLE head's feature or an independent model's hidden state at the token before.
-ObserveDraftInputs = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class UnrolledStep(NamedTuple):
@@ -90,6 +89,10 @@ class DrafterState(ABC):
         The drafted tokens among them were accepted; a drafter may keep its results for them or not.
         """
 
+    def read(self) -> Cache:
+        """The keys and values of the text, without a draft, for drafters that work over fixed memory."""
+        raise NotImplementedError(f"{type(self).__name__} does not show its keys and values")
+
 
 class Drafter(ABC):
     """A model that proposes tokens. Shareable between sessions.
@@ -133,6 +136,25 @@ class Drafter(ABC):
         Raises:
             UnsupportedError: they cannot.
         """
+
+    def require_fixed_memory(self) -> None:
+        """Make sure that it can draft over fixed memory (`fixed`).
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not draft over fixed memory.")
+
+    def fixed(self, read: Cache, texts: int, capacity: int, nodes: int) -> FixedDrafter:
+        """This drafter over fixed memory, with its present weights.
+
+        Args:
+            read: the keys and values of some text, as `DrafterState.read` returns them.
+            texts: the number of texts.
+            capacity: positions for each text, those of drafts included.
+            nodes: the most tokens that are read after a text.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not draft over fixed memory")
 
     @property
     @abstractmethod

@@ -5,18 +5,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..cache_names import is_recurrent
 from ..devices import has_graphs
 from ..errors import UnsupportedError
+from ..memory.fixed import FixedMemory
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
 from .base import Drafter, UnrolledStep
 from .captured_step import CapturedSteps, FixedLayers, capture_steps
+from .causal_lm_fixed import FixedCausalLM
 from .causal_lm_state import CausalLMState
-from .traceable_decoder import can_be_recorded
+from .traceable_decoder import can_be_recorded, require_steady_positions
 from .traced_step import GrownLayers, TracedStep, trace_step
 from .weights_watch import WeightsWatch
 
@@ -44,7 +46,7 @@ class CausalLMDrafter(Drafter):
                 "Use an attention-only model as the drafter."
             )
         self.model = model
-        self.most_positions = _rows_of_position_table(model)
+        self.most_positions = rows_of_position_table(model)
         self.windows = attention_windows(model.config.get_text_config())
         self._lock = threading.RLock()
         self._version = 0
@@ -168,6 +170,18 @@ class CausalLMDrafter(Drafter):
             "biases by distance). Draft chains with tree=False",
         )
 
+    def require_fixed_memory(self) -> None:
+        require_steady_positions(self.model)
+        if self.has_own_layers:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} caches more than keys and values, for which fixed memory has no place."
+            )
+
+    def fixed(self, read: Cache, texts: int, capacity: int, nodes: int) -> FixedCausalLM:
+        config = self.model.config.get_text_config()
+        memory = FixedMemory.like(read, config, texts, capacity, nodes)
+        return FixedCausalLM(self.model, self.head.weight, self.embed, memory)
+
     @torch.no_grad()
     def _require_agreement(
         self, trial: Callable[[], tuple[torch.Tensor, torch.Tensor]], what: str, failing: str, differing: str
@@ -247,7 +261,7 @@ class CausalLMDrafter(Drafter):
         return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, layers, cache)
 
 
-def _rows_of_position_table(model: PreTrainedModel) -> int | None:
+def rows_of_position_table(model: PreTrainedModel) -> int | None:
     """The size of a model's table of positions, learned (GPT-2, OPT) or not (CTRL, GPT-J); None if it has none."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     decoder, tokens = decoder_of(model), model.get_input_embeddings()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from ..cache_names import cache_inputs
 from ..modeling.masks import attention_mask, require_tree_masks
@@ -115,6 +115,9 @@ class CausalLMState(DrafterState):
         self._length = length
         self._tree = None
 
+    def read(self) -> Cache:
+        return cache_of(self._layers.read()) if self._cache is None else self._cache
+
     def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Append tokens one after another and return their hidden states, `[m, d]`."""
         if token_ids.shape[0] <= self._layers.most_appended:
@@ -126,7 +129,7 @@ class CausalLMState(DrafterState):
 
     def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the decoder on tokens, `[m]`, and keep their keys and values."""
-        cache = cache_of(self._layers.read()) if self._cache is None else self._cache
+        cache = self.read()
         hidden = self._decoder(input_ids=token_ids.unsqueeze(0), **cache_inputs(cache), **inputs)[0]
         if self._cache is None:
             self._layers.replace(layers_of(cache))

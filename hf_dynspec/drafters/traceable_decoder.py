@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..cache_names import cache_inputs
+from ..errors import UnsupportedError
 from .weights_watch import WeightsWatch
 
 # Lengths of cached context at which a record is compared with the decoder.
@@ -88,6 +89,16 @@ def are_close(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of a step agree up to rounding."""
     tolerance = 1e-4 if first.dtype == torch.float32 else 5e-2
     return first.shape == second.shape and torch.allclose(first, second, rtol=tolerance, atol=tolerance)
+
+
+def require_steady_positions(model: PreTrainedModel) -> None:
+    """Make sure that the rotation of a position is the same in every context, and the model on one device
+    (`UnsupportedError`)."""
+    if not _has_steady_positions(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} lies on several devices, or has a rotary embedding that changes with the length "
+            "of the text."
+        )
 
 
 def _has_steady_positions(model: PreTrainedModel) -> bool:

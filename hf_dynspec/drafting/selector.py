@@ -22,12 +22,14 @@ class Selector:
     Attributes:
         name: the policy's name.
         needs: the policy's needs.
+        vocabulary_size: token ids lie below it.
         seen: the number of tokens of the text that the state has observed.
     """
 
     def __init__(self, policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory: Any):
         self.name, self.needs = policy.name, policy.needs
         self._vocabulary = vocabulary
+        self.vocabulary_size = vocabulary.size
         self.state = start_state(policy, vocabulary, memory)
         self.observe_draft_inputs = self.state.observe_draft_inputs if self.needs.draft_inputs else None
         self.rows = PackedRows()

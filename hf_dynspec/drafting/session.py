@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import Cache
 
 from ..drafters.base import Drafter
 from ..kernels import top_k_ids
@@ -110,6 +111,11 @@ class DraftSession:
         """The number of tokens of the text that the session has observed."""
         return self._prefix.shape[0]
 
+    @property
+    def selector(self) -> Selector:
+        """The policy's part in this round."""
+        return self._selector
+
     def use(self, policy: int) -> None:
         """Draft with the policy of this index from now on."""
         self._selector = self._selectors[policy]
@@ -200,7 +206,7 @@ class DraftSession:
             goes_on: asked after each token (None: draft `count` tokens).
         """
         token_ids, used_logits, shortlists, drawn_from = [], [], [], []
-        hidden, fresh = self._advance(prefix), prefix[-1:]
+        hidden, fresh = self._advance(prefix)[-1:], prefix[-1:]
         while True:
             shortlist, logits = self._score(len(token_ids), fresh, hidden)
             with self.stopwatch.section("choice"):
@@ -236,7 +242,7 @@ class DraftSession:
             # Every level of a drawn tree has its share of the nodes.
             levels = min(levels, config.total_tokens - 1)
         growth = TreeGrowth(config) if draw is None else DrawnTreeGrowth(config, levels)
-        hidden, fresh, parents = self._advance(prefix), prefix[-1:], None
+        hidden, fresh, parents = self._advance(prefix)[-1:], prefix[-1:], None
         paths = prefix.new_empty(1, 0)
         shortlists = []
         for depth in range(levels):
@@ -258,8 +264,22 @@ class DraftSession:
             draws = None if draw is None else growth.draws()
         return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws))
 
+    @closes_on_error
+    @while_weights_stand
+    def read(self, text: torch.Tensor) -> tuple[Cache, torch.Tensor]:
+        """Let the policy and the drafter read a text, int64 `[n]`, `n >= 2`, for rounds over fixed memory.
+
+        Returns:
+            The drafter's keys and values, which the session does not keep, and the hidden state at the token before
+            the last one, `[1, f]`: the target's, if the drafter reads these, otherwise its own.
+        """
+        features = self._features.rows
+        hidden = self._advance(text)
+        read, self._backbone = self._backbone.read(), self._drafter.start()
+        return read, hidden[-2:-1] if features is None else features[-1:]
+
     def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Bring the drafter to the verified prefix. Returns its last hidden state `[1, d]`."""
+        """Bring the drafter to the verified prefix. Returns its hidden states at the last tokens, `[r, d]`."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
             self._follow_weights()
@@ -269,7 +289,7 @@ class DraftSession:
                 self._selector.read(prefix)
             self._selector.state.begin_round()
         with self.stopwatch.section("backbone"):
-            hidden = self._backbone.advance(prefix, self._features.rows, self._selector.observe_draft_inputs)[-1:]
+            hidden = self._backbone.advance(prefix, self._features.rows, self._selector.observe_draft_inputs)
         self._features.forget()
         return hidden
 

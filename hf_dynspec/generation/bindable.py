@@ -15,6 +15,7 @@ from ..errors import NotBoundError, UnsupportedError
 from ..shortlists import ShortlistPolicy
 from ..stats import DraftingStatistics
 from ..tree_config import TreeConfig
+from .sessions import Lane
 from .target import TargetForward
 
 HOW_TO_BIND = "pass target=… to DynSpecAssistant, or call assistant.bind(target), before target.generate(…)"
@@ -120,6 +121,14 @@ class Assistant(Bindable):
     @abstractmethod
     def return_session(self, session: DraftSession) -> None:
         """Keep a session for the next call, with its buffers."""
+
+    @abstractmethod
+    def take_lane(self, key: Any) -> Lane | None:
+        """Return an idle lane that was returned with this key, if the models are as they were then."""
+
+    @abstractmethod
+    def return_lane(self, key: Any, lane: Lane) -> None:
+        """Keep a lane for the next call like it."""
 
     @abstractmethod
     def publish(self, stats: DraftingStatistics) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import NotBoundError
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
-from .batch import check_batch, generate_batch, takes_fixed_memory
+from .batch import NotInRounds, check_batch, generate_batch, takes_fixed_memory, why_general
 from .bindable import HOW_TO_BIND, Bindable
 from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
@@ -116,18 +116,23 @@ class TargetHook:
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
         prepare_cache(target, arguments)
-        is_fixed = takes_fixed_memory(arguments, settings)
-        if is_fixed:
+        is_asked = takes_fixed_memory(arguments, settings)
+        if is_asked:
             check_batch(assistant, arguments, settings)
+        reason = None if is_asked else why_general(assistant, arguments, settings)
         prepare_stop_strings(target, arguments, settings)
-        if is_fixed:
-            return generate_batch(target, inner, arguments, settings, assistant)
+        if reason is None:
+            try:
+                return generate_batch(target, inner, arguments, settings, assistant, is_asked)
+            except NotInRounds as error:
+                reason = str(error)
         healer = take_healer(arguments, settings)
         streamer = arguments.get("streamer")
         if healer is not None:
             arguments.remove("streamer")
         arguments.remove("assistant_model")
         with assistant.open_call() as call:
+            call.stats.lane = f"general: {reason}"
             loop = functools.partial(decode, call=call, token_streamer=streamer, healer=healer)
             arguments.set("custom_generate", loop)
             return inner(*arguments.args, **arguments.kwargs)

@@ -33,6 +33,10 @@ class GenerateCall:
     It is entered before transformers prepares the call, and begun by the decoding loop. It is left when the call is
     over, however that ends.
 
+    Args:
+        assistant: a bound assistant.
+        lent: the session to use, which its owner keeps (None: one of the assistant's).
+
     Attributes:
         keeps_session: the session goes on with a longer text in another call.
         publishes: its counts become the assistant's when it is closed.
@@ -44,8 +48,9 @@ class GenerateCall:
     # Whether automatic drafting may choose, and the aligner may learn.
     _learns = True
 
-    def __init__(self, assistant: Assistant):
+    def __init__(self, assistant: Assistant, lent: DraftSession | None = None):
         self._assistant = assistant
+        self._lent = lent
         self._target = assistant.forward
         self._reads = assistant.drafter.reads
         self._session: DraftSession | None = None
@@ -139,11 +144,12 @@ class GenerateCall:
 
     def _open_session(self, eos_token_ids: tuple[int, ...]) -> tuple[DraftSession, bool]:
         """The session for these EOS ids, and whether it goes on with the text of an earlier call."""
-        return self._assistant.take_session(eos_token_ids), False
+        return self._lent or self._assistant.take_session(eos_token_ids), False
 
     def _leave_session(self, session: DraftSession) -> None:
         """Leave the session to the next call."""
-        self._assistant.return_session(session)
+        if self._lent is None:
+            self._assistant.return_session(session)
 
     def _automatic(self, generation_config: GenerationConfig) -> AutomaticCall | None:
         """Chooses the policy and the draft length, if the settings leave one of them open."""
@@ -169,6 +175,16 @@ class GenerateCall:
     def stats(self) -> DraftingStatistics:
         """The counts of this call."""
         return self._stats
+
+    @property
+    def session(self) -> DraftSession:
+        """The session, once the call has begun."""
+        return self._session
+
+    @property
+    def choice(self) -> TokenChoice:
+        """Chooses draft tokens, once the call has begun."""
+        return self._choice
 
     @property
     def drafts_trees(self) -> bool:

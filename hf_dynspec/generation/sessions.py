@@ -4,10 +4,23 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from ..drafting.session import DraftSession
 from ..forks import ForkSafe
+
+# Idle lanes, each with the target's memory of some thousand positions and its graph.
+_MOST_LANES = 2
+
+
+class Lane(Protocol):
+    """What generates one call after another with the same sessions: see `fixed_lane.FixedLane`."""
+
+    sessions: list[DraftSession]
+
+    def still_holds(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class SessionPool(ForkSafe):
@@ -35,6 +48,8 @@ class SessionPool(ForkSafe):
         self._made: weakref.WeakSet[DraftSession] = weakref.WeakSet()
         # Sessions that conversations keep between two calls.
         self._held: weakref.WeakSet[DraftSession] = weakref.WeakSet()
+        # Idle lanes with their sessions, by what they were made for.
+        self._lanes: list[tuple[Any, Lane]] = []
 
     def take(self, eos_token_ids: tuple[int, ...], make: Callable[[Any], DraftSession]) -> DraftSession:
         """Return an idle session for these EOS ids, or make one, given the memory."""
@@ -59,6 +74,30 @@ class SessionPool(ForkSafe):
                 given_up, self._idle = self._idle[: -self._most], self._idle[-self._most :]
         _close(given_up)
 
+    def take_lane(self, key: Any) -> Lane | None:
+        """Return an idle lane that was given with this key, if it still holds."""
+        with self._lock:
+            place = next((place for place, (other, _) in enumerate(self._lanes) if other == key), None)
+            lane = None if place is None else self._lanes.pop(place)[1]
+        if lane is None or lane.still_holds():
+            return lane
+        lane.close()
+        return None
+
+    def give_lane(self, key: Any, lane: Lane) -> None:
+        """Keep a lane for the next call without its texts, or close it if it cannot be kept."""
+        can_be_kept = all(session in self._made and not session.is_closed for session in lane.sessions)
+        given_up = [lane]
+        if can_be_kept and lane.still_holds():
+            for session in lane.sessions:
+                session.rest()
+            with self._lock:
+                self._lanes.append((key, lane))
+                given_up = [one for _, one in self._lanes[:-_MOST_LANES]]
+                self._lanes = self._lanes[-_MOST_LANES:]
+        for one in given_up:
+            one.close()
+
     def hold(self, session: DraftSession) -> None:
         """Let a conversation keep a session until its next call, or close it if it cannot be kept."""
         with self._lock:
@@ -81,7 +120,8 @@ class SessionPool(ForkSafe):
             memory: the memory of new sessions.
         """
         with self._lock:
-            given_up, self._idle = [*self._idle, *self._held], []
+            of_lanes = [session for _, lane in self._lanes for session in lane.sessions]
+            given_up, self._idle, self._lanes = [*self._idle, *self._held, *of_lanes], [], []
             self._made, self._held, self.memory = weakref.WeakSet(), weakref.WeakSet(), memory
         _close(given_up)
 

@@ -307,10 +307,15 @@ def entries_with(states: tuple[int, ...]) -> bool | list[int]:
     return True if min(wanted) < 0 else sorted(wanted)
 
 
-def hidden_state(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
-    """`[n, d]`: the hidden states of the rows read; index 0: the embedding, `num_layers`: the head's input."""
+def hidden_states(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
+    """`[B, n, d]`: the hidden states of the rows read; index 0: the embedding, `num_layers`: the head's input."""
     states = outputs.hidden_states
-    return states[index - (len(states) == num_layers)][0]
+    return states[index - (len(states) == num_layers)]
+
+
+def hidden_state(outputs: CausalLMOutputWithPast, index: int, num_layers: int) -> torch.Tensor:
+    """`[n, d]`: as `hidden_states`, for one text."""
+    return hidden_states(outputs, index, num_layers)[0]
 
 
 class RowsBuffer:

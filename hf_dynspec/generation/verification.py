@@ -335,8 +335,8 @@ class Verifier:
         Raises:
             TargetError: a token has to be drawn from probabilities that are NaN.
         """
-        process = self._process_row(logits, input_ids, best)
         if self.is_stepwise:
+            process = self._process_row(logits, input_ids, best)
             steps: list[Step] = []
             text = input_ids
             for step in walk(candidates, process, self._do_sample, logits.device):
@@ -347,17 +347,50 @@ class Verifier:
                 if bool(self._criteria(text, _scores_with(scores, steps))):
                     return outcome_of(steps, self._keeps_scores), True
             return outcome_of(steps, self._keeps_scores), False
-        if self._do_sample or self._by_id:
-            walked = walk_to_end(candidates, process, self._do_sample, logits.device, self._keeps_scores)
-        elif best is not None and not self._by_value:
-            walked = walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
-        elif is_host_memory(logits.device):
+        return self._until_done(self.walk(logits, input_ids, candidates, best), input_ids)
+
+    def walk(
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        candidates: Candidates | None,
+        best: BestTokens | None = None,
+    ) -> BatchedWalk:
+        """Compute the whole walk, for processors that are known to be pure. Does not wait for the device. The
+        arguments are those of `verify`; the verified tokens are read only if a processor looks at token ids."""
+        if self._do_sample or self.looks_at_ids:
+            process = self._process_row(logits, input_ids, best)
+            return walk_to_end(candidates, process, self._do_sample, logits.device, self._keeps_scores)
+        if best is not None and not self._by_value:
+            return walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
+        if is_host_memory(logits.device):
             # Only rows that the walk reaches are processed.
-            walked = walk_to_end(candidates, process, False, logits.device, self._keeps_scores)
-        else:
-            processed = self._by_value(input_ids, logits)
-            walked = walk_greedily(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
-        return self._until_done(walked, input_ids)
+            process = self._process_row(logits, input_ids, best)
+            return walk_to_end(candidates, process, False, logits.device, self._keeps_scores)
+        processed = self._by_value(input_ids, logits)
+        return walk_greedily(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
+
+    @property
+    def looks_at_ids(self) -> bool:
+        """Whether a processor looks at token ids."""
+        return bool(self._by_id)
+
+    def end(self, token_ids: list[int], input_ids: torch.Tensor) -> tuple[int, bool]:
+        """Where the text ends, given verified tokens that have been read.
+
+        Args:
+            token_ids: at least one token.
+            input_ids: int64 `[1, n]`: the tokens before.
+
+        Returns:
+            How many of the tokens count, and whether the text ends with them.
+
+        Raises:
+            TargetError: as `verify`.
+        """
+        tokens = torch.tensor(token_ids, device=input_ids.device)
+        stops = [one.tolist() for one in self._stops_by_text(tokens, input_ids)]
+        return self._cut(token_ids, [1] * (len(token_ids) - 1), stops, input_ids.shape[1])
 
     def _process_row(self, logits: torch.Tensor, input_ids: torch.Tensor, best: BestTokens | None) -> ProcessRow:
         """Return the function that processes a row of this round's logits. Arguments as for `verify`."""
@@ -387,21 +420,29 @@ class Verifier:
     def _until_done(self, walked: BatchedWalk, input_ids: torch.Tensor) -> tuple[Outcome, bool]:
         """Cut a walk at the first disagreement or at the end of the text. Returns the outcome, and whether the text
         ends with it. Waits for the device once."""
-        n, length = walked.token_ids.shape[0], input_ids.shape[1]
+        n = walked.token_ids.shape[0]
         stops = self._stops_by_text(walked.token_ids, input_ids)
         read = torch.cat([walked.token_ids, walked.goes_on, *stops]).tolist()
-        token_ids, goes_on, stops = read[:n], read[n : 2 * n - 1], read[2 * n - 1 :]
+        token_ids, goes_on = read[:n], read[n : 2 * n - 1]
+        stops = [read[start : start + n] for start in range(2 * n - 1, len(read), n)]
+        count, is_done = self._cut(token_ids, goes_on, stops, input_ids.shape[1])
+        return walked.outcome(token_ids[:count]), is_done
+
+    def _cut(self, token_ids: list[int], goes_on: list[int], stops: list[list[int]], length: int) -> tuple[int, bool]:
+        """How many tokens of a walk count, and whether the text ends with them. Arguments as in `_until_done`, after a
+        text of that length."""
 
         def stops_after(count: int) -> bool:
-            return token_ids[count - 1] in self._ends or any(stops[count - 1 :: n])
+            return token_ids[count - 1] in self._ends or any(one[count - 1] for one in stops)
 
+        n = len(token_ids)
         count = next((one for one in range(1, n) if not goes_on[one - 1] or stops_after(one)), n)
         _require_tokens(token_ids[:count])
         is_done = stops_after(count)
         # A text that is too long or too late stays so as it grows.
         if length + count >= self._first_length_of_note and self._stops_at(length + count):
             is_done, count = True, next((one for one in range(1, count) if self._stops_at(length + one)), count)
-        return walked.outcome(token_ids[:count]), is_done
+        return count, is_done
 
     def _stops_by_text(self, token_ids: torch.Tensor, input_ids: torch.Tensor) -> list[torch.Tensor]:
         """bool `[n]` for each criterion that looks at the text: whether it stops after each of `n` more tokens."""

@@ -14,9 +14,17 @@ class ShortlistState(ABC):
 
     Attributes:
         layout: the layout of the shortlists' `blocks`, for policies that choose whole blocks.
+        carried: for rounds over fixed memory, the attributes with tensors, shortlists or states that a round replaces
+            and the next one reads. None: the state cannot take part in such rounds. In one that can, every round is
+            the same operations on tensors of the same shapes, whatever the numbers are, and the host counts nothing
+            but versions. Verdicts then have ids of no token, at or past the vocabulary's size, after the last verified
+            token.
+        is_constant: shortlists depend on the draft step alone.
     """
 
     layout: BlockLayout | None = None
+    carried: tuple[str, ...] | None = None
+    is_constant: bool = False
 
     @abstractmethod
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
@@ -32,6 +40,11 @@ class ShortlistState(ABC):
     def begin_round(self) -> None:  # noqa: B027
         """Begin a round, and take up the results of a worker. Called once before the round's first
         `observe_draft_inputs` and `select`, not in rounds without a draft. Must not wait for device or worker."""
+
+    def settle(self) -> Shortlist | None:
+        """Take up all that was observed, between two rounds over fixed memory. Returns the next round's shortlist, or
+        the part of it that is the same whatever its draft steps are given (None: nothing is)."""
+        return None
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:  # noqa: B027
         """Take in the inputs of the next draft step, if the policy asked for them (`Needs.draft_inputs`). Called once

@@ -53,6 +53,9 @@ class ForwardingState(ShortlistState):
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         return self.states[0].select(depth, token_ids, features)
 
+    def settle(self) -> Shortlist | None:
+        return self.states[0].settle()
+
     begin_round = _passed_on("begin_round")
     observe_draft_inputs = _passed_on("observe_draft_inputs")
     restart = _passed_on("restart")

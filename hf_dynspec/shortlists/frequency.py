@@ -100,12 +100,18 @@ class FrequencyShortlist(ShortlistPolicy):
 class FrequencyState(ShortlistState):
     """Nested prefixes of one list, so that no depth needs rows of its own."""
 
+    carried = ()
+    is_constant = True
+
     def __init__(self, slots: torch.Tensor, vocabulary: VocabularyInfo, position_aware: bool):
         self._slots = slots
         self._largest = slots.shape[0]
         self._smallest = max(1, len(vocabulary.eos_token_ids))
         self._position_aware = position_aware
         self._by_size: dict[int, Shortlist] = {}
+
+    def settle(self) -> Shortlist:
+        return self.select(0, self._slots, self._slots)
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         size = self._largest

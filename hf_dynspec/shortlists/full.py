@@ -9,10 +9,16 @@ from .base import ShortlistPolicy, ShortlistState
 class FixedState(ShortlistState):
     """The same shortlist at every step of every round."""
 
+    carried = ()
+    is_constant = True
+
     def __init__(self, shortlist: Shortlist):
         self._shortlist = shortlist
 
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        return self._shortlist
+
+    def settle(self) -> Shortlist:
         return self._shortlist
 
 

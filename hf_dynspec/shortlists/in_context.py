@@ -81,22 +81,23 @@ class InContextState(RecentTokensState):
     many slots a new token can always take the slot that was used longest ago.
     """
 
+    carried = (*RecentTokensState.carried, "_length", "_met")
+
     def __init__(
         self, window: int, is_stream: bool, vocabulary: VocabularyInfo, memory: str, shared: RecentTokens | None
     ):
         self._is_stream, self._stream_window = is_stream, window
         eos = torch.tensor(vocabulary.eos_token_ids, dtype=torch.int64, device=vocabulary.device)
         self._is_eos = torch.ones_like(eos, dtype=torch.bool)
-        if is_stream:
-            # The last position; and for each entry the index of its last occurrence among all entries so far.
-            self._length = eos.new_zeros(())
-            self._last_met, self._met = eos.new_zeros(vocabulary.size + 1), 0
+        # For a stream: its last position; and for each entry the index of its last occurrence among all so far.
+        self._length, self._met = eos.new_zeros(1), eos.new_zeros(1)
+        self._last_met = eos.new_zeros(vocabulary.size + 1 if is_stream else 0)
         super().__init__(eos, eos[:0], window, vocabulary, memory, shared)
 
     def _occupied(self) -> torch.Tensor:
-        passed: int | torch.Tensor = self._text_start
+        passed = self._text_start
         if self._is_stream:
-            passed = (self._length - self._stream_window).clamp_min(passed)
+            passed = torch.maximum(self._length - self._stream_window, passed)
         return torch.cat([self._is_eos, self._last_seen.take(self._window_ids) > passed])
 
     def _positions(self, entries: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -106,12 +107,15 @@ class InContextState(RecentTokensState):
         # The stream takes every token of a sequence, but each token of a set only once, at its last occurrence.
         sequence, *sets = entries.split(lengths)
         counts = torch.cat([torch.ones_like(sequence, dtype=torch.bool), *map(self._is_last_occurrence, sets)])
-        positions = self._length.clamp_min(self._shared_end) + (counts & (entries != self._nowhere)).cumsum(0)
-        self._length = positions[-1]
+        start = torch.maximum(self._length, self._shared_end)
+        positions = start + (counts & (entries != self._nowhere)).cumsum(0)
+        self._length = positions[-1:]
         return positions
 
     def _is_last_occurrence(self, entries: torch.Tensor) -> torch.Tensor:
         """bool `[n]`: no equal entry comes later."""
-        start, self._met = self._met + 1, self._met + entries.shape[0]
-        places = torch.arange(start, self._met + 1, device=entries.device)
+        if not len(entries):
+            return entries.bool()
+        places = self._met + torch.arange(1, entries.shape[0] + 1, device=entries.device)
+        self._met = places[-1:]
         return self._last_met.scatter_reduce_(0, entries, places, "amax").take(entries) == places

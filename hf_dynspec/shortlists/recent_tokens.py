@@ -56,6 +56,8 @@ class RecentTokensState(ShortlistState):
         shared: the tokens of other calls, for `"assistant"`; without it that works as `"conversation"`.
     """
 
+    carried = ("_slots", "_position", "_text_start", "_shared_end", "_shortlist")
+
     def __init__(
         self,
         fixed_ids: torch.Tensor,
@@ -79,10 +81,10 @@ class RecentTokensState(ShortlistState):
         # One more slot, which is not shown, for tokens that the window does not take.
         self._slots = torch.cat([fixed_ids, self._first_ids, entries[-1:]])
         self._slot_of = torch.full_like(entries, count)
-        # Each token's last position in the stream. Positions count on from text to text: this text's lie past
-        # `_text_start`, and this call's, which are not shared yet, past `_shared_end`.
+        # Each token's last position in the stream, int64 [1] like all positions. They count on from text to text: this
+        # text's lie past `_text_start`, and this call's, which are not shared yet, past `_shared_end`.
         self._last_seen = torch.zeros_like(entries)
-        self._position = self._text_start = self._shared_end = 0
+        self._position = self._text_start = self._shared_end = entries.new_zeros(1)
         self._version = 0
         # The slots that changed since they were last shown.
         self._replaced: list[torch.Tensor] = []
@@ -95,6 +97,9 @@ class RecentTokensState(ShortlistState):
             one, *more = self._replaced
             self._shortlist = self._show(torch.cat([one, *more]) if more else one)
         return self._shortlist
+
+    def settle(self) -> Shortlist:
+        return self.select(0, self._window_slots, self._window_slots)
 
     def _show(self, replaced: torch.Tensor | None) -> Shortlist:
         self._replaced = []
@@ -111,7 +116,7 @@ class RecentTokensState(ShortlistState):
             self._empty()
         if self._shared is not None:
             self._extend(self._window_slots.new_tensor(self._shared.ids[::-1]))
-            self._shared_end = self._position
+            self._shared_end = self._position.clone()
 
     def resume(self, token_ids: torch.Tensor) -> None:
         if self._shared is not None:
@@ -131,7 +136,9 @@ class RecentTokensState(ShortlistState):
         self._is_used = False
         self._slots = torch.cat([self._slots[: self._fixed_count], self._first_ids, self._slots[-1:]])
         self._slot_of.scatter_(0, self._first_ids, self._window_slots)
-        self._text_start = self._shared_end = self._position = self._position + self._size
+        self._position = self._position + self._size
+        # Not one tensor, as each is replaced at another time.
+        self._text_start, self._shared_end = self._position.clone(), self._position.clone()
         ages = torch.arange(self._size, device=self._slots.device)
         self._last_seen.scatter_(0, self._first_ids, self._text_start - ages)
         self._replaced = [self._window_slots]
@@ -167,8 +174,9 @@ class RecentTokensState(ShortlistState):
 
     def _positions(self, entries: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """int64 `[n]`, never decreasing: the positions of entries `[n]` of a sequence and of sets of these lengths."""
-        start, self._position = self._position + 1, self._position + entries.shape[0]
-        return torch.arange(start, self._position + 1, device=entries.device)
+        positions = self._position + torch.arange(1, entries.shape[0] + 1, device=entries.device)
+        self._position = positions[-1:]
+        return positions
 
     def _push(self, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Take in `n` tokens, at most one for each slot of the window. Returns the up to `n` slots that may have

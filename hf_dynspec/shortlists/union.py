@@ -55,6 +55,8 @@ class UnionState(ForwardingState):
         self._of_blocks = of_blocks[0] if len(of_blocks) == 1 else None
         self.layout = None if self._of_blocks is None else self._of_blocks.layout
         self._of_slots = [part for part in parts if part is not self._of_blocks]
+        if all(part.carried is not None for part in parts):
+            self.carried = ("states", "_taken", "_shortlist")
         self._vocabulary = vocabulary
         self._shown: list[Shortlist | None] = [None] * len(self._of_slots)
         # taken[i]: bool [vocabulary], the ids of parts 0 … i. The last is never needed.
@@ -67,11 +69,19 @@ class UnionState(ForwardingState):
         blocks = None if self._of_blocks is None else self._of_blocks.select(depth, token_ids, features)
         if not self._of_slots:
             return blocks
-        shown = [part.select(depth, token_ids, features) for part in self._of_slots]
+        slots = self._take([part.select(depth, token_ids, features) for part in self._of_slots])
+        return slots if blocks is None else self._join(blocks, slots)
+
+    def settle(self) -> Shortlist | None:
+        settled = [part.settle() for part in self._of_slots]
+        return None if not settled or None in settled else self._take(settled)
+
+    def _take(self, shown: list[Shortlist]) -> Shortlist:
+        """The union of slots, made anew if one of the parts has changed."""
         if self._shortlist is None or any(new is not old for new, old in zip(shown, self._shown, strict=True)):
             self._shortlist = self._unite(shown)
             self._shown = shown
-        return self._shortlist if blocks is None else self._join(blocks, self._shortlist)
+        return self._shortlist
 
     def _join(self, blocks: BlockShortlist, slots: Shortlist) -> JoinedShortlist:
         if self._joined is None or self._joined[0] is not blocks or self._joined[1] is not slots:
@@ -90,14 +100,16 @@ class UnionState(ForwardingState):
             earlier_changed = earlier_changed or new is not old
             if earlier_changed and index + 1 < len(shown):
                 self._taken[index] = self._mark(index, new.slots, own)
-        replaced = self._replaced(shown)
+        # Rows of a transient shortlist are not packed.
+        is_transient = any(part.is_transient for part in shown)
+        replaced = None if is_transient else self._replaced(shown)
         unchanged = self._shortlist is not None and replaced is not None and replaced.shape[0] == 0
         return Shortlist(
             self._shortlist.slots if unchanged else torch.cat([part.slots for part in shown]),
             version=0 if self._shortlist is None else self._shortlist.version + (not unchanged),
             occupied=torch.cat(occupied),
             replaced=self._shortlist.replaced if unchanged else replaced,
-            is_transient=any(part.is_transient for part in shown),
+            is_transient=is_transient,
         )
 
     def _mark(self, index: int, slots: torch.Tensor, occupied: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ...errors import ArtifactError, UnsupportedError
+from ...memory.fixed import FixedMemory
 from ...modeling.head import DynamicLMHead
 from ...modeling.parts import unwrapped
 from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch, stamp
 from .checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
 from .checkpoint_files import CONFIG_FILE
+from .fixed import FixedEagle
 from .module import EagleModule, side_by_side
 from .settings import EagleSettings
 from .state import EagleState
@@ -236,6 +238,15 @@ class EagleDrafter(Drafter):
 
     def start(self) -> EagleState:
         return EagleState(lambda: self.weights)
+
+    def require_fixed_memory(self) -> None:
+        if not self.weights.rotary.is_steady:
+            raise UnsupportedError("the head has a rotary embedding that changes with the length of the text.")
+
+    def fixed(self, read: Cache, texts: int, capacity: int, nodes: int) -> FixedEagle:
+        settings, like = self.settings, self.weights.qkv
+        shape = settings.num_key_value_heads, settings.head_dim, settings.head_dim
+        return FixedEagle(self.weights, FixedMemory([shape], [None], texts, capacity, nodes, like.dtype, like.device))
 
     @property
     def num_embeddings(self) -> int:

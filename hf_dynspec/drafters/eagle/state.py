@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 
 from ..base import DrafterState, ObserveDraftInputs
+from ..traceable_decoder import cache_of
 from .rotary import rotate
 from .weights import FusedWeights
 
@@ -123,6 +125,12 @@ class EagleState(DrafterState):
         """Keep the rows of the first `length` tokens, and drop the draft."""
         self._forget_draft()
         self._stable = max(0, min(self._stable, length - 1 - self._start))
+
+    def read(self) -> Cache:
+        if self._start or not self._weights.rotary.is_steady:
+            raise NotImplementedError("these rows lie at other positions, or are rotated at every step")
+        rows = [one[None, :, : self._stable] for one in (self._keys, self._values)]
+        return cache_of(rows)
 
     def _forget_draft(self) -> None:
         self._drafted = self._levels = 0

@@ -18,6 +18,8 @@ class RouterState(ShortlistState):
     stop. If `packed`, shortlists are whole blocks of the layout, otherwise single slots.
     """
 
+    carried = ()
+
     def __init__(
         self,
         router: Router,

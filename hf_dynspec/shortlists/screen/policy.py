@@ -220,6 +220,8 @@ class ScreenState(ShortlistState):
         among: int64 `[n]`: the only tokens to choose from (None: all).
     """
 
+    carried = ()
+
     def __init__(self, policy: ScreenShortlist, vocabulary: VocabularyInfo, among: torch.Tensor | None = None):
         self._policy, self._among = policy, among
         self._version = 0

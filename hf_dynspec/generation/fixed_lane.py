@@ -1,0 +1,293 @@
+"""Rounds over fixed memory for the texts of one call, and which calls they can generate."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from ..devices import has_graphs
+from ..drafters.causal_lm import rows_of_position_table
+from ..drafters.traceable_decoder import SteadyDecoder, can_be_recorded
+from ..drafters.weights_watch import WeightsWatch
+from ..drafting.session import DraftSession
+from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
+from ..errors import UnsupportedError
+from ..kernels import QueryRows
+from ..memory.fixed import FixedMemory
+from ..memory.fixed_decoder import FixedDecoder
+from ..modeling.parts import decoder_of
+from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome
+from ..stats import Stopwatch
+from ..tree_config import AUTO
+from .bindable import Assistant
+from .target import entries_with, hidden_states
+from .texts import FIRST_POSITIONS, Text, Texts
+
+# Positions in the smallest memory of a graph.
+_FEWEST_POSITIONS_OF_GRAPHS = 2048
+# A lane with more positions than this, all texts together, is not kept for the next call.
+_MOST_KEPT_POSITIONS = 16384
+
+
+def why_not(assistant: Assistant, longest: int = 0) -> str | None:
+    """Why rounds of fixed shape cannot generate texts of a length with an assistant's present settings (None: they
+    can)."""
+    config, drafter = assistant.generation_config, assistant.drafter
+    is_open = config.num_assistant_tokens == AUTO
+    has_schedule = assistant.tree is None and config.num_assistant_tokens_schedule not in (None, "constant")
+    reasons = {
+        "the drafter is aligned": assistant.alignment is not None,
+        "the policy is chosen in each round": len(assistant.policy.alternatives(None)) > 1,
+        "the length of drafts is chosen in each round": is_open or has_schedule,
+        "drafts end at a low confidence": bool(config.assistant_confidence_threshold),
+        "coverage is measured": assistant.measure_coverage,
+        "shortlists are checked": assistant.validate,
+        "drafter and target lie on different devices": drafter.head.device != assistant.target.device,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        return reason
+    try:
+        drafter.require_fixed_memory()
+    except UnsupportedError as error:
+        return str(error)
+    steps = shape_of_drafts(assistant, False).steps
+    tables = (drafter.most_positions, rows_of_position_table(assistant.target))
+    most = min((one for one in tables if one is not None), default=None)
+    if most is not None and longest + steps > most:
+        return f"a draft after the longest text could pass the models' {most} positions"
+    return None
+
+
+def why_no_graph(assistant: Assistant) -> str | None:
+    """Why rounds are not recorded as a graph (None: they are)."""
+    device, target = assistant.drafter.head.device, assistant.target
+    if not has_graphs(device):
+        return f"no graphs on {device.type}"
+    if assistant.profile:
+        return "the time of sections is measured"
+    for model in (target, getattr(assistant.drafter, "model", None)):
+        if model is not None and not can_be_recorded(model, list(decoder_of(model).modules())):
+            return f"{type(model).__name__} has hooks, adapters or parts of other packages, or lies on several devices"
+    return None
+
+
+def shape_of_drafts(assistant: Assistant, is_drawn: bool) -> DraftShape:
+    """The shape of an assistant's drafts."""
+    tokens = assistant.generation_config.num_assistant_tokens
+    return DraftShape.of(DEFAULT_NUM_ASSISTANT_TOKENS if tokens is None else tokens, assistant.tree, is_drawn)
+
+
+class FixedLane:
+    """The memory, the sessions and the rounds of one call after another with as many texts.
+
+    Args:
+        assistant: a bound assistant.
+        sessions: one for each text, for this lane alone.
+        shape: the shape of drafts.
+        is_recorded: record the rounds as a graph.
+
+    Attributes:
+        sessions: as given.
+    """
+
+    def __init__(self, assistant: Assistant, sessions: Sequence[DraftSession], shape: DraftShape, is_recorded: bool):
+        self.sessions, self._shape, self._is_recorded = list(sessions), shape, is_recorded
+        self._drafter, self._forward = assistant.drafter, assistant.forward
+        self._reads = assistant.drafter.reads
+        self._inputs = {"output_hidden_states": entries_with(self._reads)} if self._reads else {}
+        self._version = assistant.drafter.weights_version
+        self._target: SteadyDecoder | None = None
+        self._target_head: WeightsWatch | None = None
+        self._decoder = FixedDecoder(assistant.target)
+        self.memory: FixedMemory | None = None
+        self._round: Round | None = None
+        self._recorded: RecordedRound | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether rounds are a graph. All texts then stay to the end of the call."""
+        return self._is_recorded
+
+    @property
+    def name(self) -> str:
+        """For `DraftingStatistics.lane`."""
+        if not self._is_recorded:
+            return "fixed memory"
+        failure = self._recorded.failure if self._recorded is not None else None
+        return "fixed memory, as a graph" if failure is None else f"fixed memory, no graph: {failure}"
+
+    def still_holds(self) -> bool:
+        """Whether the models are as they were, so that another call can use the lane."""
+        if self._target is None or self.memory.capacity * len(self.sessions) > _MOST_KEPT_POSITIONS:
+            return False
+        watches = (self._target.watch, self._target_head)
+        is_same = self._target.still_holds() and not any(watch.has_changed() for watch in watches)
+        return is_same and self._drafter.weights_version == self._version
+
+    def take_prompt(self, text: int, read: Cache, length: int, longest: int) -> None:
+        """Take the target's keys and values of a prompt.
+
+        Args:
+            text: its index.
+            read: what a forward of the prompt alone has left.
+            length: the tokens of the prompt.
+            longest: the most tokens that a text may have.
+        """
+        if self.memory is None:
+            config, nodes = self._forward.model.config.get_text_config(), self._shape.most_nodes
+            capacity = self._capacity(length + FIRST_POSITIONS, longest)
+            self.memory = FixedMemory.like(read, config, len(self.sessions), capacity, nodes)
+        self.reserve(length, longest)
+        self.memory.begin(text, read, length)
+
+    def _capacity(self, length: int, longest: int) -> int:
+        """Positions for texts of that length. A new capacity takes a new graph, so graphs have more than they need."""
+        if self._is_recorded:
+            return max(_FEWEST_POSITIONS_OF_GRAPHS, 1 << (length - 1).bit_length()) + self._shape.most_nodes
+        return min(length, longest) + self._shape.most_nodes
+
+    def begin(self, texts: Sequence[RoundText], tokens: Sequence[torch.Tensor], stopwatch: Stopwatch) -> None:
+        """Begin texts, whose prompts were taken.
+
+        Args:
+            texts: the part of each text.
+            tokens: int64 `[n]` each: all tokens of each text, on the drafter's device.
+            stopwatch: times the stages.
+        """
+        for number, (session, text) in enumerate(zip(self.sessions, tokens, strict=True)):
+            read, before = session.read(text)
+            if self._round is None:
+                capacity, nodes = self.memory.capacity, self._shape.most_nodes
+                fixed = self._drafter.fixed(read, len(self.sessions), capacity, nodes)
+                head = self._drafter.head
+                self._round = Round(self._verify, self.memory, fixed, head, texts, self._shape, stopwatch)
+                if self._is_recorded:
+                    self._recorded = RecordedRound(self._round)
+                    # Only now, as transformers adds hooks where hidden states are asked for.
+                    target = self._forward.model
+                    self._target = SteadyDecoder(WeightsWatch(decoder_of(target)))
+                    self._target_head = WeightsWatch(target.get_output_embeddings())
+            self._round.drafter.begin(number, read, before)
+            self._round.begin(number, text[-1:], before if self._reads else None)
+        self._round.texts = list(texts)
+        if self._recorded is not None:
+            self._recorded.begin()
+
+    def reserve(self, length: int, longest: int) -> None:
+        """Have memory for texts of that length, of which the longest may have `longest` tokens."""
+        if length + self._shape.most_nodes > self.memory.capacity:
+            self._resize(range(len(self.sessions)), self._capacity(2 * length, longest))
+
+    def leave(self, ended: Sequence[int], kept: Sequence[int]) -> None:
+        """Leave texts that have ended. In a graph they stand still, otherwise only others are kept."""
+        if self._is_recorded:
+            for text in ended:
+                self._round.end(text)
+        else:
+            self.sessions = [self.sessions[text] for text in kept]
+            self._resize(kept, self.memory.capacity)
+
+    def _resize(self, kept: Sequence[int], capacity: int) -> None:
+        places = torch.tensor(list(kept), device=self.memory.lengths.device)
+        self.memory = self.memory.copy(places, capacity)
+        if self._round is not None:
+            self._round.resize(places, self.memory)
+        if self._recorded is not None:
+            self._recorded.forget()
+
+    def run(self) -> list[TextOutcome]:
+        """Run a round, and read what came out of it for each text. Waits for the device once."""
+        if self._recorded is None:
+            self._round.run()
+        else:
+            self._recorded.run()
+        return self._round.outcomes(self._round.result.tolist())
+
+    def close(self) -> None:
+        """Give the sessions up."""
+        for session in self.sessions:
+            session.close()
+
+    def _verify(self, token_ids: torch.Tensor, rows: QueryRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outputs: Any = self._decoder(token_ids, self.memory, rows, **self._inputs)
+        logits = self._forward.logits(outputs.last_hidden_state).float()
+        if not self._reads:
+            return logits, None
+        layers = self._forward.num_layers
+        return logits, torch.cat([hidden_states(outputs, index, layers) for index in self._reads], dim=-1)
+
+
+class InRounds(Texts):
+    """Texts that are generated in rounds of fixed shape: see `Texts`."""
+
+    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int):
+        super().__init__(assistant, texts, longest)
+        config = texts[0].prepared.generation_config
+        eos, shape = assistant.scored_eos_token_ids(config), shape_of_drafts(assistant, bool(config.do_sample))
+        # What a graph depends on besides the models.
+        processors = tuple((type(one), repr(vars(one))) for one in texts[0].prepared.logits_processor)
+        self._key = len(texts), eos, shape, processors
+        self._lane: FixedLane | None = assistant.take_lane(self._key)
+        if self._lane is None:
+            sessions = [assistant.take_session(eos) for _ in texts]
+            self._lane = FixedLane(assistant, sessions, shape, why_no_graph(assistant) is None)
+        self._sessions = list(self._lane.sessions)
+
+    @property
+    def lane(self) -> str:
+        return self._lane.name
+
+    def why_not(self) -> str | None:
+        """Why the states of the policy cannot take part (None: they can). Then sessions are left."""
+        selector = self._sessions[0].selector
+        if selector.state.carried is not None:
+            return None
+        self._leave_sessions()
+        return f"the policy {selector.name} decides on the host"
+
+    def _take_sessions(self) -> Sequence[DraftSession]:
+        return self._sessions
+
+    def _leave_sessions(self) -> None:
+        if self._lane.still_holds():
+            self._assistant.return_lane(self._key, self._lane)
+        else:
+            for session in self._sessions:
+                self._assistant.return_session(session)
+
+    def generate(self, streamer: Any) -> None:
+        lane, texts = self._lane, self.texts
+        for number, text in enumerate(texts):
+            read, length = text.read_prompt(streamer), text.length - 1
+            lane.take_prompt(number, read, length, self._longest)
+            del read
+        device = self._assistant.drafter.head.device
+        if not lane.is_recorded:
+            texts = self._leave_ended(texts)
+        if texts:
+            lane.begin(
+                [text.for_rounds() for text in texts],
+                [text.input_ids[0].to(device) for text in texts],
+                self._stopwatch,
+            )
+        for text in texts:
+            text.input_ids = text.input_ids.cpu()
+        texts = self._leave_ended(texts)
+        while texts:
+            lane.reserve(max(text.length for text in texts), self._longest)
+            for text, outcome in zip(texts, lane.run(), strict=True):
+                if not text.is_done:
+                    text.take(outcome, streamer)
+            texts = self._leave_ended(texts)
+
+    def _leave_ended(self, texts: list[Text]) -> list[Text]:
+        """Leave texts that have ended. Returns those that are left, with the ones that stand still; none if all have
+        ended."""
+        ended = [number for number, text in enumerate(texts) if text.is_done]
+        kept = [number for number, text in enumerate(texts) if not text.is_done]
+        if not kept or not ended:
+            return texts if kept else []
+        self._lane.leave(ended, kept)
+        return texts if self._lane.is_recorded else [texts[number] for number in kept]

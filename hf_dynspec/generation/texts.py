@@ -1,0 +1,207 @@
+"""The texts of one call in fixed memory."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache_names import cache_inputs, returned_cache
+from ..devices import is_host_memory
+from ..drafting.session import DraftSession
+from ..protocol import Candidates
+from ..rounds import RoundText, TextOutcome
+from ..stats import DraftingStatistics, Stopwatch
+from .bindable import Assistant
+from .generate_call import GenerateCall
+from .verification import BatchedWalk, BestTokens, Outcome, Verifier
+
+# Positions that memory has beyond the longest prompt at first. It is doubled when a text outgrows it.
+FIRST_POSITIONS = 256
+STATEFUL = "a logits processor or stopping criterion may keep a state"
+
+
+class Prepared(NamedTuple):
+    """A call of one text, as transformers prepared it for a decoding loop."""
+
+    input_ids: torch.Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+
+
+class Text:
+    """One text.
+
+    Args:
+        target: the model that verifies.
+        prepared: the text, and its processors and criteria.
+        keeps_scores: the scores of its tokens are wanted.
+
+    Attributes:
+        prepared: as given.
+        verifier: accepts candidates.
+        input_ids: int64 `[1, n]`: all verified tokens.
+        call: a call of its own, once it is open.
+        is_done: whether the text has ended.
+        candidates: of the current round, if the text drafts alone.
+    """
+
+    call: GenerateCall
+
+    def __init__(self, target: PreTrainedModel, prepared: Prepared, keeps_scores: bool):
+        self.prepared, self.input_ids, self._target = prepared, prepared.input_ids, target
+        processors, criteria = prepared.logits_processor, prepared.stopping_criteria
+        self.verifier = Verifier(processors, criteria, bool(prepared.generation_config.do_sample), keeps_scores)
+        self.is_done = False
+        self.candidates: Candidates | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that the text may have."""
+        return self.prepared.generation_config.max_length
+
+    @property
+    def length(self) -> int:
+        """The tokens of the text."""
+        return self.input_ids.shape[1]
+
+    @property
+    def new_tokens(self) -> torch.Tensor:
+        """int64 `[m]`: the tokens after the prompt."""
+        return self.input_ids[0, self.prepared.input_ids.shape[1] :]
+
+    def read_prompt(self, streamer: Any) -> Cache:
+        """Let the target read the prompt alone, and choose the first token. Returns what it has read."""
+        cache = DynamicCache(config=self._target.config.get_text_config())
+        cache.activate_past_recording()
+        kwargs = cache_inputs(cache) | {"attention_mask": torch.ones_like(self.input_ids)}
+        config, processors = self.prepared.generation_config, self.prepared.logits_processor
+        self.call.begin(config, self.input_ids, processors, dict(kwargs))
+        self.call.propose(self.input_ids, drafts=False)
+        outputs = self.call.verify(self.input_ids, None, True, kwargs)
+        cache = returned_cache(outputs)
+        cache.crop(0)
+        self.observe(outputs, streamer)
+        return cache
+
+    # In rounds of fixed shape ----------------------------------------------------------------------------------------
+
+    def why_not_in_rounds(self) -> str | None:
+        """Why such rounds cannot generate this text (None: they can)."""
+        if self.verifier.is_stepwise:
+            return STATEFUL
+        return "a logits processor looks at token ids" if self.verifier.looks_at_ids else None
+
+    def for_rounds(self) -> RoundText:
+        """The part of this text in such rounds."""
+        # Processors by value take tokens as an argument and do not read them.
+        no_tokens = self.input_ids[:, :0]
+
+        def accept(logits: torch.Tensor, candidates: Candidates) -> BatchedWalk:
+            best = BestTokens(logits) if is_host_memory(logits.device) else None
+            return self.verifier.walk(logits, no_tokens, candidates, best)
+
+        return RoundText(self.call.session.selector, self.call.choice, accept)
+
+    def take(self, outcome: TextOutcome, streamer: Any) -> None:
+        """Append the tokens of such a round. The text lies in the host's memory."""
+        count, self.is_done = self.verifier.end(outcome.token_ids, self.input_ids)
+        tokens = torch.tensor(outcome.token_ids[:count], device=self.input_ids.device)
+        self.input_ids = torch.cat([self.input_ids, tokens.unsqueeze(0)], dim=1)
+        if streamer is not None:
+            streamer.put(tokens)
+        stats, drafted_at = self.call.stats, outcome.drafted_at
+        stats.record_steps(sum(drafted_at), drafted_at, outcome.active, self.call.session.selector.name)
+        stats.record_verification(count - 1)
+        # A candidate that ends the text came out of its shortlist.
+        stats.record_verified_tokens(count - 1, outcome.has_missed if count == len(outcome.token_ids) else False)
+
+    # Alone -----------------------------------------------------------------------------------------------------------
+
+    def propose(self) -> None:
+        """Draft the candidates of a round."""
+        self.candidates = self.call.propose(self.input_ids)
+
+    def observe(self, outputs: CausalLMOutputWithPast, streamer: Any) -> Outcome:
+        """Accept candidates, and let the call observe the outcome."""
+        logits = outputs.logits[0].to(device=self.input_ids.device, dtype=torch.float32)
+        verified = self.verifier.verify(logits, self.input_ids, self.candidates, None, self.call.best_tokens)
+        outcome, self.is_done = verified
+        self.input_ids = torch.cat([self.input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
+        if streamer is not None:
+            streamer.put(outcome.tokens_on_host())
+        self.call.observe(outputs, outcome, self.is_done)
+        return outcome
+
+
+class Texts(ABC):
+    """Generates the texts of one call while it is entered.
+
+    Args:
+        assistant: a bound assistant.
+        texts: the texts.
+        longest: the most tokens that a text may have.
+
+    Attributes:
+        texts: the texts that have not ended.
+        lane: for `DraftingStatistics.lane`.
+    """
+
+    lane: str
+
+    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int):
+        self._assistant, self.texts, self._longest = assistant, list(texts), longest
+        self._open = ExitStack()
+        devices = (assistant.drafter.head.device, assistant.target.device)
+        self._stopwatch = Stopwatch(assistant.profile, devices)
+        self._start = self._stopwatch.now() if self._stopwatch.enabled else 0.0
+        self._calls: list[GenerateCall] = []
+
+    def __enter__(self) -> "Texts":
+        for text, session in zip(self.texts, self._take_sessions(), strict=True):
+            text.call = self._open.enter_context(GenerateCall(self._assistant, session))
+            # All texts together make the counts of one call.
+            text.call.publishes = False
+            self._calls.append(text.call)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._open.__exit__(*raised)
+        finally:
+            self._leave_sessions()
+            self._publish()
+
+    def _take_sessions(self) -> Sequence[DraftSession | None]:
+        """The sessions of the texts (None: one of the assistant's)."""
+        return [None] * len(self.texts)
+
+    def _leave_sessions(self) -> None:  # noqa: B027
+        """Leave the sessions that were taken."""
+
+    @abstractmethod
+    def generate(self, streamer: Any) -> None:
+        """Generate until all texts have ended. The streamer gets the new tokens of each round."""
+
+    def _publish(self) -> None:
+        """Make the counts of all texts together the assistant's."""
+        total = DraftingStatistics()
+        for call in self._calls:
+            total.add(call.stats)
+        total.lane = self.lane
+        if self._stopwatch.enabled:
+            # A text waits for the others, so the rest of its time is not its own.
+            total.seconds = {name: total.seconds.get(name, 0.0) + own for name, own in self._stopwatch.seconds.items()}
+            total.seconds["other"] = max(0.0, self._stopwatch.now() - self._start - sum(total.seconds.values()))
+        self._assistant.publish(total)

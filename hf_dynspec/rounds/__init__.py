@@ -1,0 +1,11 @@
+"""Rounds of fixed shape: draft, verify, accept, keep, observe, for one or more texts over fixed memory.
+
+- `round`: the stages. Every tensor that outlives a round stays at its address, lengths lie on the device, and no stage
+  looks at a number. So all rounds are the same operations on the same memory.
+- `recorded`: a round as one CUDA graph.
+"""
+
+from .recorded import RecordedRound
+from .round import Accept, DraftShape, Round, RoundText, TextOutcome, Walk
+
+__all__ = ["Accept", "DraftShape", "RecordedRound", "Round", "RoundText", "TextOutcome", "Walk"]

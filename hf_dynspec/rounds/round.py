@@ -1,0 +1,412 @@
+"""The stages of a round: draft, verify, accept, keep, observe."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn.functional import pad
+
+from ..drafters.fixed import FixedDrafter, ObserveDraftInputs, rows_at
+from ..drafting.selector import Selector
+from ..drafting.token_choice import TokenChoice
+from ..drafting.trees import DrawnTreeGrowth, TreeGrowth
+from ..kernels import QueryRows, top_k_ids
+from ..memory.fixed import FixedMemory
+from ..modeling.head import DynamicLMHead
+from ..modeling.masks import descent
+from ..protocol import Candidates, Shortlist, Verdict
+from ..shortlists.base import ShortlistState
+from ..stats import Stopwatch
+from ..tree_config import TreeConfig
+
+# Lets the target read nodes, int64 [B, q], which the rows place after its texts. Returns its logits, fp32 [B, q, V],
+# and the hidden states that the drafter reads, [B, q, f] (None: it reads none).
+Verify = Callable[[torch.Tensor, QueryRows], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Walk(Protocol):
+    """The target's choices along one text's candidates: see `verification.BatchedWalk`."""
+
+    token_ids: torch.Tensor
+    rows: torch.Tensor
+    goes_on: torch.Tensor
+
+
+# Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V].
+Accept = Callable[[torch.Tensor, Candidates], Walk]
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The shape of all drafts.
+
+    Args:
+        steps: draft steps, and so the most tokens of a path.
+        tree: the shape of trees (None: chains).
+        is_drawn: tokens are drawn.
+    """
+
+    steps: int
+    tree: TreeConfig | None = None
+    is_drawn: bool = False
+
+    @classmethod
+    def of(cls, tokens: int, tree: TreeConfig | None, is_drawn: bool) -> "DraftShape":
+        """The shape for chains of so many tokens, or for a tree."""
+        if tree is None:
+            return cls(tokens, None, is_drawn)
+        steps = min(tree.depth + 1, tree.total_tokens - 1) if is_drawn else tree.depth + 1
+        return cls(steps, tree, is_drawn)
+
+    @property
+    def most_nodes(self) -> int:
+        """The most tokens that the target or the drafter reads after a text in a round."""
+        if self.tree is None:
+            return self.steps + 1
+        return max(self.tree.total_tokens, self.steps * self.tree.top_k, self.steps + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class RoundText:
+    """What belongs to one text of a round.
+
+    Args:
+        selector: the policy's state. Its shapes must be fixed (`ShortlistState.carried`).
+        choice: chooses draft tokens.
+        accept: walks along the candidates.
+    """
+
+    selector: Selector
+    choice: TokenChoice
+    accept: Accept
+
+
+class TextOutcome(NamedTuple):
+    """What the host reads of a text's round.
+
+    Args:
+        token_ids: the accepted candidates, and the target's own token after them.
+        has_missed: whether the shortlist did not hold the last of them (None: it had no shortlist).
+        active: the number of tokens of the shortlist at each draft step.
+        drafted_at: the number of candidates at each draft step.
+    """
+
+    token_ids: list[int]
+    has_missed: bool | None
+    active: list[int]
+    drafted_at: list[int]
+
+
+class Round:
+    """Rounds of `B` texts.
+
+    Args:
+        verify: lets the target read nodes.
+        memory: the target's, with all tokens of each text but the last.
+        drafter: has read the texts up to their last tokens.
+        head: the drafter's output projection.
+        texts: one for each text.
+        shape: the shape of all drafts.
+        stopwatch: times the stages.
+    """
+
+    def __init__(
+        self,
+        verify: Verify,
+        memory: FixedMemory,
+        drafter: FixedDrafter,
+        head: DynamicLMHead,
+        texts: Sequence[RoundText],
+        shape: DraftShape,
+        stopwatch: Stopwatch,
+    ):
+        self.memory, self.drafter = memory, drafter
+        self._verify_nodes, self._head, self.texts, self.shape = verify, head, list(texts), shape
+        self._stopwatch = stopwatch
+        count, steps, device = len(self.texts), shape.steps, head.device
+        self._order = torch.arange(steps + 1, device=device)
+        self._levels = self._order.unsqueeze(0)
+        self._is_before = (self._order.unsqueeze(1) >= self._order).unsqueeze(0)
+        # The tokens that the last round brought: the first `accepted + 1` count. A text that has ended gets no more.
+        self._token_ids = torch.zeros(count, steps + 1, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(count, dtype=torch.int64, device=device)
+        self._goes_on = torch.ones(count, dtype=torch.int64, device=device)
+        # The target's hidden states at the token before each.
+        self._features: torch.Tensor | None = None
+        # int64 `[B, …]`: what the host reads of a round.
+        self.result = self._accepted.unsqueeze(1)
+        # For each text the numbers of tokens of its shortlists that the host knows.
+        self._known_counts: list[list[int | None]] = []
+
+    def begin(self, text: int, last_token: torch.Tensor, before: torch.Tensor | None) -> None:
+        """Begin a text.
+
+        Args:
+            text: its index.
+            last_token: int64 `[1]`: its last token.
+            before: `[1, f]`: the target's hidden state at the token before, if the drafter reads it.
+        """
+        self._token_ids[text, 0] = last_token[0]
+        self._accepted[text] = 0
+        self._goes_on[text] = 1
+        if before is not None:
+            if self._features is None:
+                self._features = before.new_zeros(*self._token_ids.shape, before.shape[1])
+            self._features[text, 0] = before[0]
+
+    def end(self, text: int) -> None:
+        """Let a text stand still: it has ended."""
+        self._goes_on[text] = 0
+
+    def resize(self, kept: torch.Tensor, memory: FixedMemory) -> None:
+        """Keep some of the texts, int64 `[b]`, whose tokens the target has in this memory. For use between rounds."""
+        self.texts = [self.texts[text] for text in kept.tolist()]
+        self.memory = memory
+        self.drafter.resize(kept, memory.capacity)
+        for name in ("_token_ids", "_accepted", "_goes_on", "_features"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.index_select(0, kept))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self._token_ids.device
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Run one round of all texts."""
+        for text in self.texts:
+            text.selector.state.begin_round()
+        candidates = self._draft_chains() if self.shape.tree is None else self._draft_trees()
+        with self._stopwatch.section("verification"):
+            logits, features = self._verify(candidates)
+        walks = self._accept(logits, candidates)
+        with self._stopwatch.section("policy"):
+            self._observe(logits, candidates, walks)
+        self._keep(features, walks)
+
+    def settle(self) -> None:
+        """Let the policies take up what they have observed, and pack the rows that this brings. A round before which
+        they did so finds everything as every other round does."""
+        for text in self.texts:
+            shortlist = text.selector.state.settle()
+            if shortlist is not None and not (shortlist.is_transient or shortlist.is_prefix):
+                text.selector.rows.update(self._head, shortlist)
+
+    # Draft -----------------------------------------------------------------------------------------------------------
+
+    def _draft_chains(self) -> list[Candidates]:
+        drafted: list[list[torch.Tensor]] = [[] for _ in self.texts]
+        shortlists: list[list[Shortlist]] = [[] for _ in self.texts]
+        used: list[list[torch.Tensor]] = [[] for _ in self.texts]
+        fresh, hidden = self._advance()
+        for depth in range(self.shape.steps):
+            if depth:
+                within = self._is_before[:, depth - 1 : depth, :depth]
+                rows = QueryRows(self.drafter.memory.lengths, within, self._levels[:, :depth])
+                with self._stopwatch.section("backbone"):
+                    hidden = self.drafter.draft(fresh, None, rows, self._observer())
+            scored = self._score(depth, fresh, hidden)
+            with self._stopwatch.section("choice"):
+                tokens = []
+                for number, (text, (shortlist, logits)) in enumerate(zip(self.texts, scored, strict=True)):
+                    token, logits_used, _ = text.choice(logits[0], shortlist, drafted[number])
+                    drafted[number].append(token)
+                    shortlists[number].append(shortlist)
+                    used[number].append(logits_used)
+                    tokens.append(token)
+                fresh = torch.stack(tokens)
+        return [
+            Candidates(torch.cat(tokens), tuple(of_text), tuple(logits))
+            for tokens, of_text, logits in zip(drafted, shortlists, used, strict=True)
+        ]
+
+    def _draft_trees(self) -> list[Candidates]:
+        """Trees as `DraftSession.draft_tree` grows them."""
+        config, steps, is_drawn = self.shape.tree, self.shape.steps, self.shape.is_drawn
+        growths = [DrawnTreeGrowth(config, steps) if is_drawn else TreeGrowth(config) for _ in self.texts]
+        shortlists: list[list[Shortlist]] = [[] for _ in self.texts]
+        fresh, hidden = self._advance()
+        paths = [fresh.new_empty(1, 0) for _ in self.texts]
+        parents, within, widths = None, None, []
+        for depth in range(steps):
+            if depth:
+                rows = self._level_rows(widths, within)
+                with self._stopwatch.section("backbone"):
+                    hidden = self.drafter.draft(fresh, parents if depth > 1 else None, rows, self._observer())
+            scored = self._score(depth, fresh, hidden)
+            with self._stopwatch.section("choice"):
+                grown = []
+                for number, (text, (shortlist, logits)) in enumerate(zip(self.texts, scored, strict=True)):
+                    shortlists[number].append(shortlist)
+                    growth = growths[number]
+                    if is_drawn:
+                        drawn = text.choice.draw_children(logits, shortlist, paths[number], growth.most_children)
+                        grown.append(growth.add_level(*drawn))
+                        paths[number] = torch.cat([paths[number][grown[-1][1]], grown[-1][0].unsqueeze(1)], dim=1)
+                    else:
+                        best = top_k_ids(logits, min(config.top_k, shortlist.width))
+                        log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+                        grown.append(growth.add_level(shortlist.ids_at(best), log_probabilities))
+                fresh, parents = (torch.stack(one) for one in zip(*grown, strict=True))
+                itself = torch.eye(fresh.shape[1], dtype=torch.bool, device=fresh.device).expand(len(grown), -1, -1)
+                within = itself if within is None else torch.cat([rows_at(within, parents), itself], dim=2)
+                widths.append(fresh.shape[1])
+        with self._stopwatch.section("choice"):
+            candidates = []
+            for growth, of_text in zip(growths, shortlists, strict=True):
+                token_ids, scores, above, depths = growth.choose()
+                draws = growth.draws() if is_drawn else None
+                candidates.append(Candidates(token_ids, tuple(of_text), (), above, depths, scores, draws))
+        return candidates
+
+    def _level_rows(self, widths: list[int], within: torch.Tensor) -> QueryRows:
+        """The last level of nodes, which attend to nodes of earlier levels too: bool `[B, w, t]`."""
+        levels = torch.cat([self._order[depth : depth + 1].expand(width) for depth, width in enumerate(widths)])
+        return QueryRows(self.drafter.memory.lengths, within, levels.unsqueeze(0))
+
+    def _advance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the drafter read the last round's tokens. Returns the last one of each text, int64 `[B, 1]`, and the
+        hidden state there, `[B, 1, d]`."""
+        with self._stopwatch.section("backbone"):
+            hidden = self.drafter.advance(self._token_ids, self._features, self._accepted, self._observer())
+            self.drafter.memory.keep((self._accepted + 1) * self._goes_on)
+        return self._token_ids.gather(1, self._accepted.unsqueeze(1)), hidden
+
+    def _observer(self) -> ObserveDraftInputs | None:
+        """Shows each policy the draft inputs of its text, if policies look at them."""
+        if self.texts[0].selector.observe_draft_inputs is None:
+            return None
+
+        def observe(embeddings: torch.Tensor, features: torch.Tensor) -> None:
+            for text, *inputs in zip(self.texts, embeddings, features, strict=True):
+                text.selector.observe_draft_inputs(*inputs)
+
+        return observe
+
+    def _score(
+        self, depth: int, token_ids: torch.Tensor, hidden: torch.Tensor
+    ) -> list[tuple[Shortlist, torch.Tensor]]:
+        """For each text the shortlist of a draft step, and its scores at the expanded tokens, fp32 `[w, width]`."""
+        with self._stopwatch.section("policy"):
+            shortlists = [
+                text.selector.state.select(depth, *inputs)
+                for text, *inputs in zip(self.texts, token_ids, hidden, strict=True)
+            ]
+        with self._stopwatch.section("head"):
+            if self.texts[0].selector.state.is_constant:
+                # All texts have the same shortlist, so that its rows are packed and read once.
+                scores = self._head.scores(hidden.flatten(0, 1), shortlists[0], self.texts[0].selector.rows)
+                return list(zip(shortlists, scores.unflatten(0, hidden.shape[:2]), strict=True))
+            return [
+                (shortlist, self._head.scores(states, shortlist, text.selector.rows))
+                for text, shortlist, states in zip(self.texts, shortlists, hidden, strict=True)
+            ]
+
+    # Verify and accept -----------------------------------------------------------------------------------------------
+
+    def _verify(self, candidates: list[Candidates]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
+        nodes = torch.cat([roots, torch.stack([one.token_ids for one in candidates])], dim=1)
+        lengths = self.memory.lengths
+        if self.shape.tree is None:
+            rows = QueryRows(lengths, self._is_before, self._levels)
+        else:
+            root = roots.new_full((1,), -1)
+            parents = [torch.cat([root, one.parents + 1]) for one in candidates]
+            within = torch.stack([descent(one, self.shape.steps + 1) for one in parents])
+            rows = QueryRows(lengths, within, torch.stack([pad(one.depths + 1, (1, 0)) for one in candidates]))
+        return self._verify_nodes(nodes, rows)
+
+    def _accept(self, logits: torch.Tensor, candidates: list[Candidates]) -> "_Walks":
+        tokens, rows, accepted = [], [], []
+        for text, of_text, one in zip(self.texts, logits, candidates, strict=True):
+            walk = text.accept(of_text, one)
+            # On a host, walks end where the target disagrees.
+            missing = self.shape.steps + 1 - walk.token_ids.shape[0]
+            tokens.append(pad(walk.token_ids, (0, missing)))
+            rows.append(pad(walk.rows, (0, missing)))
+            accepted.append((walk.goes_on > 0).to(torch.int64).cumprod(0).sum(0, keepdim=True))
+        return _Walks(torch.stack(tokens), torch.stack(rows), torch.cat(accepted))
+
+    # Observe and keep ------------------------------------------------------------------------------------------------
+
+    def _observe(self, logits: torch.Tensor, candidates: list[Candidates], walks: "_Walks") -> None:
+        """Write what the host reads, and let the policies observe the verdict."""
+        results, self._known_counts = [], []
+        for number, (text, one) in enumerate(zip(self.texts, candidates, strict=True)):
+            tokens, accepted = walks.token_ids[number], walks.accepted[number : number + 1]
+            is_held = _are_held(one, tokens[:-1])
+            has_missed = ~pad(is_held, (0, 1), value=True).take(accepted)
+            counts = [shortlist.count for shortlist in one.shortlists]
+            self._known_counts.append([count if isinstance(count, int) else None for count in counts])
+            drafted_at = [] if one.is_chain else [(one.depths.unsqueeze(0) == self._levels[0, :-1, None]).sum(1)]
+            on_device = [count.view(1) for count in counts if not isinstance(count, int)]
+            results.append(torch.cat([accepted, has_missed, tokens, *on_device, *drafted_at]))
+            self._show(text.selector, logits[number], one, walks, number, has_missed)
+        self.result = torch.stack(results)
+
+    def _show(
+        self,
+        selector: Selector,
+        logits: torch.Tensor,
+        candidates: Candidates,
+        walks: "_Walks",
+        number: int,
+        has_missed: torch.Tensor,
+    ) -> None:
+        """Let a policy observe a verdict. Past the accepted tokens, ids are those of no token."""
+        needs, state = selector.needs, selector.state
+        if type(state).observe is ShortlistState.observe:
+            return
+        nowhere, accepted = selector.vocabulary_size, walks.accepted[number]
+        counts = self._order <= accepted
+        fields: dict[str, torch.Tensor] = {}
+        if needs.verify_top_k:
+            rows = logits if candidates.is_chain else logits.index_select(0, walks.rows[number])
+            top_ids = top_k_ids(rows, min(needs.verify_top_k, rows.shape[1]))
+            if needs.top_logits:
+                fields["top_logits"] = rows.gather(1, top_ids)
+            fields["top_ids"] = torch.where(counts.unsqueeze(1), top_ids, nowhere)
+        if needs.out_of_vocabulary:
+            fields["out_of_vocabulary"] = has_missed & (self._order == accepted)
+        verified = torch.where(counts, walks.token_ids[number], nowhere)
+        state.observe(Verdict(candidates.token_ids, verified, 0, **fields))
+
+    def _keep(self, features: torch.Tensor | None, walks: "_Walks") -> None:
+        """Make the verified tokens a part of the texts."""
+        self.memory.keep((walks.accepted + 1) * self._goes_on, None if self.shape.tree is None else walks.rows)
+        self._token_ids.copy_(walks.token_ids)
+        self._accepted.copy_(walks.accepted)
+        if features is not None:
+            self._features.copy_(features if self.shape.tree is None else rows_at(features, walks.rows))
+
+    def outcomes(self, result: list[list[int]]) -> list[TextOutcome]:
+        """The outcomes of a round, given its `result` as numbers of the host."""
+        steps, outcomes = self.shape.steps, []
+        for (accepted, has_missed, *numbers), known in zip(result, self._known_counts, strict=True):
+            counts = iter(numbers[steps + 1 :])
+            active = [next(counts) if count is None else count for count in known]
+            drafted_at = list(counts) or [1] * steps
+            missed = None if accepted == steps else bool(has_missed)
+            outcomes.append(TextOutcome(numbers[: accepted + 1], missed, active, drafted_at))
+        return outcomes
+
+
+class _Walks(NamedTuple):
+    """The walks of all texts: tokens and rows, int64 `[B, steps + 1]`, of which the first `accepted + 1` count."""
+
+    token_ids: torch.Tensor
+    rows: torch.Tensor
+    accepted: torch.Tensor
+
+
+def _are_held(candidates: Candidates, token_ids: torch.Tensor) -> torch.Tensor:
+    """bool `[n]`: whether each token, int64 `[n]`, is on the shortlist of its draft step."""
+    shortlists = candidates.shortlists
+    if all(one is shortlists[0] for one in shortlists):
+        return shortlists[0].contains(token_ids)
+    held = [one.contains(token_id) for one, token_id in itertools.zip_longest(shortlists, token_ids.split(1))]
+    return torch.cat(held)
