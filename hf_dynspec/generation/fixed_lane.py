@@ -26,8 +26,8 @@ from .texts import FIRST_POSITIONS, Text, Texts
 
 # Positions in the smallest memory of a graph.
 _FEWEST_POSITIONS_OF_GRAPHS = 2048
-# A lane with more positions than this, all texts together, is not kept for the next call.
-_MOST_KEPT_POSITIONS = 16384
+# A lane whose memory of the target is larger is not kept for the next call.
+_MOST_KEPT_BYTES = 2**31
 
 
 def why_not(assistant: Assistant, longest: int = 0) -> str | None:
@@ -120,7 +120,7 @@ class FixedLane:
 
     def still_holds(self) -> bool:
         """Whether the models are as they were, so that another call can use the lane."""
-        if self._target is None or self.memory.capacity * len(self.sessions) > _MOST_KEPT_POSITIONS:
+        if self._target is None or self.memory.nbytes > _MOST_KEPT_BYTES:
             return False
         watches = (self._target.watch, self._target_head)
         is_same = self._target.still_holds() and not any(watch.has_changed() for watch in watches)

@@ -122,6 +122,11 @@ class FixedMemory(Cache):
         of_layers = [windows[kind] for kind in kinds[: len(shapes)]]
         return cls(shapes, of_layers, texts, capacity, nodes, keys.dtype, keys.device)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all keys and values."""
+        return sum(block.nbytes for block in self._blocks)
+
     def begin(self, text: int, prompt: Cache, length: int) -> None:
         """Take the keys and values of a prompt.
 

@@ -75,6 +75,9 @@ class RecordedRound:
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error!s:.200}"
             self._carried.restore()
+            for text in self._round.texts:
+                # They count as changed, and are not.
+                text.selector.rows.forget()
 
     def _run_steadily(self) -> None:
         if not self._run_once():

@@ -170,6 +170,11 @@ class Round:
             setattr(self, name, None if tensor is None else tensor.index_select(0, kept))
 
     @property
+    def _is_constant(self) -> bool:
+        """Whether all texts have the same shortlist, so that its rows are packed and read once."""
+        return self.texts[0].selector.state.is_constant
+
+    @property
     def device(self) -> torch.device:
         """The device of all tensors."""
         return self._token_ids.device
@@ -190,7 +195,8 @@ class Round:
     def settle(self) -> None:
         """Let the policies take up what they have observed, and pack the rows that this brings. A round before which
         they did so finds everything as every other round does."""
-        for text in self.texts:
+        # Texts share the rows of a shortlist that is the same for all.
+        for text in self.texts[:1] if self._is_constant else self.texts:
             shortlist = text.selector.state.settle()
             if shortlist is not None and not (shortlist.is_transient or shortlist.is_prefix):
                 text.selector.rows.update(self._head, shortlist)
@@ -296,8 +302,7 @@ class Round:
                 for text, *inputs in zip(self.texts, token_ids, hidden, strict=True)
             ]
         with self._stopwatch.section("head"):
-            if self.texts[0].selector.state.is_constant:
-                # All texts have the same shortlist, so that its rows are packed and read once.
+            if self._is_constant:
                 scores = self._head.scores(hidden.flatten(0, 1), shortlists[0], self.texts[0].selector.rows)
                 return list(zip(shortlists, scores.unflatten(0, hidden.shape[:2]), strict=True))
             return [

@@ -32,7 +32,7 @@ from hf_dynspec.evaluation.bench import systems
 from hf_dynspec.evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
 from hf_dynspec.evaluation.bench.figures import summarize
 from hf_dynspec.evaluation.bench.report import acceptance_table, round_table, speed_table, to_dict
-from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
+from hf_dynspec.evaluation.bench.systems import COMPILED, HEAD_PRODUCT
 from hf_dynspec.evaluation.head_product import head_product
 from hf_dynspec.evaluation.pair import head_labels, load_models, open_pair
 from hf_dynspec.evaluation.policy_text import parse_policy, shorten_paths
@@ -261,6 +261,16 @@ def test_plain_generation_runs_with_this_packages_head_product(folder, small_hea
     printed = " ".join(shown(speed_table(result, 0.0)).split())
     assert "vs plain with" in printed and f"│ {HEAD_PRODUCT} │" in printed
     assert HEAD_PRODUCT not in shown(round_table(result, 0.0)) + shown(acceptance_table(result, 0.0))
+
+
+def test_plain_generation_has_a_static_cache_where_it_is_compiled(folder, monkeypatch):
+    """On a GPU; here the cache alone is static."""
+    monkeypatch.setattr(systems, "has_graphs", lambda device: True)
+    result = run_benchmark(settings(folder))
+    row = figures(json.loads(json.dumps(to_dict(result))), COMPILED, 0.0)
+    assert (row["identical"], row["compared"], row["acceptance_length"]) == (4, 4, 1.0)
+    assert COMPILED in figures(to_dict(result), "full", 0.0)["ratios"]
+    assert "vs compiled" in " ".join(shown(speed_table(result, 0.0)).split())
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

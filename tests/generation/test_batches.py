@@ -28,7 +28,7 @@ from transformers import (
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.cache_names import CACHE
 from hf_dynspec.errors import NotBoundError, UnsupportedError
-from hf_dynspec.generation import batch
+from hf_dynspec.generation import fixed_lane, text_by_text
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from hf_dynspec.shortlists import POLICIES
 from hf_dynspec.stats import SECTIONS
@@ -36,6 +36,17 @@ from hf_dynspec.stats import SECTIONS
 LENGTHS = (5, 30, 14)
 FAMILIES = ("llama", "gemma3", "gemma2", "mistral", "gpt2", "cohere2", "granite")
 DRAFTERS = ("independent", "eagle2", "eagle3")
+
+
+# How the texts of a batch draft: all at once, and one after another if a processor looks at token ids.
+WAYS = {"in rounds": {}, "text by text": {"repetition_penalty": 1.1}}
+
+
+def assert_lane(assistant: DynSpecAssistant, settings: dict) -> None:
+    expected = (
+        "fixed memory, drafts text by text: a logits processor looks at token ids" if settings else "fixed memory"
+    )
+    assert assistant.stats.lane == expected
 
 
 @functools.cache
@@ -116,10 +127,13 @@ def test_texts_that_disagree_with_every_draft(shape, target):
     assert assistant.stats.accepted == 0
 
 
-def test_memory_grows_with_the_texts(target, monkeypatch):
-    monkeypatch.setattr(batch, "_FIRST_POSITIONS", 2)
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+def test_memory_grows_with_the_texts(settings, target, monkeypatch):
+    for module in (fixed_lane, text_by_text):
+        monkeypatch.setattr(module, "FIRST_POSITIONS", 2)
     assistant = DynSpecAssistant(perturbed(target), target=target)
-    assert_each_as_alone(target, assistant, max_new_tokens=120, eos_token_id=None)
+    assert_each_as_alone(target, assistant, max_new_tokens=120, eos_token_id=None, **settings)
+    assert_lane(assistant, settings)
 
 
 def test_texts_end_by_themselves(target):
@@ -402,19 +416,22 @@ def test_an_assistant_that_is_bound_elsewhere(target):
         target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4)
 
 
-def test_an_interrupted_batch_leaves_the_assistant_usable(target, monkeypatch):
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+def test_an_interrupted_batch_leaves_the_assistant_usable(settings, target, monkeypatch):
     assistant = DynSpecAssistant(perturbed(target), target=target)
-    real, rounds = batch._Batch._verify, itertools.count()
+    holder = text_by_text.TextByText if settings else fixed_lane.FixedLane
+    real, rounds = holder._verify, itertools.count()
 
-    def interrupted(self):
+    def interrupted(self, *arguments):
         if next(rounds) == 2:
             raise KeyboardInterrupt
-        return real(self)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(batch._Batch, "_verify", interrupted)
+    monkeypatch.setattr(holder, "_verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=40)
-    assert_each_as_alone(target, assistant)
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=40, **settings)
+    assert_each_as_alone(target, assistant, **settings)
+    assert_lane(assistant, settings)
 
 
 def test_settings_in_a_configuration(target):

@@ -8,7 +8,7 @@ from ...stats import DRAFT_SECTIONS, LAYER_SECTIONS, DraftingStatistics
 from ..suites.figures import compare_with_plain
 from ..suites.runs import COVERAGE, PROFILE, TIMED
 from .benchmark import BenchmarkResult, Generation
-from .systems import BASELINES, HEAD_PRODUCT, PLAIN
+from .systems import BASELINES, PLAIN, WITHOUT_DRAFTS
 
 # Policies that the others of the same drafter and shape are compared with, besides the baselines.
 BASELINE_POLICIES = ("full", "frequency")
@@ -97,7 +97,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 def _drafting(result: BenchmarkResult, temperature: float, domain: str | None, system: str) -> dict[str, Any]:
     """Acceptance and active vocabulary and, over all domains, the figures of profiled calls."""
-    if system in (PLAIN, HEAD_PRODUCT):
+    if system in WITHOUT_DRAFTS:
         return {"acceptance_length": 1.0}
     lines = result.lines(TIMED, temperature=temperature, domain=domain, system=system)
     if system in BASELINES:

@@ -9,13 +9,26 @@ from ..provenance import describe_policies, provenance
 from ..tables import FittedTable, cell, decoding_title
 from .benchmark import BenchmarkResult
 from .figures import BASELINE_POLICIES, summarize
-from .systems import CONSTANT_DRAFT_LENGTH, HEAD_PRODUCT, PLAIN, PROMPT_LOOKUP_SETTINGS, TRANSFORMERS
+from .systems import (
+    COMPILED,
+    CONSTANT_DRAFT_LENGTH,
+    HEAD_PRODUCT,
+    PLAIN,
+    PROMPT_LOOKUP_SETTINGS,
+    TRANSFORMERS,
+    WITHOUT_DRAFTS,
+)
 
 # 2: plain generation with this package's head product is one of the systems and one of the ratios, where it applies.
 # 3: so are transformers' defaults and prompt lookup.
 SCHEMA_VERSION = 3
 # The columns of the ratios to the baselines.
-_HEADINGS = {PLAIN: "vs plain", HEAD_PRODUCT: "vs plain with\nhead product", TRANSFORMERS: "vs transformers"}
+_HEADINGS = {
+    PLAIN: "vs plain",
+    HEAD_PRODUCT: "vs plain with\nhead product",
+    COMPILED: "vs compiled\nstatic cache",
+    TRANSFORMERS: "vs transformers",
+}
 
 
 def speed_table(result: BenchmarkResult, temperature: float) -> FittedTable:
@@ -113,7 +126,7 @@ def acceptance_table(result: BenchmarkResult, temperature: float) -> FittedTable
         f"Acceptance length, {decoding_title(temperature, result.settings.top_k)}", ["system", *domains]
     )
     for label in result.labels:
-        if label not in (PLAIN, HEAD_PRODUCT):
+        if label not in WITHOUT_DRAFTS:
             table.add_row(label, *(cell(lengths[label, domain], ".2f") for domain in domains))
     return table
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...alignment.settings import OnlineAlignment
 from ...assistant import DynSpecAssistant
+from ...devices import has_graphs
 from ...drafters import EagleDrafter
 from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ...errors import ConfigurationError
@@ -27,6 +28,10 @@ PLAIN = "plain"
 # Plain generation with this package's product for the target's logits, if verifications use it: the gain over this is
 # that of drafting itself.
 HEAD_PRODUCT = "plain generate, this package's head product"
+# On GPUs: what users have without any drafter. transformers compiles a forward over a static cache there.
+COMPILED = "plain generate, static cache, compiled"
+# They accept nothing.
+WITHOUT_DRAFTS = (PLAIN, HEAD_PRODUCT, COMPILED)
 TRANSFORMERS = "transformers"
 # What users have without this package: the same drafter with transformers' default settings, and no drafter (Saxena,
 # 2023, "Prompt Lookup Decoding").
@@ -37,6 +42,7 @@ RIVALS = (TRANSFORMERS_DEFAULTS, PROMPT_LOOKUP)
 BASELINES = {
     PLAIN: "plain generate",
     HEAD_PRODUCT: HEAD_PRODUCT,
+    COMPILED: COMPILED,
     TRANSFORMERS: "transformers' assisted",
     **{rival: rival for rival in RIVALS},
 }
@@ -153,6 +159,10 @@ def open_systems(
         systems.append(System(HEAD_PRODUCT, surroundings=lambda: head_product(pair.target)))
     else:
         notes.append(f"plain generate with this package's head product was left out: {problem}")
+    if has_graphs(pair.target.device):
+        # One size for all prompts, as each size is compiled.
+        longest = max(map(len, pair.encoded)) + settings.max_new_tokens
+        systems.append(System(COMPILED, generation={"cache_implementation": "static", "max_cache_len": longest}))
     with ExitStack() as stack:
         systems += _drafting_baselines(pair, settings, stack, notes)
         for label, parts in combinations.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import counted
 from ...files import replacing
-from ..bench.systems import BASELINES, HEAD_PRODUCT, PLAIN, TRANSFORMERS
+from ..bench.systems import BASELINES, COMPILED, HEAD_PRODUCT, PLAIN, TRANSFORMERS
 from ..coverage.estimates import Estimate
 from ..provenance import cpu_threads
 from ..tables import FittedTable
@@ -108,7 +108,7 @@ def shown_tables(evaluation: Evaluation) -> list[FittedTable]:
 def _systems(evaluation: Evaluation, temperature: float) -> tuple[list[str], list[list[str]]]:
     """The headings and the rows of the table of systems: speed, ratios to what users have without this package,
     acceptance, and whether the tokens are plain's."""
-    bases = [base for base in (PLAIN, HEAD_PRODUCT, TRANSFORMERS) if base in evaluation.systems]
+    bases = [base for base in (PLAIN, HEAD_PRODUCT, COMPILED, TRANSFORMERS) if base in evaluation.systems]
     figures = {label: summarize(evaluation, temperature, label) for label in evaluation.systems}
     columns = [name for name in _SYSTEM_COLUMNS if any(name in one for one in figures.values())]
     headings = ["system", "tokens/s", *(f"vs {BASELINES[base]}" for base in bases), *map(_name, columns)]

@@ -18,7 +18,7 @@ import torch
 
 from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
-from ..bench.systems import System, open_systems
+from ..bench.systems import COMPILED, System, open_systems
 from ..coverage.measure import measure_coverage
 from ..coverage.settings import CoverageSettings
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
@@ -325,13 +325,14 @@ class Run:
         # Of baselines: one for each round, and for each token without drafts.
         forwards: list[None] = []
         with system.surroundings(), ExitStack() as stack:
-            # A hook on the target would keep an assistant from this package's head product.
-            if system.assistant is None:
+            # A hook on the target would keep an assistant from this package's head product, and be compiled.
+            if system.assistant is None and system.label != COMPILED:
                 stack.callback(self._pair.target.register_forward_hook(lambda *_: forwards.append(None)).remove)
             start = self._clock.now()
             output = self._pair.target.generate(input_ids, **arguments)
             seconds = self._clock.now() - start
-        return output[0, len(read) :].tolist(), seconds, len(forwards)
+        new = output[0, len(read) :].tolist()
+        return new, seconds, len(forwards) or len(new)
 
     def _measure_recall(self, number: int, temperature: float) -> None:
         """Measure which share of the target's likeliest tokens the shortlists hold, along a text that it writes."""
