@@ -46,6 +46,46 @@ def test_greedy_output_is_the_targets_own(policy, drafter, tree, pairs):
     for seed in range(3):
         assert torch.equal(generate(target, seed, assistant_model=assistant), generate(target, seed))
     assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
+    is_graph = not policy.startswith(("retrieval", "auto"))
+    assert (
+        assistant.stats.lane == "fixed memory, as a graph" if is_graph else assistant.stats.lane.startswith("general")
+    )
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", ["full", "hybrid", "in_context", "router", "screen", "union with a router"])
+def test_a_batch_is_each_text_alone(policy, drafter, tree, pairs):
+    target, drafts = pairs[drafter]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES[policy](), target=target, tree=tree)
+    some = torch.cat([prompt(seed=seed) for seed in range(4)]).cuda()
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = torch.cat([target.generate(one[None], **call) for one in some])
+    for _ in range(2):
+        output = target.generate(some, attention_mask=torch.ones_like(some), assistant_model=assistant, **call)
+        assert torch.equal(output, expected)
+    assert assistant.stats.lane == "fixed memory, as a graph" and assistant.stats.accepted > 0
+
+
+def test_texts_outgrow_a_graph(pairs):
+    target, drafts = pairs["eagle3"]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES["hybrid"](), target=target)
+    for count in (32, 3000):
+        call = {"max_new_tokens": count, "eos_token_id": None}
+        assert torch.equal(generate(target, 0, assistant_model=assistant, **call), generate(target, 0, **call))
+    assert assistant.stats.lane == "fixed memory, as a graph"
+
+
+def test_a_seed_repeats_the_draws_of_a_graph(pairs):
+    target, drafts = pairs["independent"]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES["hybrid"](), target=target)
+    call = {"assistant_model": assistant, "do_sample": True, "temperature": 2.0, "eos_token_id": None}
+    generate(target, 0, **call)
+    texts = []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        texts.append(generate(target, 0, **call).tolist())
+    assert texts[0] == texts[2] != texts[1] and assistant.stats.lane == "fixed memory, as a graph"
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
