@@ -21,6 +21,8 @@ from .expected_speed import expected_tokens
 
 # The longest chains and tree paths to consider: at an acceptance of 0.9, one round in three reaches the twelfth token.
 LONGEST = 12
+# The lengths of chains that do not stop by themselves: few, as each is a graph of its own on a GPU.
+LENGTHS = (1, 2, 3, 5, 8, LONGEST)
 # The first length that is tried, and the second one, which shows what a draft step costs.
 _FIRST_LENGTHS = (5, 2)
 # Rounds of a shape that are timed before their median is trusted, and how many recent rounds it is taken over.
@@ -73,7 +75,7 @@ def plans_of(tree: TreeConfig | None, stops_early: bool) -> tuple[DraftPlan, ...
     """The plans of one policy to choose from, without `NO_DRAFT`. Arguments as for `DraftChooser`."""
     if tree is None:
         # Chains that stop by themselves have one plan, the longest.
-        return tuple(DraftPlan(steps, steps) for steps in ((LONGEST,) if stops_early else range(1, LONGEST + 1)))
+        return tuple(DraftPlan(steps, steps) for steps in ((LONGEST,) if stops_early else LENGTHS))
     deepest, largest = min(tree.depth + 1, LONGEST), tree.total_tokens - 1
     sizes = [size for size in (largest, largest // 2, largest // 4) if size]
     plans = {DraftPlan(min(depth, size), size) for size in sizes for depth in (deepest, (deepest + 1) // 2)}
@@ -453,9 +455,9 @@ class AutomaticCall:
         self._reach *= self._rates[place]
         return self._reach > self._worth
 
-    def has_drafted(self, steps: int) -> None:
-        """The draft is there, of so many steps."""
-        self._steps = steps
+    def has_drafted(self, steps: int, is_usual: bool = True) -> None:
+        """The draft is there, of so many steps. Unless the round is a usual one, its time says nothing of others."""
+        self._steps, self._is_steady = steps, self._is_steady and is_usual
 
     def end_round(self, accepted: int, is_last: bool = False) -> None:
         """The target has accepted so many drafted tokens, one below the other; `is_last`: the text ends there."""

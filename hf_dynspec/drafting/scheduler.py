@@ -87,10 +87,10 @@ class DraftScheduler:
 
         return goes_on
 
-    def has_drafted(self, steps: int) -> None:
-        """The round's draft has so many steps."""
+    def has_drafted(self, steps: int, is_usual: bool = True) -> None:
+        """The round's draft has so many steps. Unless the round is a usual one, its time says nothing of others."""
         if self._automatic is not None:
-            self._automatic.has_drafted(steps)
+            self._automatic.has_drafted(steps, is_usual)
 
     def end_round(self, accepted: int, drafted: int | None, is_last: bool) -> None:
         """The target has judged the round.

@@ -131,7 +131,7 @@ def generate_batch(
     require_drafting_settings(assistant.generation_config)
     texts = [Text(target, one, assistant.measure_coverage) for one in prepared]
     longest = max(text.most_tokens for text in texts)
-    reason = why_not(assistant, longest) or next(filter(None, map(Text.why_not_in_rounds, texts)), None)
+    reason = why_not(assistant, len(texts), longest) or next(filter(None, map(Text.why_not_in_rounds, texts)), None)
     run = None
     if reason is None:
         run = InRounds(assistant, texts, longest)

@@ -10,6 +10,7 @@ from ..devices import has_graphs
 from ..drafters.causal_lm import rows_of_position_table
 from ..drafters.traceable_decoder import SteadyDecoder, can_be_recorded
 from ..drafters.weights_watch import WeightsWatch
+from ..drafting.automatic import LONGEST
 from ..drafting.session import DraftSession
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..errors import UnsupportedError
@@ -30,11 +31,13 @@ _FEWEST_POSITIONS_OF_GRAPHS = 2048
 _MOST_KEPT_BYTES = 2**31
 
 
-def why_not(assistant: Assistant, longest: int = 0) -> str | None:
-    """Why rounds of fixed shape cannot generate texts of a length with an assistant's present settings (None: they
-    can)."""
+def why_not(assistant: Assistant, texts: int = 1, longest: int = 0) -> str | None:
+    """Why rounds of fixed shape cannot generate so many texts of up to a length with an assistant's present settings
+    (None: they can)."""
     config, drafter = assistant.generation_config, assistant.drafter
-    is_open = config.num_assistant_tokens == AUTO
+    # A graph of a chain has some lengths to choose from. On a CPU drafts end early instead.
+    has_lengths = texts == 1 and assistant.tree is None and has_graphs(drafter.head.device)
+    is_open = config.num_assistant_tokens == AUTO and not has_lengths
     has_schedule = assistant.tree is None and config.num_assistant_tokens_schedule not in (None, "constant")
     reasons = {
         "the drafter is aligned": assistant.alignment is not None,
@@ -76,7 +79,8 @@ def why_no_graph(assistant: Assistant) -> str | None:
 def shape_of_drafts(assistant: Assistant, is_drawn: bool) -> DraftShape:
     """The shape of an assistant's drafts."""
     tokens = assistant.generation_config.num_assistant_tokens
-    return DraftShape.of(DEFAULT_NUM_ASSISTANT_TOKENS if tokens is None else tokens, assistant.tree, is_drawn)
+    tokens = LONGEST if tokens == AUTO else DEFAULT_NUM_ASSISTANT_TOKENS if tokens is None else tokens
+    return DraftShape.of(tokens, assistant.tree, is_drawn)
 
 
 class FixedLane:
@@ -122,9 +126,15 @@ class FixedLane:
         """Whether the models are as they were, so that another call can use the lane."""
         if self._target is None or self.memory.nbytes > _MOST_KEPT_BYTES:
             return False
-        watches = (self._target.watch, self._target_head)
-        is_same = self._target.still_holds() and not any(watch.has_changed() for watch in watches)
-        return is_same and self._drafter.weights_version == self._version
+        target, decoder, head = self._forward.model, self._target.watch, self._target_head
+        return (
+            decoder.module is decoder_of(target)
+            and head.module is target.get_output_embeddings()
+            and not decoder.has_changed()
+            and not head.has_changed()
+            and self._target.still_holds()
+            and self._drafter.weights_version == self._version
+        )
 
     def take_prompt(self, text: int, read: Cache, length: int, longest: int) -> None:
         """Take the target's keys and values of a prompt.
@@ -197,13 +207,21 @@ class FixedLane:
         if self._recorded is not None:
             self._recorded.forget()
 
-    def run(self) -> list[TextOutcome]:
-        """Run a round, and read what came out of it for each text. Waits for the device once."""
+    def run(self, steps: int | None = None) -> tuple[list[TextOutcome], bool]:
+        """Run a round, and read what came out of it for each text. Waits for the device once.
+
+        Args:
+            steps: draft steps of chains (None: those of the shape).
+
+        Returns:
+            The outcomes, and whether the time of the round is that of others like it.
+        """
+        self._round.steps, is_usual = self._shape.steps if steps is None else steps, True
         if self._recorded is None:
             self._round.run()
         else:
-            self._recorded.run()
-        return self._round.outcomes(self._round.result.tolist())
+            is_usual = self._recorded.run()
+        return self._round.report.read(), is_usual
 
     def close(self) -> None:
         """Give the sessions up."""
@@ -277,9 +295,14 @@ class InRounds(Texts):
         texts = self._leave_ended(texts)
         while texts:
             lane.reserve(max(text.length for text in texts), self._longest)
-            for text, outcome in zip(texts, lane.run(), strict=True):
+            first = texts[0].call
+            steps = first.plan_round() if self._assistant.tree is None else None
+            outcomes, is_usual = lane.run(steps)
+            for text, outcome in zip(texts, outcomes, strict=True):
                 if not text.is_done:
                     text.take(outcome, streamer)
+            if steps is not None:
+                first.end_round(steps, len(outcomes[0].token_ids) - 1, texts[0].is_done, is_usual)
             texts = self._leave_ended(texts)
 
     def _leave_ended(self, texts: list[Text]) -> list[Text]:

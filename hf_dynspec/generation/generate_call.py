@@ -19,7 +19,7 @@ from ..drafting.token_choice import TokenChoice
 from ..modeling.parts import output_rows
 from ..protocol import Candidates
 from ..stats import DraftingStatistics, Stopwatch
-from ..tree_config import AUTO
+from ..tree_config import AUTO, LONGEST_DRAFT
 from .bindable import Assistant
 from .feedback import TargetFeedback
 from .target import RowsBuffer, entries_with
@@ -211,6 +211,24 @@ class GenerateCall:
         """The value of `output_hidden_states` for the target's next forward: False if none are wanted."""
         states = self._feedback.wanted_states()
         return entries_with(states) if states else False
+
+    # A round over fixed memory ---------------------------------------------------------------------------------------
+
+    def plan_round(self) -> int:
+        """The draft steps of the next round."""
+        return self._scheduler.begin_round(LONGEST_DRAFT).steps
+
+    def end_round(self, steps: int, accepted: int, is_done: bool, is_usual: bool) -> None:
+        """Learn from a round.
+
+        Args:
+            steps: its draft steps.
+            accepted: the accepted candidates.
+            is_done: the text has ended.
+            is_usual: its time is that of others like it.
+        """
+        self._scheduler.has_drafted(steps, is_usual)
+        self._scheduler.end_round(accepted, steps, is_done)
 
     # A round ---------------------------------------------------------------------------------------------------------
 

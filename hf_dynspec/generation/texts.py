@@ -122,10 +122,12 @@ class Text:
         if streamer is not None:
             streamer.put(tokens)
         stats, drafted_at = self.call.stats, outcome.drafted_at
-        stats.record_steps(sum(drafted_at), drafted_at, outcome.active, self.call.session.selector.name)
         stats.record_verification(count - 1)
-        # A candidate that ends the text came out of its shortlist.
-        stats.record_verified_tokens(count - 1, outcome.has_missed if count == len(outcome.token_ids) else False)
+        if drafted_at:
+            stats.record_steps(sum(drafted_at), drafted_at, outcome.active, self.call.session.selector.name)
+            # A candidate that ends the text came out of its shortlist.
+            is_whole = count == len(outcome.token_ids)
+            stats.record_verified_tokens(count - 1, outcome.has_missed if is_whole else False)
 
     # Alone -----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,6 @@
 """
 
 from .recorded import RecordedRound
-from .round import Accept, DraftShape, Round, RoundText, TextOutcome, Walk
+from .round import Accept, DraftShape, Report, Round, RoundText, TextOutcome, Walk
 
-__all__ = ["Accept", "DraftShape", "RecordedRound", "Round", "RoundText", "TextOutcome", "Walk"]
+__all__ = ["Accept", "DraftShape", "RecordedRound", "Report", "Round", "RoundText", "TextOutcome", "Walk"]

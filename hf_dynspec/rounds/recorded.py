@@ -6,6 +6,7 @@ where the next one reads it: models' memory and the round's own tensors do, and 
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from ..protocol import Shortlist
 from ..shortlists.base import ShortlistState
-from .round import Round
+from .round import Report, Round
 
 # Rounds before a capture, in which libraries set themselves up.
 _WARM_UPS = 2
@@ -23,44 +24,53 @@ _capturing = threading.Lock()
 
 
 class RecordedRound:
-    """Runs a round as a graph from its third time on.
+    """Runs rounds as graphs, one for each number of draft steps, from its third time on.
 
     Args:
         one: the round.
 
     Attributes:
-        failure: why it is launched operation by operation (None: it is a graph, or will be one).
+        failure: why rounds are launched operation by operation (None: they are graphs, or will be).
     """
 
     def __init__(self, one: Round):
         self._round = one
         self._states = [text.selector.state for text in one.texts]
         self._carried: Carried | None = None
-        self._runs = 0
-        self._replay: Callable[[], None] | None = None
+        # By the number of draft steps: how often it was launched, and its graph with its report.
+        self._runs: Counter[int] = Counter()
+        self._graphs: dict[int, tuple[Callable[[], None], Report]] = {}
         self.failure: str | None = None
 
     def begin(self) -> None:
         """Begin other texts, after the policies have seen them."""
         self._round.settle()
         if self._carried is None or not self._carried.settle():
-            self._carried, self._replay = Carried(self._states), None
+            self._carry_anew()
+
+    def _carry_anew(self) -> None:
+        self._carried, self._graphs = Carried(self._states), {}
 
     def forget(self) -> None:
         """Record again, as tensors have moved."""
-        self._runs, self._replay = 0, None
+        self._runs.clear()
+        self._graphs.clear()
 
-    def run(self) -> None:
-        """Run one round."""
-        if self._replay is None and self.failure is None and self._runs >= _WARM_UPS:
+    def run(self) -> bool:
+        """Run one round. Returns whether it was a launch of a graph that was there before."""
+        steps = self._round.steps
+        was_there = steps in self._graphs
+        if not was_there and self.failure is None and self._runs[steps] >= _WARM_UPS:
             self._record()
-        if self._replay is not None:
-            self._replay()
-            return
-        self._runs += 1
+        if steps in self._graphs:
+            launch, self._round.report = self._graphs[steps]
+            launch()
+            return was_there
+        self._runs[steps] += 1
         if not self._run_once():
             # The first rounds make what later ones have.
-            self._carried = Carried(self._states)
+            self._carry_anew()
+        return False
 
     def _run_once(self) -> bool:
         """Run a round and carry what it leaves to the next. False if that has another structure than before."""
@@ -71,7 +81,8 @@ class RecordedRound:
     def _record(self) -> None:
         # A model may do anything in its forward. Without a graph its rounds are only slower.
         try:
-            self._replay = record(self._run_steadily, self._round.device)
+            launch = record(self._run_steadily, self._round.device)
+            self._graphs[self._round.steps] = launch, self._round.report
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error!s:.200}"
             self._carried.restore()

@@ -35,7 +35,7 @@ class Walk(Protocol):
 
 
 # Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V].
-Accept = Callable[[torch.Tensor, Candidates], Walk]
+Accept = Callable[[torch.Tensor, Candidates | None], Walk]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ class Round:
         texts: one for each text.
         shape: the shape of all drafts.
         stopwatch: times the stages.
+
+    Attributes:
+        steps: the draft steps of a round of chains, at most those of the shape; 0 if nothing is drafted.
+        report: what the last round leaves to the host.
     """
 
     def __init__(
@@ -135,10 +139,8 @@ class Round:
         self._goes_on = torch.ones(count, dtype=torch.int64, device=device)
         # The target's hidden states at the token before each.
         self._features: torch.Tensor | None = None
-        # int64 `[B, …]`: what the host reads of a round.
-        self.result = self._accepted.unsqueeze(1)
-        # For each text the numbers of tokens of its shortlists that the host knows.
-        self._known_counts: list[list[int | None]] = []
+        self.steps = steps
+        self.report: Report | None = None
 
     def begin(self, text: int, last_token: torch.Tensor, before: torch.Tensor | None) -> None:
         """Begin a text.
@@ -203,12 +205,12 @@ class Round:
 
     # Draft -----------------------------------------------------------------------------------------------------------
 
-    def _draft_chains(self) -> list[Candidates]:
+    def _draft_chains(self) -> list[Candidates | None]:
         drafted: list[list[torch.Tensor]] = [[] for _ in self.texts]
         shortlists: list[list[Shortlist]] = [[] for _ in self.texts]
         used: list[list[torch.Tensor]] = [[] for _ in self.texts]
         fresh, hidden = self._advance()
-        for depth in range(self.shape.steps):
+        for depth in range(self.steps):
             if depth:
                 within = self._is_before[:, depth - 1 : depth, :depth]
                 rows = QueryRows(self.drafter.memory.lengths, within, self._levels[:, :depth])
@@ -225,7 +227,7 @@ class Round:
                     tokens.append(token)
                 fresh = torch.stack(tokens)
         return [
-            Candidates(torch.cat(tokens), tuple(of_text), tuple(logits))
+            Candidates(torch.cat(tokens), tuple(of_text), tuple(logits)) if tokens else None
             for tokens, of_text, logits in zip(drafted, shortlists, used, strict=True)
         ]
 
@@ -312,12 +314,14 @@ class Round:
 
     # Verify and accept -----------------------------------------------------------------------------------------------
 
-    def _verify(self, candidates: list[Candidates]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _verify(self, candidates: list[Candidates | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
         roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
-        nodes = torch.cat([roots, torch.stack([one.token_ids for one in candidates])], dim=1)
-        lengths = self.memory.lengths
+        nodes, lengths = roots, self.memory.lengths
+        if self.steps:
+            nodes = torch.cat([roots, torch.stack([one.token_ids for one in candidates])], dim=1)
         if self.shape.tree is None:
-            rows = QueryRows(lengths, self._is_before, self._levels)
+            count = self.steps + 1
+            rows = QueryRows(lengths, self._is_before[:, :count, :count], self._levels[:, :count])
         else:
             root = roots.new_full((1,), -1)
             parents = [torch.cat([root, one.parents + 1]) for one in candidates]
@@ -325,11 +329,11 @@ class Round:
             rows = QueryRows(lengths, within, torch.stack([pad(one.depths + 1, (1, 0)) for one in candidates]))
         return self._verify_nodes(nodes, rows)
 
-    def _accept(self, logits: torch.Tensor, candidates: list[Candidates]) -> "_Walks":
+    def _accept(self, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
         tokens, rows, accepted = [], [], []
         for text, of_text, one in zip(self.texts, logits, candidates, strict=True):
             walk = text.accept(of_text, one)
-            # On a host, walks end where the target disagrees.
+            # A draft may be shorter than the shape's, and on a host walks end where the target disagrees.
             missing = self.shape.steps + 1 - walk.token_ids.shape[0]
             tokens.append(pad(walk.token_ids, (0, missing)))
             rows.append(pad(walk.rows, (0, missing)))
@@ -338,26 +342,29 @@ class Round:
 
     # Observe and keep ------------------------------------------------------------------------------------------------
 
-    def _observe(self, logits: torch.Tensor, candidates: list[Candidates], walks: "_Walks") -> None:
+    def _observe(self, logits: torch.Tensor, candidates: list[Candidates | None], walks: "_Walks") -> None:
         """Write what the host reads, and let the policies observe the verdict."""
-        results, self._known_counts = [], []
+        results, known_counts = [], []
         for number, (text, one) in enumerate(zip(self.texts, candidates, strict=True)):
             tokens, accepted = walks.token_ids[number], walks.accepted[number : number + 1]
-            is_held = _are_held(one, tokens[:-1])
-            has_missed = ~pad(is_held, (0, 1), value=True).take(accepted)
-            counts = [shortlist.count for shortlist in one.shortlists]
-            self._known_counts.append([count if isinstance(count, int) else None for count in counts])
-            drafted_at = [] if one.is_chain else [(one.depths.unsqueeze(0) == self._levels[0, :-1, None]).sum(1)]
+            has_missed, counts, drafted_at = torch.zeros_like(accepted), [], []
+            if one is not None:
+                is_held = _are_held(one, tokens[: self.steps])
+                has_missed = ~pad(is_held, (0, 1), value=True).take(accepted)
+                counts = [shortlist.count for shortlist in one.shortlists]
+                if not one.is_chain:
+                    drafted_at = [(one.depths.unsqueeze(0) == self._levels[0, :-1, None]).sum(1)]
+            known_counts.append([count if isinstance(count, int) else None for count in counts])
             on_device = [count.view(1) for count in counts if not isinstance(count, int)]
             results.append(torch.cat([accepted, has_missed, tokens, *on_device, *drafted_at]))
             self._show(text.selector, logits[number], one, walks, number, has_missed)
-        self.result = torch.stack(results)
+        self.report = Report(torch.stack(results), known_counts, self.steps, self.shape.steps)
 
     def _show(
         self,
         selector: Selector,
         logits: torch.Tensor,
-        candidates: Candidates,
+        candidates: Candidates | None,
         walks: "_Walks",
         number: int,
         has_missed: torch.Tensor,
@@ -367,18 +374,20 @@ class Round:
         if type(state).observe is ShortlistState.observe:
             return
         nowhere, accepted = selector.vocabulary_size, walks.accepted[number]
-        counts = self._order <= accepted
+        order = self._order[: self.steps + 1]
+        counts, tokens = order <= accepted, walks.token_ids[number, : self.steps + 1]
+        is_chain = candidates is None or candidates.is_chain
         fields: dict[str, torch.Tensor] = {}
         if needs.verify_top_k:
-            rows = logits if candidates.is_chain else logits.index_select(0, walks.rows[number])
+            rows = logits if is_chain else logits.index_select(0, walks.rows[number])
             top_ids = top_k_ids(rows, min(needs.verify_top_k, rows.shape[1]))
             if needs.top_logits:
                 fields["top_logits"] = rows.gather(1, top_ids)
             fields["top_ids"] = torch.where(counts.unsqueeze(1), top_ids, nowhere)
         if needs.out_of_vocabulary:
-            fields["out_of_vocabulary"] = has_missed & (self._order == accepted)
-        verified = torch.where(counts, walks.token_ids[number], nowhere)
-        state.observe(Verdict(candidates.token_ids, verified, 0, **fields))
+            fields["out_of_vocabulary"] = has_missed.bool() & (order == accepted)
+        drafted = tokens[:0] if candidates is None else candidates.token_ids
+        state.observe(Verdict(drafted, torch.where(counts, tokens, nowhere), 0, **fields))
 
     def _keep(self, features: torch.Tensor | None, walks: "_Walks") -> None:
         """Make the verified tokens a part of the texts."""
@@ -386,16 +395,35 @@ class Round:
         self._token_ids.copy_(walks.token_ids)
         self._accepted.copy_(walks.accepted)
         if features is not None:
-            self._features.copy_(features if self.shape.tree is None else rows_at(features, walks.rows))
+            if self.shape.tree is not None:
+                features = rows_at(features, walks.rows)
+            self._features[:, : features.shape[1]].copy_(features)
 
-    def outcomes(self, result: list[list[int]]) -> list[TextOutcome]:
-        """The outcomes of a round, given its `result` as numbers of the host."""
-        steps, outcomes = self.shape.steps, []
-        for (accepted, has_missed, *numbers), known in zip(result, self._known_counts, strict=True):
-            counts = iter(numbers[steps + 1 :])
+
+class Report(NamedTuple):
+    """What a round leaves to the host.
+
+    Args:
+        numbers: int64 `[B, …]`: for each text the accepted candidates, whether the last token was missed, the tokens,
+            and counts that the host does not know.
+        known_counts: for each text and draft step the tokens of the shortlist (None: among the numbers).
+        steps: draft steps.
+        most_steps: those of the shape.
+    """
+
+    numbers: torch.Tensor
+    known_counts: list[list[int | None]]
+    steps: int
+    most_steps: int
+
+    def read(self) -> list[TextOutcome]:
+        """The outcome for each text. Waits for the device once."""
+        outcomes = []
+        for (accepted, has_missed, *numbers), known in zip(self.numbers.tolist(), self.known_counts, strict=True):
+            counts = iter(numbers[self.most_steps + 1 :])
             active = [next(counts) if count is None else count for count in known]
-            drafted_at = list(counts) or [1] * steps
-            missed = None if accepted == steps else bool(has_missed)
+            drafted_at = list(counts) or [1] * self.steps
+            missed = None if accepted == self.steps else bool(has_missed)
             outcomes.append(TextOutcome(numbers[: accepted + 1], missed, active, drafted_at))
         return outcomes
 

@@ -272,6 +272,7 @@ def test_the_drafter_learns_from_every_text(target):
     assistant = DynSpecAssistant(perturbed(target), target=target, alignment=alignment)
     assert_each_as_alone(target, assistant, max_new_tokens=60, eos_token_id=None)
     assert assistant.alignment.stats.requests == 3
+    assert assistant.stats.lane == "fixed memory, drafts text by text: the drafter is aligned"
 
 
 def test_a_text_generation_pipeline(target):
