@@ -66,12 +66,7 @@ class DraftContext:
         seen, known = self._seen.get(begin) or (torch.zeros_like(self._marks), begin)
         seen.index_fill_(0, self._prefix[known:], True)
         self._seen[begin] = seen, max(begin, self._prefix.shape[0])
-        before = seen.index_select(0, self._path)
-        seen.index_fill_(0, self._path, True)
-        is_held = seen.index_select(0, slots)
-        # Equal tokens of a path have the same entry before it.
-        seen.index_copy_(0, self._path, before)
-        return is_held
+        return _are_held(seen, self._path, slots)
 
     def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """bool, of the shape of `slots`: whether each of these tokens is one of `token_ids`, int64 `[m]`, which may
@@ -85,6 +80,59 @@ class DraftContext:
     def no_token(self) -> int:
         """An id for `are_among` that equals no token."""
         return self._marks.shape[0] - 1
+
+
+class SeenTokens:
+    """The set of a text's tokens in a tensor of one size: in rounds over fixed memory the context of processors that
+    look at nothing else.
+
+    Args:
+        vocabulary_rows: one past the largest token id.
+        device: the device of the tokens.
+    """
+
+    def __init__(self, vocabulary_rows: int, device: torch.device):
+        self._every = torch.arange(vocabulary_rows, device=device)
+        # One entry more than there are tokens, for no token.
+        self._seen = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
+        self._path = self._every[:0]
+
+    def begin(self, text: torch.Tensor) -> None:
+        """Begin a text, int64 `[n]`."""
+        self._seen.zero_()
+        self.add(text)
+
+    def add(self, token_ids: torch.Tensor) -> None:
+        """Add verified tokens, int64 `[n]`. Ids past the largest one are none."""
+        self._seen.index_fill_(0, token_ids.clamp_max(self._every.shape[0]), True)
+
+    def set_path(self, drafted: list[torch.Tensor]) -> None:
+        """See `DraftContext.set_path`."""
+        self._path = torch.cat(drafted) if drafted else self._every[:0]
+
+    def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """See `DraftContext.holds`; `start` is 0."""
+        return _are_held(self._seen, self._path, slots)
+
+    def ids(self, one: torch.Tensor) -> torch.Tensor:
+        """int64 `[1, V]`: all verified tokens, in the places of others one of them, int64 `[1]`, once more."""
+        return torch.where(self._seen[:-1], self._every, one).unsqueeze(0)
+
+
+def looks_at_set_only(processor: object) -> bool:
+    """Whether a processor looks at the set of a text's tokens, not at their order or number."""
+    return type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
+
+
+def _are_held(seen: torch.Tensor, path: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """bool, of the shape of `slots`: whether each of these tokens is marked in `seen`, bool `[V + 1]`, or on a path,
+    int64 `[m]`."""
+    before = seen.index_select(0, path)
+    seen.index_fill_(0, path, True)
+    is_held = seen.index_select(0, slots)
+    # Equal tokens of a path have the same entry before it.
+    seen.index_copy_(0, path, before)
+    return is_held
 
 
 # Process the logits of a shortlist's slots: logits, fp32 [width], slots, int64 [width], and the context.

@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList
 from ..devices import is_host_memory
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Shortlist, SparseDistribution
-from .draft_processors import DraftContext, draft_processors
+from .draft_processors import DraftContext, SeenTokens, draft_processors
 from .processors import ProcessorsByValue, draw_place, draw_several, draw_with_weight, looks_at_values_only
 
 
@@ -39,13 +39,20 @@ class TokenChoice:
         self._by_id = kept[:cut]
         self._by_value = ProcessorsByValue(kept[cut:])
         self.do_sample = do_sample
-        self._context = DraftContext(vocabulary_rows, padding, device) if self._by_id else None
+        self._context: DraftContext | SeenTokens | None = None
+        if self._by_id:
+            self._context = DraftContext(vocabulary_rows, padding, device)
         # The probability of the last drawn token, or the distribution and the index to look it up with.
         self._drawn: tuple[torch.Tensor, torch.Tensor] | float = 0.0
         # The logits of the last greedy choice.
         self._logits: torch.Tensor | None = None
         # Processors by value take tokens as an argument and do not read them.
         self._no_tokens = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def look_at(self, context: SeenTokens) -> None:
+        """Process with the tokens of this context, in rounds over fixed memory."""
+        if self._context is not None:
+            self._context = context
 
     def start_round(self, prefix: torch.Tensor) -> None:
         """Set the verified tokens, int64 `[n]`, that this round's candidates follow."""

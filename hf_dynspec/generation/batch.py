@@ -132,6 +132,8 @@ def generate_batch(
     texts = [Text(target, one, assistant.measure_coverage) for one in prepared]
     longest = max(text.most_tokens for text in texts)
     reason = why_not(assistant, len(texts), longest) or next(filter(None, map(Text.why_not_in_rounds, texts)), None)
+    if not is_asked and not bool(is_token.all()) and texts[0].verifier.looks_at_ids:
+        reason = reason or "a logits processor looks at padding"
     run = None
     if reason is None:
         run = InRounds(assistant, texts, longest)

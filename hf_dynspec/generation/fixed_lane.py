@@ -1,6 +1,7 @@
 """Rounds over fixed memory for the texts of one call, and which calls they can generate."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,7 +182,13 @@ class FixedLane:
                     self._target_head = WeightsWatch(target.get_output_embeddings())
             self._round.drafter.begin(number, read, before)
             self._round.begin(number, text[-1:], before if self._reads else None)
-        self._round.texts = list(texts)
+        # Sets of tokens stay where a graph reads them.
+        seen = [one.seen for one in self._round.texts]
+        self._round.texts = [replace(text, seen=one) for text, one in zip(texts, seen, strict=True)]
+        for text, of_text in zip(self._round.texts, tokens, strict=True):
+            if text.seen is not None:
+                text.seen.begin(of_text)
+                text.choice.look_at(text.seen)
         if self._recorded is not None:
             self._recorded.begin()
 

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import cache_inputs, returned_cache
 from ..devices import is_host_memory
+from ..drafting.draft_processors import SeenTokens
 from ..drafting.session import DraftSession
 from ..protocol import Candidates
 from ..rounds import RoundText, TextOutcome
@@ -101,18 +102,19 @@ class Text:
         """Why such rounds cannot generate this text (None: they can)."""
         if self.verifier.is_stepwise:
             return STATEFUL
-        return "a logits processor looks at token ids" if self.verifier.looks_at_ids else None
+        return "a logits processor looks at the order of tokens" if self.verifier.looks_at_order else None
 
     def for_rounds(self) -> RoundText:
         """The part of this text in such rounds."""
-        # Processors by value take tokens as an argument and do not read them.
-        no_tokens = self.input_ids[:, :0]
 
-        def accept(logits: torch.Tensor, candidates: Candidates) -> BatchedWalk:
+        def accept(logits: torch.Tensor, candidates: Candidates | None, tokens: torch.Tensor) -> BatchedWalk:
             best = BestTokens(logits) if is_host_memory(logits.device) else None
-            return self.verifier.walk(logits, no_tokens, candidates, best)
+            return self.verifier.walk(logits, tokens, candidates, best)
 
-        return RoundText(self.call.session.selector, self.call.choice, accept)
+        seen = None
+        if self.verifier.looks_at_ids:
+            seen = SeenTokens(self.call.vocabulary_rows, self.call.session.vocabulary.device)
+        return RoundText(self.call.session.selector, self.call.choice, accept, seen)
 
     def take(self, outcome: TextOutcome, streamer: Any) -> None:
         """Append the tokens of such a round. The text lies in the host's memory."""

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from ..devices import is_host_memory
-from ..drafting.processors import divide, may_keep_state
+from ..drafting.draft_processors import looks_at_set_only
+from ..drafting.processors import divide, looks_at_values_only, may_keep_state
 from ..errors import TargetError
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Candidates, SparseDistribution
@@ -374,6 +375,12 @@ class Verifier:
     def looks_at_ids(self) -> bool:
         """Whether a processor looks at token ids."""
         return bool(self._by_id)
+
+    @property
+    def looks_at_order(self) -> bool:
+        """Whether a processor looks at more of the tokens than which ones there are."""
+        others = [one for one in self._by_id if not looks_at_values_only(one)]
+        return not all(map(looks_at_set_only, others))
 
     def end(self, token_ids: list[int], input_ids: torch.Tensor) -> tuple[int, bool]:
         """Where the text ends, given verified tokens that have been read.

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..drafters.fixed import FixedDrafter, ObserveDraftInputs, rows_at
+from ..drafting.draft_processors import SeenTokens
 from ..drafting.selector import Selector
 from ..drafting.token_choice import TokenChoice
 from ..drafting.trees import DrawnTreeGrowth, TreeGrowth
@@ -34,8 +35,9 @@ class Walk(Protocol):
     goes_on: torch.Tensor
 
 
-# Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V].
-Accept = Callable[[torch.Tensor, Candidates | None], Walk]
+# Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V], and the text's tokens in any order,
+# int64 [1, n] (none if no processor looks at them).
+Accept = Callable[[torch.Tensor, Candidates | None, torch.Tensor], Walk]
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,13 @@ class RoundText:
         selector: the policy's state. Its shapes must be fixed (`ShortlistState.carried`).
         choice: chooses draft tokens.
         accept: walks along the candidates.
+        seen: the set of its tokens (None: no processor looks at them).
     """
 
     selector: Selector
     choice: TokenChoice
     accept: Accept
+    seen: SeenTokens | None = None
 
 
 class TextOutcome(NamedTuple):
@@ -331,8 +335,9 @@ class Round:
 
     def _accept(self, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
         tokens, rows, accepted = [], [], []
-        for text, of_text, one in zip(self.texts, logits, candidates, strict=True):
-            walk = text.accept(of_text, one)
+        roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
+        for text, root, of_text, one in zip(self.texts, roots, logits, candidates, strict=True):
+            walk = text.accept(of_text, one, root[:0].unsqueeze(0) if text.seen is None else text.seen.ids(root))
             # A draft may be shorter than the shape's, and on a host walks end where the target disagrees.
             missing = self.shape.steps + 1 - walk.token_ids.shape[0]
             tokens.append(pad(walk.token_ids, (0, missing)))
@@ -357,6 +362,8 @@ class Round:
             known_counts.append([count if isinstance(count, int) else None for count in counts])
             on_device = [count.view(1) for count in counts if not isinstance(count, int)]
             results.append(torch.cat([accepted, has_missed, tokens, *on_device, *drafted_at]))
+            if text.seen is not None:
+                text.seen.add(torch.where(self._order <= accepted, tokens, logits.shape[-1]))
             self._show(text.selector, logits[number], one, walks, number, has_missed)
         self.report = Report(torch.stack(results), known_counts, self.steps, self.shape.steps)
 

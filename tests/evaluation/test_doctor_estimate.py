@@ -170,7 +170,7 @@ def test_heads_read_their_rows(qwen):
 
 
 def test_seconds_and_speeds_follow_from_the_counts(qwen):
-    full, one = qwen.policies["full"], qwen.verification[0]
+    full, one = qwen.policies["full"], qwen.forward
     in_memory = [work.bytes / 1e12 for work in (full.head, qwen.layers)]
     assert full.costs.draft_step == pytest.approx(sum(in_memory))
     assert full.head_share == pytest.approx(in_memory[0] / sum(in_memory))
@@ -184,6 +184,9 @@ def test_seconds_and_speeds_follow_from_the_counts(qwen):
     assert expected_speed([full.pays_from], full.costs, 1) == pytest.approx(qwen.plain_speed, rel=1e-4)
     assert hybrid.as_fast_as(full.chains[2][1], 8) < 0.7
     assert "Estimate" in qwen.sentence and "hybrid" in qwen.line
+    # A round's keys and values lie where they stay, and a dynamic cache copies them.
+    assert qwen.verification[0].is_captured and qwen.compiled_speed == pytest.approx(1e12 / qwen.verification[0].bytes)
+    assert qwen.verification[0].bytes < one.bytes and qwen.compiled_speed > qwen.plain_speed
     json.dumps(qwen.to_dict())
 
 

@@ -38,13 +38,15 @@ FAMILIES = ("llama", "gemma3", "gemma2", "mistral", "gpt2", "cohere2", "granite"
 DRAFTERS = ("independent", "eagle2", "eagle3")
 
 
-# How the texts of a batch draft: all at once, and one after another if a processor looks at token ids.
-WAYS = {"in rounds": {}, "text by text": {"repetition_penalty": 1.1}}
+# How the texts of a batch draft: all at once, and one after another if a processor looks at the order of tokens.
+WAYS = {"in rounds": {}, "text by text": {"no_repeat_ngram_size": 4}}
 
 
 def assert_lane(assistant: DynSpecAssistant, settings: dict) -> None:
     expected = (
-        "fixed memory, drafts text by text: a logits processor looks at token ids" if settings else "fixed memory"
+        "fixed memory, drafts text by text: a logits processor looks at the order of tokens"
+        if settings
+        else "fixed memory"
     )
     assert assistant.stats.lane == expected
 
@@ -170,6 +172,29 @@ def test_padding_is_told_by_its_token_without_a_mask(target):
     arguments = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
     output = target.generate(inputs["input_ids"], assistant_model=assistant, **arguments)
     assert torch.equal(output, target.generate(**inputs, assistant_model=assistant, **arguments))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_penalty_on_repetitions_in_rounds(kind, shape):
+    target, drafter = pair(kind, "llama")
+    assistant = DynSpecAssistant(drafter, target=target, tree=SHAPES[shape])
+    assert_each_as_alone(target, assistant, repetition_penalty=1.4, eos_token_id=None)
+    assert_lane(assistant, {})
+    assert assistant.stats.accepted > 0
+
+
+def test_a_sampled_batch_with_a_penalty_on_repetitions():
+    target, drafter = pair("independent", "llama")
+    assistant = DynSpecAssistant(drafter, target=target)
+    settings = {"repetition_penalty": 1.5, "temperature": 2.0, "top_k": 8, "eos_token_id": None}
+    torch.manual_seed(3)
+    inputs = together(texts((12, 12, 12)))
+    sampled = target.generate(**inputs, assistant_model=assistant, max_new_tokens=40, do_sample=True, **settings)
+    processors = processors_of(target, **settings)
+    numbers = [uniform_numbers(target, perturbed(target), processors, one[None], 12) for one in sampled]
+    assert uniformity(torch.cat(numbers)) > FALSE_ALARM / 10
+    assert_lane(assistant, {})
 
 
 # A static cache ------------------------------------------------------------------------------------------------------

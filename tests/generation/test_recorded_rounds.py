@@ -211,6 +211,26 @@ def test_a_batch_as_a_graph(graphs):
     assert len(graphs) == 2
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_penalty_on_repetitions_in_a_graph(shape, graphs):
+    """The set of a text's tokens is another one in each call and in each round."""
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3, tree=SHAPES[shape])
+        for seed in range(3):
+            settings = {"repetition_penalty": 1.4, "max_new_tokens": 24}
+            assert torch.equal(generate(there, assistant, 12, seed, **settings), plain(target, 12, seed, **settings))
+            assert assistant.stats.lane == AS_A_GRAPH
+        # Plain generate penalises padding too.
+        text = torch.cat([torch.zeros(1, 4, dtype=torch.int64), prompt()], dim=1)
+        mask = (torch.arange(text.shape[1]) >= 4).long()[None]
+        settings |= {"do_sample": False, "eos_token_id": None}
+        output = there.generate(to_device(text), attention_mask=to_device(mask), assistant_model=assistant, **settings)
+        assert torch.equal(output.memory, target.generate(text, attention_mask=mask, **settings))
+    assert len(graphs) == 1 and assistant.stats.lane == "general: a logits processor looks at padding"
+    assert assistant.stats_total.accepted > 0
+
+
 def test_texts_outgrow_a_graph(graphs, monkeypatch):
     monkeypatch.setattr(fixed_lane, "_FEWEST_POSITIONS_OF_GRAPHS", 16)
     monkeypatch.setattr(fixed_lane, "FIRST_POSITIONS", 2)

@@ -10,7 +10,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,10 +41,12 @@ from ..tables import FittedTable, parameter_count
 from .measure import Report
 from .settings import FULL, POLICIES
 
-SCHEMA_VERSION = 2
+# 3: rounds are graphs, and plain generation may be one.
+SCHEMA_VERSION = 3
 # µs of an operation in a CUDA graph at most, from small models of 16 and 28 layers on an H100.
 _GRAPH_LATENCY = 2.5
 # transformers' dynamic cache copies keys and values at each step (a read and a write), and attention reads them.
+# Memory of a fixed size is only read.
 _CACHE_ACCESSES = 3
 # Settings for the number of experts of a layer, by family.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -172,10 +174,12 @@ class Estimate:
     settings: EstimateSettings
     models: dict[str, dict[str, Any]]  # descriptions of `"target"` and `"drafter"`
     vocabulary: int  # token ids that both score
-    verification: tuple[Work, ...]  # the work of a forward of the target over 1, 2, … tokens
+    forward: Work  # the work of a forward of the target over one token, in plain generation
+    verification: tuple[Work, ...]  # the work of a forward over 1, 2, … tokens, in a round
     layers: Work  # the work of the drafter's layers in a draft step
     plain: Work  # the work of plain generation for a token besides the forward
     plain_speed: float  # tokens per second of plain generation
+    compiled_speed: float  # and with a static cache, compiled: as a graph
     policies: dict[str, PolicyEstimate]  # the estimate of each policy
     started: str  # UTC time in ISO format, as `finished`
     finished: str
@@ -191,10 +195,12 @@ class Estimate:
             | {"policies": describe_policies(self.settings.resolved_policies())},
             "models": self.models,
             "vocabulary": self.vocabulary,
+            "forward": asdict(self.forward),
             "verification": [asdict(one) for one in self.verification],
             "layers": asdict(self.layers),
             "plain": asdict(self.plain),
             "plain_speed": self.plain_speed,
+            "compiled_speed": self.compiled_speed,
             "policies": {label: asdict(one) for label, one in self.policies.items()},
             "sentence": self.sentence,
             "line": self.line,
@@ -255,9 +261,10 @@ class Estimate:
         yield self._policy_table()
         yield Text(
             "A part takes the time of its bytes, or of its arithmetic if that is longer and --device-flops is given, "
-            "and of its launches. In a CUDA graph an operation takes 2.5 µs at most; --launch-latency 0 shows graphs "
-            "of everything. Tokenizers were not compared, as configurations do not describe them. Of a mixture's "
-            "experts, the expected number for randomly choosing tokens is read.",
+            "and of its launches. A round is a CUDA graph, in which an operation takes 2.5 µs at most, unless a model "
+            "cannot be recorded. Plain generate is launched; compiled is plain generate with a static cache. "
+            "Tokenizers were not compared, as configurations do not describe them. Of a mixture's experts, the "
+            "expected number for randomly choosing tokens is read.",
             style="dim",
         )
         yield Text(self.sentence, style="bold")
@@ -265,14 +272,13 @@ class Estimate:
 
     def _work_table(self) -> FittedTable:
         with_flops = ["GFLOP"] if self.settings.machine.flops is not None else []
-        graph = " (a CUDA graph)" if self.layers.is_captured else ""
         table = FittedTable(
             "Estimate: the work of a round",
             ["part", "operations", "bytes", *with_flops, "ms"],
-            caption=f"layers{graph} and head make a draft step; loop: the rest of a round, or of a plain token",
+            caption="layers and head make a draft step; loop: the rest of a round, or of a plain token",
         )
         shown = min(6, len(self.verification))
-        parts = [("target, 1 token", self.verification[0]), (f"target, {shown} tokens", self.verification[shown - 1])]
+        parts = [("target, 1 token", self.forward), (f"target, {shown} tokens", self.verification[shown - 1])]
         parts += [("loop: plain", self.plain), ("layers", self.layers)]
         for label, one in self.policies.items():
             parts += [(f"head: {label}", one.head), (f"loop: {label}", one.other)]
@@ -294,7 +300,8 @@ class Estimate:
                 "with which it is as fast as full; a shortlist is accepted less often than full; (0): no drafts"
             ),
         )
-        table.add_row("plain", "", "", "", "", *[_speed(self.plain_speed)] * len(rates), ends_section=True)
+        table.add_row("plain", "", "", "", "", *[_speed(self.plain_speed)] * len(rates))
+        table.add_row("compiled", "", "", "", "", *[_speed(self.compiled_speed)] * len(rates), ends_section=True)
         for label, one in self.policies.items():
             equal = one.as_fast_as(self.policies[FULL].chains[middle][1], longest) if label != FULL else None
             least = "never" if one.pays_from is None else f"{one.pays_from:.2f}"
@@ -330,16 +337,20 @@ def estimate_speed(
     drafter_model = countable_model(drafter or load_config(settings.drafter, "drafter"), dtype, "drafter")
     vocabulary = shared_rows(output_rows(target_model), output_rows(drafter_model))
     rows = range(1, settings.num_assistant_tokens + 2)
-    verification = forward_work(target_model, rows, settings.cached_tokens)
-    is_captured = can_be_recorded(drafter_model, list(decoder_of(drafter_model).modules()))
+    # A round is one graph, in which both models take part.
+    is_captured = all(can_be_recorded(one, list(decoder_of(one).modules())) for one in (target_model, drafter_model))
+    (forward,) = forward_work(target_model, [1], settings.cached_tokens)
+    verification = forward_work(target_model, rows, settings.cached_tokens, is_captured=is_captured)
     (layers,) = forward_work(drafter_model, [1], settings.cached_tokens, has_head=False, is_captured=is_captured)
     plain = Work(plain_operations(vocabulary, target_model.dtype, settings.temperature))
-    seconds = tuple(one.seconds(machine) for one in verification)
+    seconds = tuple(one.seconds(machine) for one in (forward, *verification[1:]))
+    compiled = replace(verification[0], is_captured=True).seconds(machine)
     found = {}
     for done, (label, policy) in enumerate(policies.items(), start=1):
         report("counting operations", done, total)
         counted = count_round(policy, vocabulary, target_model.dtype, settings.temperature)
-        head, other = _head_work(policy, counted, drafter_model, vocabulary), Work(counted.other)
+        head = replace(_head_work(policy, counted, drafter_model, vocabulary), is_captured=is_captured)
+        other = Work(counted.other, is_captured=is_captured)
         parts = head.seconds(machine), layers.seconds(machine)
         costs = RoundCosts(sum(parts), seconds, other.seconds(machine), plain.seconds(machine))
         lengths = [best_chain_length([rate], costs, rows[-2]) for rate in settings.acceptance]
@@ -355,10 +366,12 @@ def estimate_speed(
         settings=settings,
         models={"target": _described(target_model), "drafter": _described(drafter_model)},
         vocabulary=vocabulary,
+        forward=forward,
         verification=tuple(verification),
         layers=layers,
         plain=plain,
         plain_speed=1 / (seconds[0] + plain.seconds(machine)),
+        compiled_speed=1 / (compiled + plain.seconds(machine)),
         policies=found,
         started=started,
         finished=utc_now(),
@@ -428,7 +441,8 @@ def forward_work(
             "it measured."
         ) from error
     held = [one for layer in cache.layers for one in (layer.keys, layer.values) if one is not None]
-    kept = _CACHE_ACCESSES * sum(one.numel() * one.element_size() for one in held) if cached else 0
+    accesses = 1 if is_captured else _CACHE_ACCESSES
+    kept = accesses * sum(one.numel() * one.element_size() for one in held) if cached else 0
     found = []
     for count in rows:
         size, flops = _parameters_read(model, count, has_head)
