@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from ..devices import has_graphs
+from ..devices import has_graphs, is_host_memory
 from ..drafters.causal_lm import rows_of_position_table
 from ..drafters.traceable_decoder import SteadyDecoder, can_be_recorded
 from ..drafters.weights_watch import WeightsWatch
@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
+from ..modeling.head import RowsSideBySide
 from ..modeling.parts import decoder_of
 from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome
 from ..stats import Stopwatch
@@ -106,6 +107,12 @@ class FixedLane:
         self._target: SteadyDecoder | None = None
         self._target_head: WeightsWatch | None = None
         self._decoder = FixedDecoder(assistant.target)
+        self._rows: RowsSideBySide | None = None
+        if len(self.sessions) > 1 and not is_host_memory(self._drafter.head.device):
+            # One product for all texts is one operation. On a CPU each text's rows have a compiled kernel.
+            self._rows = RowsSideBySide(len(self.sessions))
+            for session, rows in zip(self.sessions, self._rows.parts, strict=True):
+                session.selector.rows = rows
         self.memory: FixedMemory | None = None
         self._round: Round | None = None
         self._recorded: RecordedRound | None = None
@@ -173,7 +180,7 @@ class FixedLane:
                 capacity, nodes = self.memory.capacity, self._shape.most_nodes
                 fixed = self._drafter.fixed(read, len(self.sessions), capacity, nodes)
                 head = self._drafter.head
-                self._round = Round(self._verify, self.memory, fixed, head, texts, self._shape, stopwatch)
+                self._round = Round(self._verify, self.memory, fixed, head, texts, self._shape, stopwatch, self._rows)
                 if self._is_recorded:
                     self._recorded = RecordedRound(self._round)
                     # Only now, as transformers adds hooks where hidden states are asked for.

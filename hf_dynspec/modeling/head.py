@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -30,9 +30,14 @@ _COPIED_ROWS = 4096
 
 class PackedRows:
     """A copy of the rows of a session's shortlist, updated as the shortlist changes. The buffers grow with the widest
-    shortlist so far, and are kept between calls."""
+    shortlist so far, and are kept between calls.
 
-    def __init__(self):
+    Args:
+        reserve: returns memory for so many rows of a head and for their bias (None: memory of its own).
+    """
+
+    def __init__(self, reserve: "_Reserve | None" = None):
+        self._reserve = reserve or _memory_of_its_own
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._capacity = 0
@@ -60,8 +65,7 @@ class PackedRows:
     def _repack(self, head: "DynamicLMHead", rows: torch.Tensor) -> None:
         n = rows.shape[0]
         if self._weight is None or self._weight.shape[0] < n:
-            self._weight = head.weight.new_empty(n, head.weight.shape[1], dtype=head.copy_dtype)
-            self._bias = None if head.bias is None else head.bias.new_empty(n, dtype=head.copy_dtype)
+            self._weight, self._bias = self._reserve(head, n)
         for tensor, packed in ((head.weight, self._weight), (head.bias, self._bias)):
             if tensor is None:
                 continue
@@ -75,6 +79,43 @@ class PackedRows:
     def scores(self, head: "DynamicLMHead", hidden: torch.Tensor, width: int) -> torch.Tensor:
         """`[m, width]`: the scores of the first packed rows."""
         return head.packed_scores(hidden, self._weight[:width], None if self._bias is None else self._bias[:width])
+
+
+# Returns memory for the weight, [n, d], and the bias, [n], of so many rows of a head.
+_Reserve = Callable[["DynamicLMHead", int], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _memory_of_its_own(head: "DynamicLMHead", n: int, *texts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = head.weight.new_empty(*texts, n, head.weight.shape[1], dtype=head.copy_dtype)
+    return weight, None if head.bias is None else head.bias.new_empty(*texts, n, dtype=head.copy_dtype)
+
+
+class RowsSideBySide:
+    """The packed rows of several texts in one block, so that one product scores the shortlists of all.
+
+    Args:
+        count: the number of texts.
+
+    Attributes:
+        parts: the rows of each text.
+    """
+
+    def __init__(self, count: int):
+        self.parts = [PackedRows(partial(self._reserve, text)) for text in range(count)]
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+
+    def _reserve(self, text: int, head: "DynamicLMHead", n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._weight is None or self._weight.shape[1] < n:
+            self._weight, self._bias = _memory_of_its_own(head, n, len(self.parts))
+            for other in self.parts:
+                other.forget()
+        return self._weight[text], None if self._bias is None else self._bias[text]
+
+    def products(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """`[B, w, width]`: the products of hidden states, `[B, w, d]`, with the first rows of each text."""
+        rows = self._weight[:, :width].transpose(1, 2)
+        return hidden @ rows if self._bias is None else torch.baddbmm(self._bias[:, None, :width], hidden, rows)
 
 
 class DynamicLMHead:
@@ -154,6 +195,19 @@ class DynamicLMHead:
         logits = self._finish(logits.float())
         occupied = shortlist.scored_occupied
         return logits if occupied is None else torch.where(occupied, logits, -torch.inf)
+
+    def scores_of_texts(
+        self, hidden: torch.Tensor, shortlists: Sequence[Shortlist], rows: RowsSideBySide
+    ) -> torch.Tensor:
+        """Score packed shortlists of one width, one for each text, by one product: `[B, w, d]` → fp32 `[B, w, width]`.
+        Otherwise as `scores`."""
+        for part, shortlist in zip(rows.parts, shortlists, strict=True):
+            part.update(self, shortlist)
+        logits = self._finish(rows.products(hidden, shortlists[0].width).float())
+        if shortlists[0].scored_occupied is None:
+            return logits
+        occupied = torch.stack([shortlist.scored_occupied for shortlist in shortlists])
+        return torch.where(occupied.unsqueeze(1), logits, -torch.inf)
 
     def token_logits(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, projection: nn.Module | None = None

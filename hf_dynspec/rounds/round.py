@@ -15,7 +15,7 @@ from ..drafting.token_choice import TokenChoice
 from ..drafting.trees import DrawnTreeGrowth, TreeGrowth
 from ..kernels import QueryRows, top_k_ids
 from ..memory.fixed import FixedMemory
-from ..modeling.head import DynamicLMHead
+from ..modeling.head import DynamicLMHead, RowsSideBySide
 from ..modeling.masks import descent
 from ..protocol import Candidates, Shortlist, Verdict
 from ..shortlists.base import ShortlistState
@@ -114,6 +114,7 @@ class Round:
         texts: one for each text.
         shape: the shape of all drafts.
         stopwatch: times the stages.
+        rows: the packed rows of all texts in one block, which their selectors use (None: not in one).
 
     Attributes:
         steps: the draft steps of a round of chains, at most those of the shape; 0 if nothing is drafted.
@@ -129,7 +130,9 @@ class Round:
         texts: Sequence[RoundText],
         shape: DraftShape,
         stopwatch: Stopwatch,
+        rows: RowsSideBySide | None = None,
     ):
+        self._rows = rows
         self.memory, self.drafter = memory, drafter
         self._verify_nodes, self._head, self.texts, self.shape = verify, head, list(texts), shape
         self._stopwatch = stopwatch
@@ -311,6 +314,8 @@ class Round:
             if self._is_constant:
                 scores = self._head.scores(hidden.flatten(0, 1), shortlists[0], self.texts[0].selector.rows)
                 return list(zip(shortlists, scores.unflatten(0, hidden.shape[:2]), strict=True))
+            if self._rows is not None and type(shortlists[0]) is Shortlist and not shortlists[0].is_transient:
+                return list(zip(shortlists, self._head.scores_of_texts(hidden, shortlists, self._rows), strict=True))
             return [
                 (shortlist, self._head.scores(states, shortlist, text.selector.rows))
                 for text, shortlist, states in zip(self.texts, shortlists, hidden, strict=True)

@@ -37,7 +37,7 @@ class Graph:
         self._monkeypatch = monkeypatch
         # Each operation with its arguments, its tensors and those that it returned; views and reserved memory too.
         self._noted: list[tuple[Callable, tuple, dict, list[torch.Tensor], list[torch.Tensor]]] = []
-        self._launched: list[tuple] = []
+        self.launched: list[tuple] = []
 
     def record(self, run: Callable[[], None]) -> None:
         run_on_the_cpu = pretended._on_the_cpu
@@ -49,7 +49,7 @@ class Graph:
                 kwargs["device"] = torch.device("cpu")
             self._noted.append((func, args, kwargs, tensors_of((args, kwargs)), tensors_of(results)))
             if is_operation(func, results):
-                self._launched.append(self._noted[-1])
+                self.launched.append(self._noted[-1])
             return results
 
         make_event = pretended._event
@@ -67,7 +67,7 @@ class Graph:
 
     def replay(self) -> None:
         with _disable_current_modes():
-            for func, args, kwargs, _, results in self._launched:
+            for func, args, kwargs, _, results in self.launched:
                 for kept, one in zip(results, tensors_of(func(*args, **kwargs)), strict=True):
                     if kept.data_ptr() != one.data_ptr():
                         kept.copy_(one)
@@ -191,11 +191,13 @@ def test_every_round_is_the_same_operations_on_the_same_memory(policy, kind, sha
         assert one.outside == seen[1].outside
 
 
-def test_a_batch_as_a_graph(graphs):
-    """Texts that end stand still, and the others go on in the same graph."""
+@pytest.mark.parametrize("policy", ["frequency", "in_context", "hybrid", "router", "union", "union with a router"])
+def test_a_batch_as_a_graph(policy, graphs):
+    """Texts that end stand still, and the others go on in the same graph. Shortlists whose rows are packed are scored by
+    one product for all texts."""
     with pretended_device():
         there, drafter, target = pair_there("independent")
-        assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=there, num_assistant_tokens=3)
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
         alone = [plain(target, 12, seed)[0, 12:].tolist() for seed in range(3)]
         ends = [alone[0][7], alone[1][20]]
         for eos in (None, ends):
@@ -206,9 +208,12 @@ def test_a_batch_as_a_graph(graphs):
             for row, tokens in zip(output[:, 12:].tolist(), alone, strict=True):
                 count = next((n + 1 for n, one in enumerate(tokens) if one in (eos or ())), len(tokens))
                 assert row[:count] == tokens[:count] and not any(row[count:])
-            assert assistant.stats.lane == AS_A_GRAPH
+            assert assistant.stats.lane == AS_A_GRAPH and assistant.stats.accepted > 0
     # Sessions, and so graphs, belong to EOS ids.
     assert len(graphs) == 2
+    products = [arguments[1].shape for func, arguments, *_ in graphs[0].launched if func.name() == "aten::bmm"]
+    of_heads = [shape for shape in products if shape[:2] == (3, target.config.hidden_size)]
+    assert len(of_heads) == (3 if policy in ("in_context", "hybrid", "union") else 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
