@@ -68,12 +68,21 @@ class SteadyDecoder:
 
 def can_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
     """Whether a record of a step can hold for these modules of a model in their present state."""
+    return may_be_recorded(model, modules) and are_known(modules)
+
+
+def may_be_recorded(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
+    """`can_be_recorded`, if modules of other packages do nothing that a record misses."""
     return (
         _has_steady_positions(model)
         and not any(module.training or "forward" in vars(module) for module in modules)
-        and all(type(module).__module__.startswith(_KNOWN_PACKAGES) for module in modules)
         and not _has_foreign_hooks(_hooks_of(modules))
     )
+
+
+def are_known(modules: list[nn.Module]) -> bool:
+    """Whether all modules are torch's or transformers' own."""
+    return all(type(module).__module__.startswith(_KNOWN_PACKAGES) for module in modules)
 
 
 def context_of(decoder: nn.Module, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from transformers import Cache
 
 from ..devices import has_graphs, is_host_memory
 from ..drafters.causal_lm import rows_of_position_table
-from ..drafters.traceable_decoder import SteadyDecoder, can_be_recorded
+from ..drafters.traceable_decoder import SteadyDecoder, are_known, may_be_recorded
 from ..drafters.weights_watch import WeightsWatch
 from ..drafting.automatic import LONGEST
 from ..drafting.session import DraftSession
@@ -20,7 +20,7 @@ from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.head import RowsSideBySide
 from ..modeling.parts import decoder_of
-from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome
+from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome, recorded_forward_agrees
 from ..stats import Stopwatch
 from ..tree_config import AUTO
 from .bindable import Assistant
@@ -73,8 +73,12 @@ def why_no_graph(assistant: Assistant) -> str | None:
     if assistant.profile:
         return "the time of sections is measured"
     for model in (target, getattr(assistant.drafter, "model", None)):
-        if model is not None and not can_be_recorded(model, list(decoder_of(model).modules())):
-            return f"{type(model).__name__} has hooks, adapters or parts of other packages, or lies on several devices"
+        modules = [] if model is None else list(decoder_of(model).modules())
+        if modules and not may_be_recorded(model, modules):
+            return f"{type(model).__name__} has hooks, is in training mode, is offloaded or lies on several devices"
+        # Such as adapters and quantised layers.
+        if not are_known(modules) and not recorded_forward_agrees(model):
+            return f"{type(model).__name__} has parts of other packages that cannot be recorded"
     return None
 
 

@@ -5,7 +5,17 @@
 - `recorded`: a round as one CUDA graph.
 """
 
-from .recorded import RecordedRound
+from .recorded import RecordedRound, recorded_forward_agrees
 from .round import Accept, DraftShape, Report, Round, RoundText, TextOutcome, Walk
 
-__all__ = ["Accept", "DraftShape", "RecordedRound", "Report", "Round", "RoundText", "TextOutcome", "Walk"]
+__all__ = [
+    "Accept",
+    "DraftShape",
+    "RecordedRound",
+    "Report",
+    "Round",
+    "RoundText",
+    "TextOutcome",
+    "Walk",
+    "recorded_forward_agrees",
+]

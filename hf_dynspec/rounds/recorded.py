@@ -6,12 +6,20 @@ where the next one reads it: models' memory and the round's own tensors do, and 
 """
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
+from ..cache_names import cache_inputs
+from ..drafters.traceable_decoder import are_close
+from ..kernels import QueryRows
+from ..memory.fixed import FixedMemory
+from ..memory.fixed_decoder import FixedDecoder
+from ..modeling.parts import decoder_of, input_device, output_rows
 from ..protocol import Shortlist
 from ..shortlists.base import ShortlistState
 from .round import Report, Round
@@ -110,6 +118,47 @@ def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
             graph.replay()
 
     return replay
+
+
+# Whether a recorded forward of a model agrees with a launched one.
+_agreements: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def recorded_forward_agrees(model: PreTrainedModel) -> bool:
+    """Whether a forward over fixed memory that was recorded says of other tokens what a launched one says, for models
+    with parts that may do anything. Tried once for a model."""
+    if model not in _agreements:
+        # Whatever is wrong with it, it can be launched.
+        try:
+            _agreements[model] = _agrees(model)
+        except Exception:
+            _agreements[model] = False
+    return _agreements[model]
+
+
+def _agrees(model: PreTrainedModel) -> bool:
+    decoder, device, config = FixedDecoder(model), input_device(model), model.config.get_text_config()
+    cache = DynamicCache(config=config)
+    token_ids = torch.arange(1, 4, device=device).unsqueeze(0) % output_rows(model)
+    decoder_of(model)(token_ids, **cache_inputs(cache))
+    memory = FixedMemory.like(cache, config, 1, 16, 3)
+    memory.begin(0, cache, 3)
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        found[:] = [decoder(token_ids, memory, QueryRows.chain(memory.lengths, 3))[0]]
+
+    for _ in range(_WARM_UPS):
+        run()
+    launch = record(run, device)
+    (recorded,) = found
+    launch()
+    token_ids.add_(3).remainder_(output_rows(model))
+    memory.lengths.fill_(2)
+    launch()
+    run()
+    return are_close(recorded, found[0])
 
 
 class Carried:

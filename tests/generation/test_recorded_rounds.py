@@ -7,6 +7,7 @@ writes. To launch it is to run them again on that memory, and nothing of the Pyt
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from calls import SHAPES
 from cases import representatives
 from eagle_heads import agreeing_head, drafter_of, soft
 from models import POLICY_CASES, perturbed, prompt, tiny
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -193,8 +195,8 @@ def test_every_round_is_the_same_operations_on_the_same_memory(policy, kind, sha
 
 @pytest.mark.parametrize("policy", ["frequency", "in_context", "hybrid", "router", "union", "union with a router"])
 def test_a_batch_as_a_graph(policy, graphs):
-    """Texts that end stand still, and the others go on in the same graph. Shortlists whose rows are packed are scored by
-    one product for all texts."""
+    """Texts that end stand still, and the others go on in the same graph. One product scores the packed shortlists of
+    all texts."""
     with pretended_device():
         there, drafter, target = pair_there("independent")
         assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
@@ -304,6 +306,50 @@ def test_no_graph_outlives_the_models(what, graphs):
     is_hooked = what == "a hook of the target"
     assert len(graphs) == (1 if is_hooked else 2)
     assert assistant.stats.lane.startswith("general: ") == is_hooked
+
+
+class Layer(torch.nn.Module):
+    """A layer of another package around one of the target's."""
+
+    def __init__(self, layer: torch.nn.Module, looks: bool):
+        super().__init__()
+        self.layer, self._looks = layer, looks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(hidden)
+        # What is looked at once is a constant of a graph.
+        return hidden * float(hidden.abs().max().item() > 0) if self._looks else hidden * 1.0
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_parts_of_other_packages_are_tried(looks, graphs):
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        mlp = there.model.layers[0].mlp
+        mlp.down_proj = Layer(mlp.down_proj, looks).eval()
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        for seed in range(2):
+            assert torch.equal(generate(there, assistant, seed=seed), plain(target, seed=seed))
+    reason = "general: LlamaForCausalLM has parts of other packages that cannot be recorded"
+    assert assistant.stats.lane == (reason if looks else AS_A_GRAPH)
+    # The trial, and the round.
+    assert len(graphs) == (0 if looks else 2)
+
+
+def test_adapters_come_and_go(graphs):
+    """A graph holds the adapters that were active when it was recorded."""
+    target = get_peft_model(copy.deepcopy(tiny()), LoraConfig(r=2, init_lora_weights=False)).eval()
+    there = move(copy.deepcopy(target))
+    with pretended_device():
+        drafter = move(copy.deepcopy(perturbed(tiny())))
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        for is_active in (True, False, True):
+            with nullcontext() if is_active else there.disable_adapter():
+                text = generate(there, assistant)
+            with nullcontext() if is_active else target.disable_adapter():
+                assert torch.equal(text, plain(target))
+            assert assistant.stats.lane == AS_A_GRAPH
+    assert len(graphs) == 4
 
 
 def test_a_round_that_cannot_be_recorded_is_launched(graphs, monkeypatch):
