@@ -15,7 +15,6 @@ from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
 from .base import Drafter, UnrolledStep
-from .captured_step import CapturedSteps, FixedLayers, capture_steps
 from .causal_lm_fixed import FixedCausalLM
 from .causal_lm_state import CausalLMState
 from .traceable_decoder import can_be_recorded, require_steady_positions
@@ -92,12 +91,11 @@ class CausalLMDrafter(Drafter):
         self.step = self._recorded_step()
         self._version += 1
 
-    def _recorded_step(self) -> TracedStep | CapturedSteps | None:
-        """A traced or captured draft step, which saves the host's work between operations (None: not possible)."""
-        if self.has_own_layers:
+    def _recorded_step(self) -> TracedStep | None:
+        """A traced draft step, which saves the host's work between operations (None: not possible)."""
+        # On a GPU a trace makes the host wait, and rounds over fixed memory are graphs.
+        if self.has_own_layers or has_graphs(input_device(self.model)):
             return None
-        if has_graphs(input_device(self.model)):
-            return capture_steps(self.model, self._watch, self.windows)
         return trace_step(self.model, self._watch)
 
     def _record_again(self) -> None:
@@ -237,8 +235,6 @@ class CausalLMDrafter(Drafter):
             with self._lock:
                 replace()
                 self._watch.accept_weights()
-                if isinstance(self.step, CapturedSteps):
-                    self.step = self.step.anew()
                 if has_projection:
                     self._projection_watch.accept_weights()
                     self.head = self.head.anew(projection.weight, projection.bias)
@@ -253,7 +249,7 @@ class CausalLMDrafter(Drafter):
         step = self.step
         return self._state(GrownLayers() if step is None else step.layers())
 
-    def _state(self, layers: GrownLayers | FixedLayers) -> CausalLMState:
+    def _state(self, layers: GrownLayers) -> CausalLMState:
         cache = None
         if self.has_own_layers:
             cache = DynamicCache(config=self.model.config.get_text_config())

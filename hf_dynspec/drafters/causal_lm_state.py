@@ -9,7 +9,6 @@ from transformers import Cache, DynamicCache
 from ..cache_names import cache_inputs
 from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
-from .captured_step import FixedLayers
 from .traceable_decoder import cache_of, layers_of
 from .traced_step import GrownLayers
 
@@ -36,7 +35,7 @@ class CausalLMState(DrafterState):
         head_weight: torch.Tensor,
         windows: Mapping[str, int | None],
         embed: Callable[[torch.Tensor], torch.Tensor],
-        layers: GrownLayers | FixedLayers,
+        layers: GrownLayers,
         cache: DynamicCache | None = None,
     ):
         self._decoder = decoder

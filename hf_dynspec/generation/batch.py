@@ -84,6 +84,10 @@ def why_general(assistant: Any, call: CallArguments, settings: GenerationConfig)
     if assistant.owner is not assistant:
         return "a conversation goes on"
     reason = why_no_graph(assistant) or why_not(assistant)
+    if reason is None and call.asked("cache_implementation") not in (None, "dynamic"):
+        reason = "another kind of cache is asked for"
+    if reason is None and settings.return_dict_in_generate:
+        reason = "the cache is returned"
     if reason is None:
         try:
             check_batch(assistant, call, settings)

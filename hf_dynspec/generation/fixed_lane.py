@@ -280,14 +280,16 @@ class InRounds(Texts):
         selector = self._sessions[0].selector
         if selector.state.carried is not None:
             return None
-        self._leave_sessions()
+        self._leave_sessions(has_failed=False)
         return f"the policy {selector.name} decides on the host"
 
     def _take_sessions(self) -> Sequence[DraftSession]:
         return self._sessions
 
-    def _leave_sessions(self) -> None:
-        if self._lane.still_holds():
+    def _leave_sessions(self, has_failed: bool) -> None:
+        if has_failed:
+            self._lane.close()
+        elif self._lane.still_holds():
             self._assistant.return_lane(self._key, self._lane)
         else:
             for session in self._sessions:

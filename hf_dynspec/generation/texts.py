@@ -184,15 +184,15 @@ class Texts(ABC):
         try:
             self._open.__exit__(*raised)
         finally:
-            self._leave_sessions()
+            self._leave_sessions(has_failed=raised[0] is not None)
             self._publish()
 
     def _take_sessions(self) -> Sequence[DraftSession | None]:
         """The sessions of the texts (None: one of the assistant's)."""
         return [None] * len(self.texts)
 
-    def _leave_sessions(self) -> None:  # noqa: B027
-        """Leave the sessions that were taken."""
+    def _leave_sessions(self, has_failed: bool) -> None:  # noqa: B027
+        """Leave the sessions that were taken. After an error their states are undefined."""
 
     @abstractmethod
     def generate(self, streamer: Any) -> None:

@@ -26,7 +26,7 @@ from hf_dynspec.evaluation.operations import pretended_device as pretended
 from hf_dynspec.evaluation.operations.counting import is_operation
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
 from hf_dynspec.generation import fixed_lane
-from hf_dynspec.rounds import Round, recorded
+from hf_dynspec.rounds import Report, Round, recorded
 
 AS_A_GRAPH = "fixed memory, as a graph"
 IN_ROUNDS = tuple(name for name in POLICY_CASES if not name.startswith(("retrieval", "auto")))
@@ -368,6 +368,41 @@ def test_a_round_that_cannot_be_recorded_is_launched(graphs, monkeypatch):
     assert torch.equal(text, plain(target))
     assert assistant.stats.lane == "fixed memory, no graph: RuntimeError: operation not permitted"
     assert abs(assistant.stats.accepted - expected) <= 3
+
+
+ASKED = {
+    "another kind of cache is asked for": {"cache_implementation": "dynamic_full"},
+    "the cache is returned": {"return_dict_in_generate": True},
+    "a logits processor looks at the order of tokens": {"no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize("reason", ASKED)
+def test_arguments_that_take_the_general_lane(reason, graphs):
+    with pretended_device():
+        there, drafter, _ = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, target=there)
+        inputs = {"attention_mask": to_device(torch.ones(1, 12, dtype=torch.int64)), "max_new_tokens": 8}
+        settings = inputs | {"do_sample": False} | ASKED[reason]
+        there.generate(to_device(prompt()), assistant_model=assistant, **settings)
+    assert assistant.stats.lane == f"general: {reason}" and not graphs
+
+
+def test_a_lane_with_an_error_is_not_used_again(graphs, monkeypatch):
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, POLICY_CASES["hybrid"](), target=there)
+        generate(there, assistant)
+        with monkeypatch.context() as patched:
+            patched.setattr(Report, "read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(there, assistant, seed=1)
+        assert torch.equal(generate(there, assistant), plain(target))
+    assert len(graphs) == 2
+
+
+def interrupt(*arguments) -> None:
+    raise KeyboardInterrupt
 
 
 REASONS = {
