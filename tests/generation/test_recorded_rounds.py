@@ -26,6 +26,8 @@ from hf_dynspec.evaluation.operations import pretended_device as pretended
 from hf_dynspec.evaluation.operations.counting import is_operation
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
 from hf_dynspec.generation import fixed_lane
+from hf_dynspec.generation.arguments import CallArguments
+from hf_dynspec.generation.batch import why_general
 from hf_dynspec.rounds import Report, Round, recorded
 
 AS_A_GRAPH = "fixed memory, as a graph"
@@ -371,7 +373,6 @@ def test_a_round_that_cannot_be_recorded_is_launched(graphs, monkeypatch):
 
 
 ASKED = {
-    "another kind of cache is asked for": {"cache_implementation": "dynamic_full"},
     "the cache is returned": {"return_dict_in_generate": True},
     "a logits processor looks at the order of tokens": {"no_repeat_ngram_size": 3},
 }
@@ -386,6 +387,16 @@ def test_arguments_that_take_the_general_lane(reason, graphs):
         settings = inputs | {"do_sample": False} | ASKED[reason]
         there.generate(to_device(prompt()), assistant_model=assistant, **settings)
     assert assistant.stats.lane == f"general: {reason}" and not graphs
+
+
+def test_another_kind_of_cache_takes_the_general_lane(graphs):
+    with pretended_device():
+        there, drafter, _ = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, target=there)
+        for kind, reason in ((None, None), ("dynamic", None), ("offloaded", "another kind of cache is asked for")):
+            given = {"inputs": to_device(prompt()), "cache_implementation": kind, "max_new_tokens": 4}
+            call = CallArguments(type(there).generate.__get__(there), (), given)
+            assert why_general(assistant, call, call.resolved(there)) == reason
 
 
 def test_a_lane_with_an_error_is_not_used_again(graphs, monkeypatch):
