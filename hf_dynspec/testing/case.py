@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -82,11 +83,19 @@ class PolicyCase:
             self._plain[key] = self.target.generate(text, do_sample=False, max_new_tokens=NEW_TOKENS)
         return self._plain[key]
 
-    def shortlists(self, state: ShortlistState, seed: int) -> Iterator[tuple[str, Shortlist]]:
-        """A description of each draft step of a random call, and its shortlist. Chains and trees take turns."""
+    def shortlists(
+        self, state: ShortlistState, seed: int, in_fixed_memory: bool = False
+    ) -> Iterator[tuple[str, Shortlist]]:
+        """A description of each draft step of a random call, and its shortlist. Chains and trees take turns. Rounds
+        over fixed memory have verdicts of one shape."""
         generator = torch.Generator().manual_seed(seed)
         for index, event in enumerate(_events(self, self.needs, seed)):
-            (state.observe_prompt if isinstance(event, Prompt) else state.observe)(event)
+            if isinstance(event, Prompt):
+                state.observe_prompt(event)
+            else:
+                state.observe(_of_fixed_shape(event, self.vocabulary_size) if in_fixed_memory else event)
+            if in_fixed_memory:
+                state.settle()
             state.begin_round()
             for depth in range(3):
                 nodes = 1 if depth == 0 or index % 2 else 3
@@ -103,9 +112,10 @@ class PolicyCase:
                         "Let `select` depend on the state's observations alone.",
                     )
 
-    def selected(self, state: ShortlistState, seed: int) -> list[tuple[str, set[int]]]:
+    def selected(self, state: ShortlistState, seed: int, in_fixed_memory: bool = False) -> list[tuple[str, set[int]]]:
         """The ids of every shortlist of a random call."""
-        return [(place, set(shortlist.ids().tolist())) for place, shortlist in self.shortlists(state, seed)]
+        shown = self.shortlists(state, seed, in_fixed_memory)
+        return [(place, set(shortlist.ids().tolist())) for place, shortlist in shown]
 
     def require_equal(self, actual: list, expected: list, problem: str, fix: str) -> None:
         for (place, own), (_, other) in zip(actual, expected, strict=True):
@@ -147,6 +157,19 @@ def _events(case: PolicyCase, needs: Needs, seed: int) -> Iterator[Prompt | Verd
             values["out_of_vocabulary"] = torch.tensor([False] * accepted + [index % 3 == 0])
         yield Verdict(drafted, verified, start, **values)
         start += accepted + 1
+
+
+def _of_fixed_shape(verdict: Verdict, no_token: int) -> Verdict:
+    """The verdict as if all drafts had been accepted, with no token in the place of those that were not."""
+    missing = verdict.drafted.shape[0] + 1 - verdict.verified.shape[0]
+    fields = {name: getattr(verdict, name) for name in ("out_of_vocabulary", "top_ids", "top_logits")}
+    padded = {
+        name: torch.cat([one, one.new_full((missing, *one.shape[1:]), no_token if name == "top_ids" else 0)])
+        for name, one in (fields | {"verified": verdict.verified}).items()
+        if one is not None
+    }
+    padded["verified"][verdict.verified.shape[0] :] = no_token
+    return replace(verdict, **padded)
 
 
 def _tiny_model(vocabulary_size: int, hidden_size: int) -> PreTrainedModel:

@@ -129,6 +129,23 @@ def check_memory(case: PolicyCase) -> None:
         elsewhere.end_call()
 
 
+def check_fixed_memory(case: PolicyCase) -> None:
+    """If its states say that they can be in rounds over fixed memory, they select there as elsewhere."""
+    state, other = case.state(case.policy), case.state(case.policy)
+    if state.carried is None:
+        return
+    missing = [name for name in state.carried if not hasattr(state, name)]
+    if missing:
+        case.fail(f"`carried` names {', '.join(missing)}, which its state does not have", "Name what it holds.")
+    case.require_equal(
+        case.selected(state, 9, in_fixed_memory=True),
+        case.selected(other, 9),
+        "in rounds over fixed memory",
+        "Treat ids at or past the vocabulary's size as no tokens, and take up in `settle` what was observed; or set "
+        "`carried = None`.",
+    )
+
+
 def check_settings(case: PolicyCase) -> None:
     """settings() and tensors() rebuild it."""
     policy = case.policy
@@ -265,6 +282,7 @@ CHECKS = (
     check_states_are_apart,
     check_restart,
     check_memory,
+    check_fixed_memory,
     check_settings,
     check_drafting,
     check_unions,

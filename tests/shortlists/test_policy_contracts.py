@@ -244,6 +244,19 @@ class Threaded(Constant):
         threading.Thread(target=self._ended.wait, name="left behind", daemon=True, args=(60,)).start()
 
 
+class LastToken(Constant):
+    """Takes the last token of a verdict for a verified one."""
+
+    carried = ("_recent",)
+
+    def observe(self, verdict: Verdict) -> None:
+        self._recent = verdict.verified[-1:][self._vocabulary.can_draft(verdict.verified[-1:])]
+
+
+class Misnamed(Constant):
+    carried = ("_recent", "_slots")
+
+
 def policy_of(state: type[ShortlistState], needs: Needs | None = None, **attributes) -> ShortlistPolicy:
     members = {"state": state, **attributes} | ({} if needs is None else {"needs": needs})
     return type(state.__name__ + "Shortlist", (Recent,), members)()
@@ -271,6 +284,8 @@ SEEN_THROUGH = {
     "counts that are none": lambda: policy_of(Constant, Needs(verify_top_k=-1)),
     "asks for the rows of a head": lambda: policy_of(Constant, Needs(drafter_rows=True)),
     "`needs` is dict": lambda: policy_of(Constant, needs={}),
+    "in rounds over fixed memory": lambda: policy_of(LastToken),
+    "`carried` names _slots": lambda: policy_of(Misnamed),
     "is no ShortlistPolicy": lambda: "full",
     "`start` returned NoneType": lambda: policy_of(Constant, start=lambda self, vocabulary: None),
 }
