@@ -10,14 +10,13 @@ import torch
 from transformers import Cache
 
 from ..drafters.base import Drafter
-from ..kernels import top_k_ids
 from ..protocol import Candidates, HeadRows, Needs, Prompt, Shortlist, SparseDistribution, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import TreeConfig
 from .guards import closes_on_error, while_weights_stand
 from .selector import Selector, rows_of, start_selectors
-from .trees import DrawnTreeGrowth, TreeGrowth
+from .trees import DrawChildren, DrawnTreeGrowth, TreeGrowth, candidates_of, grow
 from .unread_features import UnreadFeatures
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
@@ -27,11 +26,6 @@ ChooseToken = Callable[
 ]
 # Whether a draft goes on after the token that was chosen last. May wait for the device.
 GoesOn = Callable[[], bool]
-
-# Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
-# to them, int64 [w, depth], and the number of children for each. Returns the token ids and probabilities that they are
-# drawn from (see `protocol.Draws`), and their columns in these, int64 [w, c], in the order of the draws.
-DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,17 +246,10 @@ class DraftSession:
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
-                if draw is None:
-                    best = top_k_ids(logits, min(config.top_k, shortlist.width))
-                    log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
-                    fresh, parents = growth.add_level(shortlist.ids_at(best), log_probabilities)
-                else:
-                    fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
-                    paths = torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
+                fresh, parents, paths = grow(growth, logits, shortlist, paths, draw)
         with self.stopwatch.section("choice"):
-            token_ids, scores, parents, depths = growth.choose()
-            draws = None if draw is None else growth.draws()
-        return self._keep(Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws))
+            candidates = candidates_of(growth, shortlists)
+        return self._keep(candidates)
 
     @closes_on_error
     @while_weights_stand

@@ -98,7 +98,7 @@ class TokenChoice:
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `session.DrawChildren`.
+        """See `trees.DrawChildren`.
 
         Processors that look at token ids process one node at a time, each with its own path.
         """

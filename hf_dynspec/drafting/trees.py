@@ -4,11 +4,18 @@ Every function works on whole levels of a tree, not node by node, and none waits
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..protocol import Draws
+from ..kernels import top_k_ids
+from ..protocol import Candidates, Draws, Shortlist
 from ..tree_config import TreeConfig
+
+# Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
+# to them, int64 [w, depth], and the number of children for each. Returns the token ids and probabilities that they are
+# drawn from (see `protocol.Draws`), and their columns in these, int64 [w, c], in the order of the draws.
+DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 # Later drawn children are rarely reached and rarely accepted: the tenth child was accepted in one case of fifty when
 # it was reached (the measurement is that of `chances_of_draws`).
@@ -32,6 +39,11 @@ class TreeGrowth:
         # The nodes to expand next: their indices among all nodes (−1 is the root), and their scores.
         self._frontier: torch.Tensor | None = None
         self._frontier_scores: torch.Tensor | None = None
+
+    @property
+    def most_children(self) -> int:
+        """The number of children to take of a node."""
+        return self._config.top_k
 
     def add_level(self, token_ids: torch.Tensor, log_probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the children of every frontier node and choose the next frontier.
@@ -164,6 +176,40 @@ class DrawnTreeGrowth:
         """The distributions that the nodes were drawn from."""
         token_ids, probabilities = zip(*self._drawn_from, strict=True)
         return Draws(token_ids, probabilities, torch.cat(self._rows), torch.cat(self._columns), self.most_children)
+
+
+def grow(
+    growth: TreeGrowth | DrawnTreeGrowth,
+    logits: torch.Tensor,
+    shortlist: Shortlist,
+    paths: torch.Tensor,
+    draw: DrawChildren | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add a level to a tree.
+
+    Args:
+        growth: the tree.
+        logits: fp32 `[w, width]`: the drafter's, at the frontier's nodes.
+        shortlist: of the draft step.
+        paths: int64 `[w, depth]`: the tokens on the way to each of these nodes, if children are drawn.
+        draw: draws them, for a `DrawnTreeGrowth`.
+
+    Returns:
+        The next frontier's tokens, int64 `[f]`, the row of each one's parent in the old frontier, and its paths.
+    """
+    if draw is None:
+        best = top_k_ids(logits, min(growth.most_children, shortlist.width))
+        log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+        return *growth.add_level(shortlist.ids_at(best), log_probabilities), paths
+    fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
+    return fresh, parents, torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
+
+
+def candidates_of(growth: TreeGrowth | DrawnTreeGrowth, shortlists: Sequence[Shortlist]) -> Candidates:
+    """The nodes of a tree that is grown, whose levels were chosen from these shortlists."""
+    token_ids, scores, parents, depths = growth.choose()
+    draws = growth.draws() if isinstance(growth, DrawnTreeGrowth) else None
+    return Candidates(token_ids, tuple(shortlists), (), parents, depths, scores, draws)
 
 
 @functools.lru_cache(maxsize=32)

@@ -12,7 +12,7 @@ from ..drafters.fixed import FixedDrafter, ObserveDraftInputs, rows_at
 from ..drafting.draft_processors import SeenTokens
 from ..drafting.selector import Selector
 from ..drafting.token_choice import TokenChoice
-from ..drafting.trees import DrawnTreeGrowth, TreeGrowth
+from ..drafting.trees import DrawnTreeGrowth, TreeGrowth, candidates_of, grow
 from ..kernels import QueryRows, top_k_ids
 from ..memory.fixed import FixedMemory
 from ..modeling.head import DynamicLMHead, RowsSideBySide
@@ -256,26 +256,15 @@ class Round:
                 grown = []
                 for number, (text, (shortlist, logits)) in enumerate(zip(self.texts, scored, strict=True)):
                     shortlists[number].append(shortlist)
-                    growth = growths[number]
-                    if is_drawn:
-                        drawn = text.choice.draw_children(logits, shortlist, paths[number], growth.most_children)
-                        grown.append(growth.add_level(*drawn))
-                        paths[number] = torch.cat([paths[number][grown[-1][1]], grown[-1][0].unsqueeze(1)], dim=1)
-                    else:
-                        best = top_k_ids(logits, min(config.top_k, shortlist.width))
-                        log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
-                        grown.append(growth.add_level(shortlist.ids_at(best), log_probabilities))
+                    draw = text.choice.draw_children if is_drawn else None
+                    *level, paths[number] = grow(growths[number], logits, shortlist, paths[number], draw)
+                    grown.append(level)
                 fresh, parents = (torch.stack(one) for one in zip(*grown, strict=True))
                 itself = torch.eye(fresh.shape[1], dtype=torch.bool, device=fresh.device).expand(len(grown), -1, -1)
                 within = itself if within is None else torch.cat([rows_at(within, parents), itself], dim=2)
                 widths.append(fresh.shape[1])
         with self._stopwatch.section("choice"):
-            candidates = []
-            for growth, of_text in zip(growths, shortlists, strict=True):
-                token_ids, scores, above, depths = growth.choose()
-                draws = growth.draws() if is_drawn else None
-                candidates.append(Candidates(token_ids, tuple(of_text), (), above, depths, scores, draws))
-        return candidates
+            return [candidates_of(*one) for one in zip(growths, shortlists, strict=True)]
 
     def _level_rows(self, widths: list[int], within: torch.Tensor) -> QueryRows:
         """The last level of nodes, which attend to nodes of earlier levels too: bool `[B, w, t]`."""
