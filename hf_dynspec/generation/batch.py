@@ -22,7 +22,8 @@ from .arguments import STATIC_CACHE, CallArguments
 from .bindable import Assistant
 from .fixed_lane import InRounds, why_no_graph, why_not
 from .text_by_text import TextByText
-from .texts import STATEFUL, Prepared, Text
+from .texts import CommonCriteria, Prepared, Text
+from .verification import divide_criteria
 
 # Arguments of `generate` that a batch may have besides settings.
 _KNOWN_ARGUMENTS = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "tokenizer"}
@@ -120,7 +121,7 @@ def generate_batch(
         As `generate` without an assistant: int64 `[B, n + m]`, padded with `pad_token_id` after texts that ended.
 
     Raises:
-        UnsupportedError: a processor or criterion may keep a state, or the target cannot read a batch in fixed memory.
+        UnsupportedError: a processor may keep a state, or the target cannot read a batch in fixed memory.
         NotInRounds: fixed memory is not asked for, and the rounds cannot be of fixed shape. Nothing was done yet.
     """
     inputs = call.input_ids().to(input_device(target))
@@ -138,28 +139,32 @@ def generate_batch(
     reason = why_not(assistant, len(texts), longest) or next(filter(None, map(Text.why_not_in_rounds, texts)), None)
     if not is_asked and not bool(is_token.all()) and texts[0].verifier.looks_at_ids:
         reason = reason or "a logits processor looks at padding"
-    run = None
+    streamer, (_, criteria) = call.get("streamer"), divide_criteria(prepared[0].stopping_criteria)
+    refused = next((text.why_refused() for text in texts if text.why_refused()), None)
+    if streamer is not None and criteria:
+        refused = "a streamer would get tokens before a stopping criterion of your own is asked"
+    padding = prepared[0].generation_config._pad_token_tensor
+    padding = 0 if padding is None else int(padding)
+    common = CommonCriteria(criteria, texts, inputs.repeat_interleave(copies, dim=0), padding)
+    run, reason = None, reason or refused
     if reason is None:
-        run = InRounds(assistant, texts, longest)
+        run = InRounds(assistant, texts, longest, common)
         reason = run.why_not()
     if reason is not None and not is_asked:
         raise NotInRounds(reason)
-    if any(text.verifier.is_stepwise for text in texts):
+    if refused is not None:
         raise UnsupportedError(
-            f"{STATEFUL}, which texts in fixed memory cannot share: call generate once for each prompt, with "
-            "cache_implementation unset."
+            f"{refused}: call generate once for each prompt, with cache_implementation unset, or leave it out."
         )
-    streamer = call.get("streamer")
     if streamer is not None:
         streamer.put(inputs.cpu())
-    with run if reason is None else TextByText(assistant, texts, longest, reason) as run:
+    with run if reason is None else TextByText(assistant, texts, longest, common, reason) as run:
         run.generate(streamer)
     if streamer is not None:
         streamer.end()
     new = [text.new_tokens for text in texts]
     width = max(map(len, new))
-    padding = prepared[0].generation_config._pad_token_tensor
-    sequences = inputs.new_full((len(texts), inputs.shape[1] + width), 0 if padding is None else int(padding))
+    sequences = inputs.new_full((len(texts), inputs.shape[1] + width), padding)
     for row, (sequence, tokens) in enumerate(zip(sequences, new, strict=True)):
         sequence[: inputs.shape[1]] = inputs[row // copies]
         sequence[inputs.shape[1] : inputs.shape[1] + len(tokens)] = tokens

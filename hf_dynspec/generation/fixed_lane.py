@@ -25,7 +25,7 @@ from ..stats import Stopwatch
 from ..tree_config import AUTO
 from .bindable import Assistant
 from .target import entries_with, hidden_states
-from .texts import FIRST_POSITIONS, Text, Texts
+from .texts import FIRST_POSITIONS, CommonCriteria, Text, Texts
 
 # Positions in the smallest memory of a graph.
 _FEWEST_POSITIONS_OF_GRAPHS = 2048
@@ -258,8 +258,8 @@ class FixedLane:
 class InRounds(Texts):
     """Texts that are generated in rounds of fixed shape: see `Texts`."""
 
-    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int):
-        super().__init__(assistant, texts, longest)
+    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int, criteria: CommonCriteria):
+        super().__init__(assistant, texts, longest, criteria)
         config = texts[0].prepared.generation_config
         eos, shape = assistant.scored_eos_token_ids(config), shape_of_drafts(assistant, bool(config.do_sample))
         # What a graph depends on besides the models.
@@ -302,6 +302,7 @@ class InRounds(Texts):
             lane.take_prompt(number, read, length, self._longest)
             del read
         device = self._assistant.drafter.head.device
+        self._criteria.ask()
         if not lane.is_recorded:
             texts = self._leave_ended(texts)
         if texts:
@@ -323,6 +324,7 @@ class InRounds(Texts):
                     text.take(outcome, streamer)
             if steps is not None:
                 first.end_round(steps, len(outcomes[0].token_ids) - 1, texts[0].is_done, is_usual)
+            self._criteria.ask()
             texts = self._leave_ended(texts)
 
     def _leave_ended(self, texts: list[Text]) -> list[Text]:

@@ -14,7 +14,7 @@ from ..modeling.masks import descent
 from ..protocol import Candidates
 from ..tree_config import AUTO, LONGEST_DRAFT
 from .bindable import Assistant
-from .texts import FIRST_POSITIONS, Text, Texts
+from .texts import FIRST_POSITIONS, CommonCriteria, Text, Texts
 from .verification import Outcome
 
 
@@ -25,8 +25,10 @@ class TextByText(Texts):
         reason: why this cannot be done in rounds of fixed shape.
     """
 
-    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int, reason: str):
-        super().__init__(assistant, texts, longest)
+    def __init__(
+        self, assistant: Assistant, texts: Sequence[Text], longest: int, criteria: CommonCriteria, reason: str
+    ):
+        super().__init__(assistant, texts, longest, criteria)
         self.lane = f"fixed memory, drafts text by text: {reason}"
         self._forward = assistant.forward
         self._decoder = FixedDecoder(assistant.target)
@@ -46,6 +48,7 @@ class TextByText(Texts):
             self._memory.begin(number, read, length)
             # It takes as much memory as the copy.
             del read
+        self._criteria.ask()
         while self._leave_ended():
             for text in self.texts:
                 text.propose()
@@ -54,6 +57,7 @@ class TextByText(Texts):
                 outputs = self._verify()
             outcomes = [text.observe(one, streamer) for text, one in zip(self.texts, outputs, strict=True)]
             self._keep(outcomes)
+            self._criteria.ask()
 
     def _capacity(self, positions: int) -> int:
         return min(positions, self._longest) + self._most_nodes

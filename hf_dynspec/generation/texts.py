@@ -12,6 +12,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -25,11 +26,10 @@ from ..rounds import RoundText, TextOutcome
 from ..stats import DraftingStatistics, Stopwatch
 from .bindable import Assistant
 from .generate_call import GenerateCall
-from .verification import BatchedWalk, BestTokens, Outcome, Verifier
+from .verification import BatchedWalk, BestTokens, Outcome, Verifier, divide_criteria
 
 # Positions that memory has beyond the longest prompt at first. It is doubled when a text outgrows it.
 FIRST_POSITIONS = 256
-STATEFUL = "a logits processor or stopping criterion may keep a state"
 
 
 class Prepared(NamedTuple):
@@ -62,7 +62,7 @@ class Text:
 
     def __init__(self, target: PreTrainedModel, prepared: Prepared, keeps_scores: bool):
         self.prepared, self.input_ids, self._target = prepared, prepared.input_ids, target
-        processors, criteria = prepared.logits_processor, prepared.stopping_criteria
+        processors, (criteria, _) = prepared.logits_processor, divide_criteria(prepared.stopping_criteria)
         self.verifier = Verifier(processors, criteria, bool(prepared.generation_config.do_sample), keeps_scores)
         self.is_done = False
         self.candidates: Candidates | None = None
@@ -82,6 +82,15 @@ class Text:
         """int64 `[m]`: the tokens after the prompt."""
         return self.input_ids[0, self.prepared.input_ids.shape[1] :]
 
+    def why_refused(self) -> str | None:
+        """Why the text cannot be generated in fixed memory (None: it can)."""
+        return "a logits processor may keep a state, which texts cannot share" if self.verifier.is_stepwise else None
+
+    def cut(self, count: int) -> None:
+        """End the text after so many new tokens."""
+        self.input_ids = self.input_ids[:, : self.prepared.input_ids.shape[1] + count]
+        self.is_done = True
+
     def read_prompt(self, streamer: Any) -> Cache:
         """Let the target read the prompt alone, and choose the first token. Returns what it has read."""
         cache = DynamicCache(config=self._target.config.get_text_config())
@@ -100,8 +109,6 @@ class Text:
 
     def why_not_in_rounds(self) -> str | None:
         """Why such rounds cannot generate this text (None: they can)."""
-        if self.verifier.is_stepwise:
-            return STATEFUL
         return "a logits processor looks at the order of tokens" if self.verifier.looks_at_order else None
 
     def for_rounds(self) -> RoundText:
@@ -149,6 +156,44 @@ class Text:
         return outcome
 
 
+class CommonCriteria:
+    """Criteria of a user's own, which may do anything. They are asked as plain generate asks them: after each token of
+    all texts, about the whole batch, in which a text that has ended is followed by padding. Texts that are ahead of
+    others are cut when the others are there.
+
+    Args:
+        criteria: the criteria.
+        texts: all texts.
+        prompts: int64 `[B, n]`: their prompts, padded.
+        padding: the token after texts that have ended.
+    """
+
+    def __init__(self, criteria: list[StoppingCriteria], texts: Sequence[Text], prompts: torch.Tensor, padding: int):
+        self._criteria, self._texts, self._prompts, self._padding = criteria, list(texts), prompts, padding
+        self._asked = 0
+
+    def ask(self) -> None:
+        """Ask about the tokens that all texts have by now, and end texts."""
+        while self._criteria and self._asked < self._count():
+            self._asked += 1
+            rows = self._prompts.new_full((len(self._texts), self._asked), self._padding)
+            for row, text in zip(rows, self._texts, strict=True):
+                new = text.new_tokens[: self._asked]
+                row[: len(new)] = new
+            batch = torch.cat([self._prompts, rows], dim=1)
+            stops = [torch.as_tensor(one(batch, None)).expand(len(rows)) for one in self._criteria]
+            ends = torch.stack([one.to(stops[0].device) for one in stops]).any(0).tolist()
+            for text, is_end in zip(self._texts, ends, strict=True):
+                if is_end and len(text.new_tokens) >= self._asked:
+                    text.cut(self._asked)
+
+    def _count(self) -> int:
+        """The tokens that all texts have which have not ended; if all have ended, those of the longest."""
+        going_on = [text for text in self._texts if not text.is_done]
+        counts = [len(text.new_tokens) for text in going_on or self._texts]
+        return min(counts) if going_on else max(counts)
+
+
 class Texts(ABC):
     """Generates the texts of one call while it is entered.
 
@@ -156,6 +201,7 @@ class Texts(ABC):
         assistant: a bound assistant.
         texts: the texts.
         longest: the most tokens that a text may have.
+        criteria: asked after each round.
 
     Attributes:
         texts: the texts that have not ended.
@@ -164,8 +210,9 @@ class Texts(ABC):
 
     lane: str
 
-    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int):
+    def __init__(self, assistant: Assistant, texts: Sequence[Text], longest: int, criteria: CommonCriteria):
         self._assistant, self.texts, self._longest = assistant, list(texts), longest
+        self._criteria = criteria
         self._open = ExitStack()
         devices = (assistant.drafter.head.device, assistant.target.device)
         self._stopwatch = Stopwatch(assistant.profile, devices)

@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -30,6 +31,14 @@ from .acceptance import NO_TOKEN, draw_alone, draw_among, draw_at, weights_of
 _BY_LAST_TOKEN = (EosTokenCriteria,)
 _BY_LENGTH_OR_TIME = (MaxLengthCriteria, MaxTimeCriteria)
 _PURE_CRITERIA = (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME, StopStringCriteria)
+
+
+def divide_criteria(criteria: StoppingCriteriaList) -> tuple[StoppingCriteriaList, list[StoppingCriteria]]:
+    """Divide criteria into those that may be asked about tokens that are not accepted, and those that may do
+    anything."""
+    pure = StoppingCriteriaList(one for one in criteria if type(one) in _PURE_CRITERIA)
+    return pure, [one for one in criteria if type(one) not in _PURE_CRITERIA]
+
 
 # Processes the row of logits at one node, int64 [1], given the tokens on the path to it, int64 [1, depth]. Returns
 # logits, fp32 [1, V]; when sampling, a sparse distribution if only few tokens keep a probability above 0.

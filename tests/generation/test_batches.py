@@ -21,6 +21,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TextStreamer,
     pipeline,
 )
@@ -195,6 +197,58 @@ def test_a_sampled_batch_with_a_penalty_on_repetitions():
     numbers = [uniform_numbers(target, perturbed(target), processors, one[None], 12) for one in sampled]
     assert uniformity(torch.cat(numbers)) > FALSE_ALARM / 10
     assert_lane(assistant, {})
+
+
+# Criteria of a user's own --------------------------------------------------------------------------------------------
+
+
+class EndsOfLines(StoppingCriteria):
+    """Ends the batch when each text has had one of these tokens, as benchmark harnesses do. It remembers which texts
+    had one, and looks at new tokens only."""
+
+    def __init__(self, token_ids: list[int], prompt: int):
+        self._token_ids, self._prompt, self._done, self.asked = token_ids, prompt, None, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> bool:
+        self.asked.append(input_ids.tolist())
+        if self._done is None:
+            self._done = [False] * len(input_ids)
+        for number, row in enumerate(input_ids[:, self._prompt :].tolist()):
+            self._done[number] |= row[-1] in self._token_ids
+        return all(self._done)
+
+
+class EachAlone(StoppingCriteria):
+    """Ends each text at its second token among these."""
+
+    def __init__(self, token_ids: list[int], prompt: int):
+        self._token_ids, self._prompt, self.asked = token_ids, prompt, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        self.asked.append(input_ids.tolist())
+        return torch.isin(input_ids[:, self._prompt :], torch.tensor(self._token_ids)).sum(1) > 1
+
+
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [EndsOfLines, EachAlone])
+def test_criteria_of_a_user_are_asked_about_the_whole_batch(kind, shape, settings, target):
+    """With the same batches, in the same order, as in plain generate on the whole batch, and so with its output."""
+    assistant = DynSpecAssistant(perturbed(target), target=target, tree=SHAPES[shape])
+    inputs = together(texts((12, 12, 12)))
+    call = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [7], "pad_token_id": PAD, **settings}
+    written = target.generate(**inputs, **call)[:, 12:]
+    ends = [int(row[place]) for row, place in zip(written, (4, 11, 19), strict=True)]
+    own, ours = kind(ends, 12), kind(ends, 12)
+    expected = target.generate(**inputs, stopping_criteria=StoppingCriteriaList([own]), **call)
+    output = target.generate(
+        **inputs, stopping_criteria=StoppingCriteriaList([ours]), assistant_model=assistant, **call
+    )
+    assert torch.equal(output, expected)
+    # Some text has ended before the others' length.
+    assert expected.shape[1] < 52 or bool((expected[:, -1] == PAD).any())
+    assert ours.asked == own.asked
+    assert_lane(assistant, settings)
 
 
 # A static cache ------------------------------------------------------------------------------------------------------
