@@ -171,6 +171,9 @@ class Round:
 
     def resize(self, kept: torch.Tensor, memory: FixedMemory) -> None:
         """Keep some of the texts, int64 `[b]`, whose tokens the target has in this memory. For use between rounds."""
+        if len(kept) < len(self.texts):
+            # The block has the rows of all.
+            self._rows = None
         self.texts = [self.texts[text] for text in kept.tolist()]
         self.memory = memory
         self.drafter.resize(kept, memory.capacity)

@@ -201,6 +201,29 @@ def test_every_round_is_the_same_operations_on_the_same_memory(policy, kind, sha
 BATCHED = ("hybrid", "frequency", "in_context", "router", "union", "union with a router")
 
 
+@pytest.mark.parametrize("policy", representatives("families", BATCHED, keep=1))
+def test_texts_of_a_batch_end_on_a_device_without_graphs(policy, graphs, monkeypatch):
+    monkeypatch.setattr(devices, "GRAPHS", frozenset())
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
+        write_a_batch(there, assistant, target)
+        assert assistant.stats.lane == "fixed memory"
+
+
+def write_a_batch(there, assistant, target) -> None:
+    """Texts end at tokens of their own, or all at the length of the call."""
+    alone = [plain(target, 12, seed)[0, 12:].tolist() for seed in range(3)]
+    for eos in (None, [alone[0][7], alone[1][20]]):
+        inputs = to_device(torch.cat([prompt(12, seed) for seed in range(3)]))
+        mask = to_device(torch.ones(3, 12, dtype=torch.int64))
+        settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        output = there.generate(inputs, attention_mask=mask, assistant_model=assistant, **settings).memory
+        for row, tokens in zip(output[:, 12:].tolist(), alone, strict=True):
+            count = next((n + 1 for n, one in enumerate(tokens) if one in (eos or ())), len(tokens))
+            assert row[:count] == tokens[:count] and not any(row[count:])
+
+
 @pytest.mark.parametrize("policy", representatives("families", BATCHED, keep=2))
 def test_a_batch_as_a_graph(policy, graphs):
     """Texts that end stand still, and the others go on in the same graph. One product scores the packed shortlists of
@@ -208,17 +231,8 @@ def test_a_batch_as_a_graph(policy, graphs):
     with pretended_device():
         there, drafter, target = pair_there("independent")
         assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
-        alone = [plain(target, 12, seed)[0, 12:].tolist() for seed in range(3)]
-        ends = [alone[0][7], alone[1][20]]
-        for eos in (None, ends):
-            inputs = to_device(torch.cat([prompt(12, seed) for seed in range(3)]))
-            mask = to_device(torch.ones(3, 12, dtype=torch.int64))
-            settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
-            output = there.generate(inputs, attention_mask=mask, assistant_model=assistant, **settings).memory
-            for row, tokens in zip(output[:, 12:].tolist(), alone, strict=True):
-                count = next((n + 1 for n, one in enumerate(tokens) if one in (eos or ())), len(tokens))
-                assert row[:count] == tokens[:count] and not any(row[count:])
-            assert assistant.stats.lane == AS_A_GRAPH and assistant.stats.accepted > 0
+        write_a_batch(there, assistant, target)
+        assert assistant.stats.lane == AS_A_GRAPH and assistant.stats.accepted > 0
     # Sessions, and so graphs, belong to EOS ids.
     assert len(graphs) == 2
     products = [arguments[1].shape for func, arguments, *_ in graphs[0].launched if func.name() == "aten::bmm"]
