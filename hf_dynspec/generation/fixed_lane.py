@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
-from ..modeling.head import RowsSideBySide
+from ..modeling.head import PackedRows, RowsSideBySide
 from ..modeling.parts import decoder_of
 from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome, recorded_forward_agrees
 from ..stats import Stopwatch
@@ -241,6 +241,11 @@ class FixedLane:
             is_usual = self._recorded.run()
         return self._round.report.read(), is_usual
 
+    @property
+    def has_common_rows(self) -> bool:
+        """Whether the sessions pack their rows in one block."""
+        return self._rows is not None
+
     def close(self) -> None:
         """Give the sessions up."""
         for session in self.sessions:
@@ -288,11 +293,14 @@ class InRounds(Texts):
 
     def _leave_sessions(self, has_failed: bool) -> None:
         if has_failed:
-            self._lane.close()
+            for session in self._sessions:
+                session.close()
         elif self._lane.still_holds():
             self._assistant.return_lane(self._key, self._lane)
         else:
             for session in self._sessions:
+                if self._lane.has_common_rows:
+                    session.selector.rows = PackedRows()
                 self._assistant.return_session(session)
 
     def generate(self, streamer: Any) -> None:

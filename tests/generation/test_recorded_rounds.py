@@ -28,6 +28,7 @@ from hf_dynspec.evaluation.operations.pretended_device import move, pretended_de
 from hf_dynspec.generation import fixed_lane
 from hf_dynspec.generation.arguments import CallArguments
 from hf_dynspec.generation.batch import why_general
+from hf_dynspec.modeling import head
 from hf_dynspec.rounds import Report, Round, recorded
 
 AS_A_GRAPH = "fixed memory, as a graph"
@@ -209,6 +210,9 @@ def test_texts_of_a_batch_end_on_a_device_without_graphs(policy, graphs, monkeyp
         assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
         write_a_batch(there, assistant, target)
         assert assistant.stats.lane == "fixed memory"
+        # The sessions draft alone again, each with rows of its own.
+        assert {session.selector.rows._reserve for session in assistant._sessions._idle} == {head._memory_of_its_own}
+        assert torch.equal(generate(there, assistant), plain(target))
 
 
 def write_a_batch(there, assistant, target) -> None:
