@@ -90,7 +90,7 @@ def test_every_policy_of_the_table_is_covered():
 )
 def test_the_contract_of_policies(name: str):
     report = check_policy(POLICY_CASES[name]())
-    assert len(report.checks) == 10 and 0 < report.active_vocabulary <= VOCABULARY
+    assert len(report.checks) == 11 and 0 < report.active_vocabulary <= VOCABULARY
 
 
 @contract
