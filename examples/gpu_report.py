@@ -158,6 +158,7 @@ def generate(models: Models, assistant: DynSpecAssistant | None, prompt: torch.T
 
 
 def describe(add: Callable[[str], None], report: Report, device: str) -> None:
+    """The device and the versions of packages."""
     versions = [f"{name} {version}" for name, version in report.data["provenance"]["versions"].items()]
     add(", ".join([torch.cuda.get_device_name() if device == "cuda" else "CPU", *versions]))
 

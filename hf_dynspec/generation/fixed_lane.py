@@ -72,6 +72,9 @@ def why_no_graph(assistant: Assistant) -> str | None:
         return f"no graphs on {device.type}"
     if assistant.profile:
         return "the time of sections is measured"
+    if torch.is_autocast_enabled(device.type):
+        # A graph would compute in other dtypes than plain generate in the calls after this one.
+        return "autocast is on"
     for model in (target, getattr(assistant.drafter, "model", None)):
         modules = [] if model is None else list(decoder_of(model).modules())
         if modules and not may_be_recorded(model, modules):
@@ -99,11 +102,12 @@ class FixedLane:
         is_recorded: record the rounds as a graph.
 
     Attributes:
-        sessions: as given.
+        sessions: of the texts that are left.
+        is_recorded: as given. All texts then stay to the end of the call.
     """
 
     def __init__(self, assistant: Assistant, sessions: Sequence[DraftSession], shape: DraftShape, is_recorded: bool):
-        self.sessions, self._shape, self._is_recorded = list(sessions), shape, is_recorded
+        self.sessions, self._shape, self.is_recorded = list(sessions), shape, is_recorded
         self._drafter, self._forward = assistant.drafter, assistant.forward
         self._reads = assistant.drafter.reads
         self._inputs = {"output_hidden_states": entries_with(self._reads)} if self._reads else {}
@@ -122,14 +126,9 @@ class FixedLane:
         self._recorded: RecordedRound | None = None
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether rounds are a graph. All texts then stay to the end of the call."""
-        return self._is_recorded
-
-    @property
     def name(self) -> str:
         """For `DraftingStatistics.lane`."""
-        if not self._is_recorded:
+        if not self.is_recorded:
             return "fixed memory"
         failure = self._recorded.failure if self._recorded is not None else None
         return "fixed memory, as a graph" if failure is None else f"fixed memory, no graph: {failure}"
@@ -166,7 +165,7 @@ class FixedLane:
 
     def _capacity(self, length: int, longest: int) -> int:
         """Positions for texts of that length. A new capacity takes a new graph, so graphs have more than they need."""
-        if self._is_recorded:
+        if self.is_recorded:
             return max(_FEWEST_POSITIONS_OF_GRAPHS, 1 << (length - 1).bit_length()) + self._shape.most_nodes
         return min(length, longest) + self._shape.most_nodes
 
@@ -185,7 +184,7 @@ class FixedLane:
                 fixed = self._drafter.fixed(read, len(self.sessions), capacity, nodes)
                 head = self._drafter.head
                 self._round = Round(self._verify, self.memory, fixed, head, texts, self._shape, stopwatch, self._rows)
-                if self._is_recorded:
+                if self.is_recorded:
                     self._recorded = RecordedRound(self._round)
                     # Only now, as transformers adds hooks where hidden states are asked for.
                     target = self._forward.model
@@ -210,7 +209,7 @@ class FixedLane:
 
     def leave(self, ended: Sequence[int], kept: Sequence[int]) -> None:
         """Leave texts that have ended. In a graph they stand still, otherwise only others are kept."""
-        if self._is_recorded:
+        if self.is_recorded:
             for text in ended:
                 self._round.end(text)
         else:
@@ -269,7 +268,7 @@ class InRounds(Texts):
         eos, shape = assistant.scored_eos_token_ids(config), shape_of_drafts(assistant, bool(config.do_sample))
         # What a graph depends on besides the models.
         processors = tuple((type(one), repr(vars(one))) for one in texts[0].prepared.logits_processor)
-        self._key = len(texts), eos, shape, processors
+        self._key = len(texts), eos, shape, processors, torch.get_float32_matmul_precision()
         self._lane: FixedLane | None = assistant.take_lane(self._key)
         if self._lane is None:
             sessions = [assistant.take_session(eos) for _ in texts]

@@ -39,10 +39,8 @@ class TextByText(Texts):
         for number, text in enumerate(self.texts):
             read, length = text.read_prompt(streamer), text.length - 1
             if self._memory is None:
-                config, capacity = (
-                    self._forward.model.config.get_text_config(),
-                    self._capacity(length + FIRST_POSITIONS),
-                )
+                config = self._forward.model.config.get_text_config()
+                capacity = self._capacity(length + FIRST_POSITIONS)
                 self._memory = FixedMemory.like(read, config, len(self.texts), capacity, self._most_nodes)
             self._reserve(length)
             self._memory.begin(number, read, length)

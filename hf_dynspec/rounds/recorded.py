@@ -120,21 +120,24 @@ def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     return replay
 
 
-# Whether a recorded forward of a model agrees with a launched one.
-_agreements: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
+# The classes of a model's modules, and whether a recorded forward of it agrees with a launched one.
+_agreements: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[set[type], bool]]" = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def recorded_forward_agrees(model: PreTrainedModel) -> bool:
     """Whether a forward over fixed memory that was recorded says of other tokens what a launched one says, for models
-    with parts that may do anything. Tried once for a model."""
-    if model not in _agreements:
+    with parts that may do anything. Tried once for a model, and again if it gets parts of other classes."""
+    classes = set(map(type, model.modules()))
+    known = _agreements.get(model)
+    if known is None or known[0] != classes:
         # Whatever is wrong with it, it can be launched.
         try:
-            _agreements[model] = _agrees(model)
+            known = classes, _agrees(model)
         except Exception:
-            _agreements[model] = False
-    return _agreements[model]
+            known = classes, False
+        _agreements[model] = known
+    return known[1]
 
 
 def _agrees(model: PreTrainedModel) -> bool:

@@ -196,10 +196,11 @@ class Round:
         """Run one round of all texts."""
         for text in self.texts:
             text.selector.state.begin_round()
-        candidates = self._draft_chains() if self.shape.tree is None else self._draft_trees()
+        roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
+        candidates = self._draft_chains(roots) if self.shape.tree is None else self._draft_trees(roots)
         with self._stopwatch.section("verification"):
-            logits, features = self._verify(candidates)
-        walks = self._accept(logits, candidates)
+            logits, features = self._verify(roots, candidates)
+        walks = self._accept(roots, logits, candidates)
         with self._stopwatch.section("policy"):
             self._observe(logits, candidates, walks)
         self._keep(features, walks)
@@ -215,11 +216,12 @@ class Round:
 
     # Draft -----------------------------------------------------------------------------------------------------------
 
-    def _draft_chains(self) -> list[Candidates | None]:
+    def _draft_chains(self, roots: torch.Tensor) -> list[Candidates | None]:
+        """Chains after the last token of each text, int64 `[B, 1]` (None: nothing is drafted)."""
         drafted: list[list[torch.Tensor]] = [[] for _ in self.texts]
         shortlists: list[list[Shortlist]] = [[] for _ in self.texts]
         used: list[list[torch.Tensor]] = [[] for _ in self.texts]
-        fresh, hidden = self._advance()
+        fresh, hidden = roots, self._advance()
         for depth in range(self.steps):
             if depth:
                 within = self._is_before[:, depth - 1 : depth, :depth]
@@ -241,12 +243,12 @@ class Round:
             for tokens, of_text, logits in zip(drafted, shortlists, used, strict=True)
         ]
 
-    def _draft_trees(self) -> list[Candidates]:
+    def _draft_trees(self, roots: torch.Tensor) -> list[Candidates]:
         """Trees as `DraftSession.draft_tree` grows them."""
         config, steps, is_drawn = self.shape.tree, self.shape.steps, self.shape.is_drawn
         growths = [DrawnTreeGrowth(config, steps) if is_drawn else TreeGrowth(config) for _ in self.texts]
         shortlists: list[list[Shortlist]] = [[] for _ in self.texts]
-        fresh, hidden = self._advance()
+        fresh, hidden = roots, self._advance()
         paths = [fresh.new_empty(1, 0) for _ in self.texts]
         parents, within, widths = None, None, []
         for depth in range(steps):
@@ -274,13 +276,13 @@ class Round:
         levels = torch.cat([self._order[depth : depth + 1].expand(width) for depth, width in enumerate(widths)])
         return QueryRows(self.drafter.memory.lengths, within, levels.unsqueeze(0))
 
-    def _advance(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the drafter read the last round's tokens. Returns the last one of each text, int64 `[B, 1]`, and the
-        hidden state there, `[B, 1, d]`."""
+    def _advance(self) -> torch.Tensor:
+        """Let the drafter read the last round's tokens. Returns the hidden state at the last one of each text,
+        `[B, 1, d]`."""
         with self._stopwatch.section("backbone"):
             hidden = self.drafter.advance(self._token_ids, self._features, self._accepted, self._observer())
             self.drafter.memory.keep((self._accepted + 1) * self._goes_on)
-        return self._token_ids.gather(1, self._accepted.unsqueeze(1)), hidden
+        return hidden
 
     def _observer(self) -> ObserveDraftInputs | None:
         """Shows each policy the draft inputs of its text, if policies look at them."""
@@ -315,8 +317,9 @@ class Round:
 
     # Verify and accept -----------------------------------------------------------------------------------------------
 
-    def _verify(self, candidates: list[Candidates | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
+    def _verify(
+        self, roots: torch.Tensor, candidates: list[Candidates | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         nodes, lengths = roots, self.memory.lengths
         if self.steps:
             nodes = torch.cat([roots, torch.stack([one.token_ids for one in candidates])], dim=1)
@@ -330,9 +333,8 @@ class Round:
             rows = QueryRows(lengths, within, torch.stack([pad(one.depths + 1, (1, 0)) for one in candidates]))
         return self._verify_nodes(nodes, rows)
 
-    def _accept(self, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
+    def _accept(self, roots: torch.Tensor, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
         tokens, rows, accepted = [], [], []
-        roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
         for text, root, of_text, one in zip(self.texts, roots, logits, candidates, strict=True):
             walk = text.accept(of_text, one, root[:0].unsqueeze(0) if text.seen is None else text.seen.ids(root))
             # A draft may be shorter than the shape's, and on a host walks end where the target disagrees.

@@ -457,3 +457,14 @@ def test_calls_that_take_the_general_lane(reason, graphs):
         assistant = DynSpecAssistant(drafter, policy, target=there, **settings)
         assert torch.equal(generate(there, assistant, max_new_tokens=8), plain(target, max_new_tokens=8))
     assert assistant.stats.lane == f"general: {reason}" and not graphs
+
+
+def test_a_graph_is_not_used_under_autocast(graphs, monkeypatch):
+    """It computes in the dtypes of the call that recorded it."""
+    with pretended_device():
+        there, drafter, _ = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        generate(there, assistant)
+        assert assistant.stats.lane == AS_A_GRAPH
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device == (pretended.NAME,))
+        assert fixed_lane.why_no_graph(assistant) == "autocast is on"
