@@ -322,6 +322,10 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     "retrieval, the best of its core": lambda: POLICIES["retrieval"](
         size=90, dynamic=12, likely=8, displaceable=9, candidates=9, synchronous=True
     ),
+    "union with retrieval": lambda: POLICIES["union"](
+        InContextShortlist(15, eviction="lru"),
+        POLICIES["retrieval"](size=30, dynamic=12, likely=8, displaceable=9, synchronous=True),
+    ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
     "coral, not packed": lambda: POLICIES["coral"](layer_router(), top_groups=2, packed=False),
     "union with coral": lambda: POLICIES["union"](

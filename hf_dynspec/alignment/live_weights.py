@@ -4,10 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from ..devices import has_graphs
 
 # Seconds to wait for a moment without drafts. After that no draft may begin.
 _PATIENCE = 1.0
@@ -99,6 +102,9 @@ class LiveWeights:
             weights: by parameter name, with the parameters' dtypes and devices. They are not copied.
         """
         own = {name: self._stamp[name][0].data for name in weights if name not in self._own}
+        if has_graphs(self._device):
+            # Numbers are written to where the own ones lie.
+            own = {name: tensor.clone() for name, tensor in own.items()}
         self._put(weights)
         self._remember(weights)
         self._own |= own
@@ -132,22 +138,25 @@ class LiveWeights:
         self._stamp = self._drafter.weights_stamp()
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        put = self._drafter.prepare_weights(weights)
-        device = next(self._drafter.module.parameters()).device
-        if device.type == "cuda":
-            # Drafts in another stream must find the new numbers.
-            torch.cuda.current_stream(device).synchronize()
+        put, wait = self._drafter.prepare_weights(weights), lambda: None
+        if self._device.type == "cuda":
+            # Of the new numbers, and of drafts that read the old ones in other streams.
+            wait = partial(torch.cuda.synchronize, self._device)
+        wait()
         # Kept until nobody waits, as freeing much memory takes milliseconds.
         replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
             start, work = time.perf_counter(), time.thread_time()
+            wait()
             put()
+            wait()
             self.longest_swap_work = max(self.longest_swap_work, time.thread_time() - work)
             self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
-        if device.type == "cuda":
-            # Work that the device got before may still read them.
-            torch.cuda.synchronize(device)
         del replaced
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._drafter.module.parameters()).device
 
     def _remember(self, names: Iterable[str]) -> None:
         """Note the present values of these parameters. Changes of others still count as changes."""

@@ -4,8 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,15 +15,42 @@ from .replay import LARGEST_SHORTLIST, Trajectory
 MOST_VERIFIED = 512
 
 
-@dataclass(frozen=True, eq=False)
-class _Round:
-    """One verification of `v` tokens: see `Trajectory`."""
+class Notes(NamedTuple):
+    """What is kept of the target's answer at `v` tokens: see `Trajectory`."""
 
     token_ids: torch.Tensor
     top_ids: torch.Tensor
     top_logits: torch.Tensor
     log_probabilities: torch.Tensor
     log_normalisers: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        temperature: float,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        top_ids: torch.Tensor,
+        top_logits: torch.Tensor,
+    ) -> "Notes":
+        """Note an answer.
+
+        Args:
+            temperature: of the request; 0 if greedy.
+            logits: `[v, V]`: the target's logits for the tokens, before any processor.
+            token_ids: int64 `[v]`: the tokens, on the drafter's device.
+            top_ids: int64 `[v, k]`: the most probable ones, the first one first, on the drafter's device.
+            top_logits: fp32 `[v, k]`: their logits.
+        """
+        scaled = logits.float() if temperature in (0.0, 1.0) else logits.float() / temperature
+        log_normalisers = scaled.logsumexp(-1)
+        log_probabilities = scaled.gather(1, token_ids.to(logits.device).unsqueeze(1))[:, 0] - log_normalisers
+        of_tokens = (one.to(token_ids.device) for one in (log_probabilities, log_normalisers))
+        return cls(token_ids.clone(), top_ids.contiguous(), top_logits.contiguous(), *of_tokens)
+
+    def first(self, count: int) -> "Notes":
+        """A copy of the first `count`."""
+        return Notes(*(one[:count].clone() for one in self))
 
 
 class Recorder:
@@ -52,7 +78,7 @@ class Recorder:
         # The number of tokens before the first recorded round.
         self._first = 0
         self._verified = 0
-        self._rounds: deque[_Round] = deque()
+        self._rounds: deque[Notes] = deque()
         self._shortlist: Shortlist | None = None
         self._failure: Exception | None = None
         # Hidden states of the target, each with the position of its first row in the text.
@@ -83,19 +109,34 @@ class Recorder:
             features_end: one past the position of the last of these rows.
         """
         with self._noting():
-            scaled = logits.float() if self.temperature in (0.0, 1.0) else logits.float() / self.temperature
-            log_normalisers = scaled.logsumexp(-1)
-            log_probabilities = scaled.gather(1, verified.to(logits.device).unsqueeze(1))[:, 0] - log_normalisers
-            ids, values = (top[name][:, : self.top_k].contiguous() for name in ("top_ids", "top_logits"))
-            of_verified = (one.to(verified.device) for one in (log_probabilities, log_normalisers))
-            self._rounds.append(_Round(verified.clone(), ids, values, *of_verified))
-            self._verified += verified.shape[0]
-            if shortlist is not None:
-                self._shortlist = shortlist
-            if features is not None:
-                kept = features[-(self._context + MOST_VERIFIED) :]
-                self._features.append((features_end - kept.shape[0], kept.clone()))
-            self._forget_beginning()
+            most_probable = (top[name][:, : self.top_k] for name in ("top_ids", "top_logits"))
+            notes = Notes.of(self.temperature, logits, verified, *most_probable)
+            self._append(notes, shortlist, features, features_end)
+
+    def add_notes(
+        self,
+        notes: Notes,
+        count: int,
+        shortlist: Shortlist | None,
+        features: torch.Tensor | None,
+        features_end: int,
+    ) -> None:
+        """Add a round of which the first `count` tokens were verified. The tensors are copied."""
+        with self._noting():
+            features = None if features is None else features[:count]
+            self._append(notes.first(count), shortlist, features, features_end)
+
+    def _append(
+        self, notes: Notes, shortlist: Shortlist | None, features: torch.Tensor | None, features_end: int
+    ) -> None:
+        self._rounds.append(notes)
+        self._verified += notes.token_ids.shape[0]
+        if shortlist is not None:
+            self._shortlist = shortlist
+        if features is not None:
+            kept = features[-(self._context + MOST_VERIFIED) :]
+            self._features.append((features_end - kept.shape[0], kept.clone()))
+        self._forget_beginning()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

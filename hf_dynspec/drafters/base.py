@@ -1,13 +1,14 @@
 """The contract of drafters: tokens in, hidden states out, and never a projection to the vocabulary."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import Cache
 
+from ..devices import has_graphs
 from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead
 from .fixed import FixedDrafter, ObserveDraftInputs
@@ -104,12 +105,14 @@ class Drafter(ABC):
         reads: the target's hidden states that it reads, side by side in this order: 0 is the target's embedding, the
             number of layers the output of its final norm. Empty for an independent model.
         most_positions: the most tokens of a text that it can read (None: any number).
+        replacements: how many changes of `weights_version` replaced numbers alone (`replaces_numbers`).
     """
 
     module: nn.Module
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
     most_positions: int | None = None
+    replacements: int = 0
 
     @property
     def weights_version(self) -> int:
@@ -218,17 +221,25 @@ class Drafter(ABC):
             weights: by the parameters' names, each of its parameter's shape, dtype and device. They are not copied.
 
         Returns:
-            A function that replaces them at once, without copying, and changes `weights_version`. Nothing may draft
-            meanwhile.
+            A function that replaces them at once, and changes `weights_version`. On devices with graphs, which hold
+            addresses, it copies them; elsewhere it does not. Nothing may draft meanwhile.
         """
         parameters = dict(self.module.named_parameters())
         places = [(parameters[name], tensor.detach()) for name, tensor in weights.items()]
 
         def replace() -> None:
             for parameter, tensor in places:
-                parameter.data = tensor
+                if has_graphs(parameter.device):
+                    parameter.data.copy_(tensor)
+                else:
+                    parameter.data = tensor
 
         return replace
+
+    def replaces_numbers(self, names: Collection[str]) -> bool:
+        """Whether `prepare_weights` for parameters of these names replaces numbers alone, so that drafts over fixed
+        memory find them, and graphs still hold."""
+        return False
 
     @abstractmethod
     def start(self) -> DrafterState:

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -227,9 +227,7 @@ class CausalLMDrafter(Drafter):
         # are, and the head's kind still hold.
         _ = self.weights_version
         replace = super().prepare_weights(weights)
-        parameters = dict(self.module.named_parameters())
-        projection = self.model.get_output_embeddings()
-        has_projection = any(parameters[name] is one for name in weights for one in projection.parameters())
+        projection, has_projection = self.model.get_output_embeddings(), not self.replaces_numbers(weights)
 
         def replace_and_accept() -> None:
             with self._lock:
@@ -238,9 +236,15 @@ class CausalLMDrafter(Drafter):
                 if has_projection:
                     self._projection_watch.accept_weights()
                     self.head = self.head.anew(projection.weight, projection.bias)
+                else:
+                    self.replacements += 1
                 self._version += 1
 
         return replace_and_accept
+
+    def replaces_numbers(self, names: Collection[str]) -> bool:
+        parameters, projection = dict(self.module.named_parameters()), self.model.get_output_embeddings()
+        return not any(parameters[name] is one for name in names for one in projection.parameters())
 
     def start(self) -> CausalLMState:
         if self.step is None:

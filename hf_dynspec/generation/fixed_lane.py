@@ -1,6 +1,7 @@
 """Rounds over fixed memory for the texts of one call, and which calls they can generate."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,15 @@ from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.head import PackedRows, RowsSideBySide
 from ..modeling.parts import decoder_of
-from ..rounds import DraftShape, RecordedRound, Round, RoundText, TextOutcome, recorded_forward_agrees
+from ..rounds import (
+    DraftShape,
+    RecordedRound,
+    Round,
+    RoundText,
+    TextOutcome,
+    Verification,
+    recorded_forward_agrees,
+)
 from ..stats import Stopwatch
 from ..tree_config import AUTO
 from .bindable import Assistant
@@ -42,7 +51,7 @@ def why_not(assistant: Assistant, texts: int = 1, longest: int = 0) -> str | Non
     is_open = config.num_assistant_tokens == AUTO and not has_lengths
     has_schedule = assistant.tree is None and config.num_assistant_tokens_schedule not in (None, "constant")
     reasons = {
-        "the drafter is aligned": assistant.alignment is not None,
+        "the output projection learns": _learns_projection(assistant),
         "the policy is chosen in each round": len(assistant.policy.alternatives(None)) > 1,
         "the length of drafts is chosen in each round": is_open or has_schedule,
         "drafts end at a low confidence": bool(config.assistant_confidence_threshold),
@@ -63,6 +72,12 @@ def why_not(assistant: Assistant, texts: int = 1, longest: int = 0) -> str | Non
     if most is not None and longest + steps > most:
         return f"a draft after the longest text could pass the models' {most} positions"
     return None
+
+
+def _learns_projection(assistant: Assistant) -> bool:
+    """Whether alignment replaces more than numbers that a round reads at their addresses."""
+    aligner = assistant.alignment
+    return aligner is not None and not assistant.drafter.replaces_numbers(aligner.learner.base_weights())
 
 
 def why_no_graph(assistant: Assistant) -> str | None:
@@ -111,7 +126,9 @@ class FixedLane:
         self._drafter, self._forward = assistant.drafter, assistant.forward
         self._reads = assistant.drafter.reads
         self._inputs = {"output_hidden_states": entries_with(self._reads)} if self._reads else {}
-        self._version = assistant.drafter.weights_version
+        self._version = self._version_now
+        aligner = assistant.alignment
+        self._drafting_lock = nullcontext() if aligner is None else aligner.drafting_lock
         self._target: SteadyDecoder | None = None
         self._target_head: WeightsWatch | None = None
         self._decoder = FixedDecoder(assistant.target)
@@ -144,8 +161,13 @@ class FixedLane:
             and not decoder.has_changed()
             and not head.has_changed()
             and self._target.still_holds()
-            and self._drafter.weights_version == self._version
+            and self._version_now == self._version
         )
+
+    @property
+    def _version_now(self) -> int:
+        """Changes when the drafter's weights do, except numbers that are replaced at their addresses."""
+        return self._drafter.weights_version - self._drafter.replacements
 
     def take_prompt(self, text: int, read: Cache, length: int, longest: int) -> None:
         """Take the target's keys and values of a prompt.
@@ -200,7 +222,7 @@ class FixedLane:
                 text.seen.begin(of_text)
                 text.choice.look_at(text.seen)
         if self._recorded is not None:
-            self._recorded.begin()
+            self._recorded.settle()
 
     def reserve(self, length: int, longest: int) -> None:
         """Have memory for texts of that length, of which the longest may have `longest` tokens."""
@@ -234,11 +256,30 @@ class FixedLane:
             The outcomes, and whether the time of the round is that of others like it.
         """
         self._round.steps, is_usual = self._shape.steps if steps is None else steps, True
-        if self._recorded is None:
-            self._round.run()
-        else:
-            is_usual = self._recorded.run()
-        return self._round.report.read(), is_usual
+        with self._drafting_lock:
+            if self._recorded is None:
+                self._round.run()
+            else:
+                is_usual = self._recorded.run()
+            return self._round.report.read(), is_usual
+
+    def show(self, number: int, text: Text, count: int) -> None:
+        """Show the round that was read to the parts that observe it on the host.
+
+        Args:
+            number: the index of a text.
+            text: the text with its verified tokens.
+            count: how many of these are of the round.
+        """
+        text.call.note(self._round.report.answers[number], count, text.length)
+        if not text.is_done:
+            self._round.exchange(number, count, text.length - count)
+
+    def settle(self) -> None:
+        """Let the next round find what these parts have taken up."""
+        parts = (part for session in self.sessions for part in session.selector.state.parts)
+        if self._recorded is not None and any(part.observes_on_host for part in parts):
+            self._recorded.settle()
 
     @property
     def has_common_rows(self) -> bool:
@@ -250,13 +291,12 @@ class FixedLane:
         for session in self.sessions:
             session.close()
 
-    def _verify(self, token_ids: torch.Tensor, rows: QueryRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _verify(self, token_ids: torch.Tensor, rows: QueryRows) -> Verification:
         outputs: Any = self._decoder(token_ids, self.memory, rows, **self._inputs)
-        logits = self._forward.logits(outputs.last_hidden_state).float()
-        if not self._reads:
-            return logits, None
-        layers = self._forward.num_layers
-        return logits, torch.cat([hidden_states(outputs, index, layers) for index in self._reads], dim=-1)
+        states, features, layers = outputs.last_hidden_state, None, self._forward.num_layers
+        if self._reads:
+            features = torch.cat([hidden_states(outputs, index, layers) for index in self._reads], dim=-1)
+        return Verification(self._forward.logits(states).float(), features, states)
 
 
 class InRounds(Texts):
@@ -326,9 +366,10 @@ class InRounds(Texts):
             first = texts[0].call
             steps = first.plan_round() if self._assistant.tree is None else None
             outcomes, is_usual = lane.run(steps)
-            for text, outcome in zip(texts, outcomes, strict=True):
+            for number, (text, outcome) in enumerate(zip(texts, outcomes, strict=True)):
                 if not text.is_done:
-                    text.take(outcome, streamer)
+                    lane.show(number, text, text.take(outcome, streamer))
+            lane.settle()
             if steps is not None:
                 first.end_round(steps, len(outcomes[0].token_ids) - 1, texts[0].is_done, is_usual)
             self._criteria.ask()

@@ -3,12 +3,13 @@ them, and to observe the outcome."""
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..alignment.recording import Recorder
+from ..alignment.recording import Notes, Recorder
 from ..devices import is_host_memory, without_attention_plans
 from ..drafting.automatic import AutomaticCall, DraftPlan
 from ..drafting.guards import outside_inference_mode
@@ -18,6 +19,7 @@ from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS, require_drafting_s
 from ..drafting.token_choice import TokenChoice
 from ..modeling.parts import output_rows
 from ..protocol import Candidates
+from ..rounds import Answer, Note
 from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import AUTO, LONGEST_DRAFT
 from .bindable import Assistant
@@ -40,11 +42,13 @@ class GenerateCall:
     Attributes:
         keeps_session: the session goes on with a longer text in another call.
         publishes: its counts become the assistant's when it is closed.
+        texts: the number of texts that are generated together, whose time this call shares.
         best_tokens: of the round's verification, if all rows are looked at.
     """
 
     keeps_session = False
     publishes = True
+    texts = 1
     # Whether automatic drafting may choose, and the aligner may learn.
     _learns = True
 
@@ -62,6 +66,7 @@ class GenerateCall:
         self._has_begun = False
         self._aligner = assistant.alignment if self._learns else None
         self._recorder: Recorder | None = None
+        self._temperature = 0.0
         self._logits = RowsBuffer()
         self.best_tokens: BestTokens | None = None
         # Of the current round: its candidates, and `Candidates.has_missed` once it is known.
@@ -125,10 +130,12 @@ class GenerateCall:
         self._prefill_chunk_size = generation_config.prefill_chunk_size
         device = session.vocabulary.device
         self._steady_attention = without_attention_plans(device, target.model.device)
-        if self._recorder is not None and generation_config.do_sample:
+        if generation_config.do_sample:
             # transformers leaves logits as they are if the temperature is None.
             temperature = generation_config.temperature
-            self._recorder.temperature = 1.0 if temperature is None else temperature
+            self._temperature = 1.0 if temperature is None else temperature
+        if self._recorder is not None:
+            self._recorder.temperature = self._temperature
         if session.vocabulary.target_rows is not None:
             session.follow_target(target.head_rows())
         self._text = VerifiedText(input_ids, model_kwargs, getattr(generation_config, "_mask_length", None), device)
@@ -213,6 +220,23 @@ class GenerateCall:
         return entries_with(states) if states else False
 
     # A round over fixed memory ---------------------------------------------------------------------------------------
+
+    def notes(self) -> tuple[Note | None, int]:
+        """`RoundText.note` and `RoundText.noted_top_k`. Graphs note also for calls that are not recorded."""
+        if self._aligner is None:
+            return None, 0
+        return partial(Notes.of, self._temperature), self._aligner.settings.top_k
+
+    def note(self, answer: Answer, count: int, end: int) -> None:
+        """Record a round, if this call is recorded.
+
+        Args:
+            answer: the target's.
+            count: the verified tokens of the round.
+            end: the length of the text with them.
+        """
+        if self._recorder is not None:
+            self._recorder.add_notes(answer.note, count, answer.shortlist, answer.features, end - 1)
 
     def plan_round(self) -> int:
         """The draft steps of the next round."""
@@ -390,7 +414,7 @@ class GenerateCall:
         if config.num_assistant_tokens_schedule == "heuristic" and self._scheduler.adapts_length:
             config.num_assistant_tokens = self._scheduler.num_assistant_tokens
         if self._aligner is not None:
-            self._aligner.take(self._recorder, time.perf_counter() - self._began)
+            self._aligner.take(self._recorder, (time.perf_counter() - self._began) / self.texts)
         if not self._session.is_closed:
             self._session.count_background_work()
             if not has_failed:

@@ -121,10 +121,10 @@ class Text:
         seen = None
         if self.verifier.looks_at_ids:
             seen = SeenTokens(self.call.vocabulary_rows, self.call.session.vocabulary.device)
-        return RoundText(self.call.session.selector, self.call.choice, accept, seen)
+        return RoundText(self.call.session.selector, self.call.choice, accept, seen, *self.call.notes())
 
-    def take(self, outcome: TextOutcome, streamer: Any) -> None:
-        """Append the tokens of such a round. The text lies in the host's memory."""
+    def take(self, outcome: TextOutcome, streamer: Any) -> int:
+        """Append the tokens of such a round. The text lies in the host's memory. Returns how many they are."""
         count, self.is_done = self.verifier.end(outcome.token_ids, self.input_ids)
         tokens = torch.tensor(outcome.token_ids[:count], device=self.input_ids.device)
         self.input_ids = torch.cat([self.input_ids, tokens.unsqueeze(0)], dim=1)
@@ -137,6 +137,7 @@ class Text:
             # A candidate that ends the text came out of its shortlist.
             is_whole = count == len(outcome.token_ids)
             stats.record_verified_tokens(count - 1, outcome.has_missed if is_whole else False)
+        return count
 
     # Alone -----------------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Texts(ABC):
         for text, session in zip(self.texts, self._take_sessions(), strict=True):
             text.call = self._open.enter_context(GenerateCall(self._assistant, session))
             # All texts together make the counts of one call.
-            text.call.publishes = False
+            text.call.publishes, text.call.texts = False, len(self.texts)
             self._calls.append(text.call)
         return self
 

@@ -1,6 +1,6 @@
 """What policies ask to be shown, what they are shown of the text and of the target, and what they did meanwhile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -89,6 +89,12 @@ class Verdict:
     top_ids: torch.Tensor | None = None
     top_logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+
+    def on_host(self, count: int, start: int) -> "Verdict":
+        """The verdict on the first `count` verified tokens, from this position on, in memory of the host."""
+        tensors = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("drafted", "start")}
+        cut = {name: tensor[:count].cpu() for name, tensor in tensors.items() if tensor is not None}
+        return Verdict(self.drafted.cpu(), start=start, **cut)
 
 
 @dataclass(frozen=True, eq=False)

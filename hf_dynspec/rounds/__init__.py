@@ -6,16 +6,19 @@
 """
 
 from .recorded import RecordedRound, recorded_forward_agrees
-from .round import Accept, DraftShape, Report, Round, RoundText, TextOutcome, Walk
+from .round import Accept, Answer, DraftShape, Note, Report, Round, RoundText, TextOutcome, Verification, Walk
 
 __all__ = [
     "Accept",
+    "Answer",
     "DraftShape",
+    "Note",
     "RecordedRound",
     "Report",
     "Round",
     "RoundText",
     "TextOutcome",
+    "Verification",
     "Walk",
     "recorded_forward_agrees",
 ]

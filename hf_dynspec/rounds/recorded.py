@@ -50,8 +50,9 @@ class RecordedRound:
         self._graphs: dict[int, tuple[Callable[[], None], Report]] = {}
         self.failure: str | None = None
 
-    def begin(self) -> None:
-        """Begin other texts, after the policies have seen them."""
+    def settle(self) -> None:
+        """Let the next round find what policies have taken up since the last one: other texts, or results of the
+        host's."""
         self._round.settle()
         if self._carried is None or not self._carried.settle():
             self._carry_anew()

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -22,9 +22,23 @@ from ..shortlists.base import ShortlistState
 from ..stats import Stopwatch
 from ..tree_config import TreeConfig
 
-# Lets the target read nodes, int64 [B, q], which the rows place after its texts. Returns its logits, fp32 [B, q, V],
-# and the hidden states that the drafter reads, [B, q, f] (None: it reads none).
-Verify = Callable[[torch.Tensor, QueryRows], tuple[torch.Tensor, torch.Tensor | None]]
+
+class Verification(NamedTuple):
+    """The target's answer at nodes.
+
+    Args:
+        logits: fp32 `[B, q, V]`.
+        features: `[B, q, f]`: the hidden states that the drafter reads (None: it reads none).
+        states: `[B, q, d]`: the inputs of the output projection.
+    """
+
+    logits: torch.Tensor
+    features: torch.Tensor | None
+    states: torch.Tensor
+
+
+# Lets the target read nodes, int64 [B, q], which the rows place after its texts.
+Verify = Callable[[torch.Tensor, QueryRows], Verification]
 
 
 class Walk(Protocol):
@@ -38,6 +52,9 @@ class Walk(Protocol):
 # Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V], and the text's tokens in any order,
 # int64 [1, n] (none if no processor looks at them).
 Accept = Callable[[torch.Tensor, Candidates | None, torch.Tensor], Walk]
+# Notes the target's answer at some tokens for alignment: logits, fp32 [n, V], the tokens, int64 [n], and the ids and
+# logits of the most probable ones there, [n, k].
+Note = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -79,12 +96,16 @@ class RoundText:
         choice: chooses draft tokens.
         accept: walks along the candidates.
         seen: the set of its tokens (None: no processor looks at them).
+        note: notes the answers of the target (None: nothing is noted).
+        noted_top_k: the most probable tokens to note.
     """
 
     selector: Selector
     choice: TokenChoice
     accept: Accept
     seen: SeenTokens | None = None
+    note: Note | None = None
+    noted_top_k: int = 0
 
 
 class TextOutcome(NamedTuple):
@@ -194,15 +215,16 @@ class Round:
     @torch.no_grad()
     def run(self) -> None:
         """Run one round of all texts."""
-        for text in self.texts:
-            text.selector.state.begin_round()
         roots = self._token_ids.gather(1, self._accepted.unsqueeze(1))
         candidates = self._draft_chains(roots) if self.shape.tree is None else self._draft_trees(roots)
         with self._stopwatch.section("verification"):
-            logits, features = self._verify(roots, candidates)
-        walks = self._accept(roots, logits, candidates)
+            answer = self._verify(roots, candidates)
+        walks = self._accept(roots, answer.logits, candidates)
+        features = answer.features
+        if features is not None and self.shape.tree is not None:
+            features = rows_at(features, walks.rows)
         with self._stopwatch.section("policy"):
-            self._observe(logits, candidates, walks)
+            self._observe(answer, candidates, walks, features)
         self._keep(features, walks)
 
     def settle(self) -> None:
@@ -213,6 +235,21 @@ class Round:
             shortlist = text.selector.state.settle()
             if shortlist is not None and not (shortlist.is_transient or shortlist.is_prefix):
                 text.selector.rows.update(self._head, shortlist)
+
+    def exchange(self, text: int, count: int, start: int) -> None:
+        """Let the parts of a policy that observe on the host observe the round that was read.
+
+        Args:
+            text: the index of the text.
+            count: its verified tokens.
+            start: the position of the first of them.
+        """
+        verdict = self.report.answers[text].verdict
+        if verdict is not None:
+            verdict = verdict.on_host(count, start)
+            for part in self.texts[text].selector.state.parts:
+                if part.observes_on_host:
+                    part.exchange(verdict)
 
     # Draft -----------------------------------------------------------------------------------------------------------
 
@@ -317,9 +354,7 @@ class Round:
 
     # Verify and accept -----------------------------------------------------------------------------------------------
 
-    def _verify(
-        self, roots: torch.Tensor, candidates: list[Candidates | None]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _verify(self, roots: torch.Tensor, candidates: list[Candidates | None]) -> Verification:
         nodes, lengths = roots, self.memory.lengths
         if self.steps:
             nodes = torch.cat([roots, torch.stack([one.token_ids for one in candidates])], dim=1)
@@ -346,9 +381,15 @@ class Round:
 
     # Observe and keep ------------------------------------------------------------------------------------------------
 
-    def _observe(self, logits: torch.Tensor, candidates: list[Candidates | None], walks: "_Walks") -> None:
+    def _observe(
+        self,
+        answer: Verification,
+        candidates: list[Candidates | None],
+        walks: "_Walks",
+        features: torch.Tensor | None,
+    ) -> None:
         """Write what the host reads, and let the policies observe the verdict."""
-        results, known_counts = [], []
+        results, known_counts, answers = [], [], []
         for number, (text, one) in enumerate(zip(self.texts, candidates, strict=True)):
             tokens, accepted = walks.token_ids[number], walks.accepted[number : number + 1]
             has_missed, counts, drafted_at = torch.zeros_like(accepted), [], []
@@ -362,38 +403,57 @@ class Round:
             on_device = [count.view(1) for count in counts if not isinstance(count, int)]
             results.append(torch.cat([accepted, has_missed, tokens, *on_device, *drafted_at]))
             if text.seen is not None:
-                text.seen.add(torch.where(self._order <= accepted, tokens, logits.shape[-1]))
-            self._show(text.selector, logits[number], one, walks, number, has_missed)
-        self.report = Report(torch.stack(results), known_counts, self.steps, self.shape.steps)
+                text.seen.add(torch.where(self._order <= accepted, tokens, answer.logits.shape[-1]))
+            of_text = self._show(text, answer, one, walks, number, has_missed)
+            answers.append(of_text if features is None else of_text._replace(features=features[number]))
+        self.report = Report(torch.stack(results), known_counts, self.steps, self.shape.steps, answers)
 
     def _show(
         self,
-        selector: Selector,
-        logits: torch.Tensor,
+        text: RoundText,
+        answer: Verification,
         candidates: Candidates | None,
         walks: "_Walks",
         number: int,
         has_missed: torch.Tensor,
-    ) -> None:
+    ) -> "Answer":
         """Let a policy observe a verdict. Past the accepted tokens, ids are those of no token."""
-        needs, state = selector.needs, selector.state
-        if type(state).observe is ShortlistState.observe:
-            return
-        nowhere, accepted = selector.vocabulary_size, walks.accepted[number]
+        needs, parts = text.selector.needs, text.selector.state.parts
+        is_observed = any(type(part).observe is not ShortlistState.observe for part in parts)
+        if not is_observed and text.note is None:
+            return Answer()
+        nowhere, accepted = text.selector.vocabulary_size, walks.accepted[number]
         order = self._order[: self.steps + 1]
         counts, tokens = order <= accepted, walks.token_ids[number, : self.steps + 1]
-        is_chain = candidates is None or candidates.is_chain
+
+        def along_path(rows: torch.Tensor) -> torch.Tensor:
+            is_chain = candidates is None or candidates.is_chain
+            return rows[number] if is_chain else rows[number].index_select(0, walks.rows[number])
+
         fields: dict[str, torch.Tensor] = {}
-        if needs.verify_top_k:
-            rows = logits if is_chain else logits.index_select(0, walks.rows[number])
-            top_ids = top_k_ids(rows, min(needs.verify_top_k, rows.shape[1]))
+        most, note = max(needs.verify_top_k, text.noted_top_k), None
+        if most:
+            rows = along_path(answer.logits)
+            top_ids = top_k_ids(rows, min(most, rows.shape[1]))
+            if needs.top_logits or text.note is not None:
+                top_logits = rows.gather(1, top_ids)
+            if text.note is not None:
+                note = text.note(rows, tokens, *(one[:, : text.noted_top_k] for one in (top_ids, top_logits)))
             if needs.top_logits:
-                fields["top_logits"] = rows.gather(1, top_ids)
-            fields["top_ids"] = torch.where(counts.unsqueeze(1), top_ids, nowhere)
+                fields["top_logits"] = top_logits[:, : needs.verify_top_k]
+            if needs.verify_top_k:
+                fields["top_ids"] = torch.where(counts.unsqueeze(1), top_ids[:, : needs.verify_top_k], nowhere)
         if needs.out_of_vocabulary:
             fields["out_of_vocabulary"] = has_missed.bool() & (order == accepted)
+        if needs.hidden_states:
+            fields["hidden_states"] = along_path(answer.states)
         drafted = tokens[:0] if candidates is None else candidates.token_ids
-        state.observe(Verdict(drafted, torch.where(counts, tokens, nowhere), 0, **fields))
+        verdict = Verdict(drafted, torch.where(counts, tokens, nowhere), 0, **fields)
+        for part in parts:
+            if not part.observes_on_host:
+                part.observe(verdict)
+        shortlist = None if candidates is None else candidates.shortlists[0]
+        return Answer(verdict if any(part.observes_on_host for part in parts) else None, note, shortlist)
 
     def _keep(self, features: torch.Tensor | None, walks: "_Walks") -> None:
         """Make the verified tokens a part of the texts."""
@@ -401,9 +461,23 @@ class Round:
         self._token_ids.copy_(walks.token_ids)
         self._accepted.copy_(walks.accepted)
         if features is not None:
-            if self.shape.tree is not None:
-                features = rows_at(features, walks.rows)
             self._features[:, : features.shape[1]].copy_(features)
+
+
+class Answer(NamedTuple):
+    """The target's answer at the candidates of a text, of which the first tokens count.
+
+    Args:
+        verdict: for a policy that observes on the host (None: there is none).
+        note: for alignment (None: nothing was noted).
+        shortlist: of the first draft step, if something was noted and drafted.
+        features: the hidden states that the drafter reads, `[n, f]`, if it reads any.
+    """
+
+    verdict: Verdict | None = None
+    note: Any = None
+    shortlist: Shortlist | None = None
+    features: torch.Tensor | None = None
 
 
 class Report(NamedTuple):
@@ -415,12 +489,14 @@ class Report(NamedTuple):
         known_counts: for each text and draft step the tokens of the shortlist (None: among the numbers).
         steps: draft steps.
         most_steps: those of the shape.
+        answers: for each text.
     """
 
     numbers: torch.Tensor
     known_counts: list[list[int | None]]
     steps: int
     most_steps: int
+    answers: list[Answer]
 
     def read(self) -> list[TextOutcome]:
         """The outcome for each text. Waits for the device once."""

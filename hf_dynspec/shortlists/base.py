@@ -19,12 +19,19 @@ class ShortlistState(ABC):
             the same operations on tensors of the same shapes, whatever the numbers are, and the host counts nothing
             but versions. Verdicts then have ids of no token, at or past the vocabulary's size, after the last verified
             token.
+        observes_on_host: in rounds over fixed memory the host shows it each verdict, between two rounds (`exchange`).
         is_constant: shortlists depend on the draft step alone.
     """
 
     layout: BlockLayout | None = None
     carried: tuple[str, ...] | None = None
+    observes_on_host: bool = False
     is_constant: bool = False
+
+    @property
+    def parts(self) -> "tuple[ShortlistState, ...]":
+        """The states that it is made of; itself alone by default."""
+        return (self,)
 
     @abstractmethod
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
@@ -39,7 +46,12 @@ class ShortlistState(ABC):
     # Policies that learn nothing from the context override none of these.
     def begin_round(self) -> None:  # noqa: B027
         """Begin a round, and take up the results of a worker. Called once before the round's first
-        `observe_draft_inputs` and `select`, not in rounds without a draft. Must not wait for device or worker."""
+        `observe_draft_inputs` and `select`, not in rounds without a draft, nor in those over fixed memory. Must not
+        wait for device or worker."""
+
+    def exchange(self, verdict: Verdict) -> None:  # noqa: B027
+        """Observe a verdict, whose tensors lie on the host, between two rounds over fixed memory, and take up the
+        results of a worker. Called instead of `observe` if it `observes_on_host`. Must not wait for the worker."""
 
     def settle(self) -> Shortlist | None:
         """Take up all that was observed, between two rounds over fixed memory. Returns the next round's shortlist, or

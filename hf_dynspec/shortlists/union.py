@@ -65,6 +65,10 @@ class UnionState(ForwardingState):
         # The last blocks, the last slots, and both joined.
         self._joined: tuple[BlockShortlist, Shortlist, JoinedShortlist] | None = None
 
+    @property
+    def parts(self) -> tuple[ShortlistState, ...]:
+        return tuple(part for state in self.states for part in state.parts)
+
     def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
         blocks = None if self._of_blocks is None else self._of_blocks.select(depth, token_ids, features)
         if not self._of_slots:

@@ -92,11 +92,18 @@ class PolicyCase:
         for index, event in enumerate(_events(self, self.needs, seed)):
             if isinstance(event, Prompt):
                 state.observe_prompt(event)
+            elif not in_fixed_memory:
+                state.observe(event)
             else:
-                state.observe(_of_fixed_shape(event, self.vocabulary_size) if in_fixed_memory else event)
+                for part in state.parts:
+                    if part.observes_on_host:
+                        part.exchange(event)
+                    else:
+                        part.observe(_of_fixed_shape(event, self.vocabulary_size))
             if in_fixed_memory:
                 state.settle()
-            state.begin_round()
+            else:
+                state.begin_round()
             for depth in range(3):
                 nodes = 1 if depth == 0 or index % 2 else 3
                 token_ids = torch.randint(0, self.vocabulary_size, (nodes,), generator=generator)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from ...devices import has_graphs
 from ...errors import ArtifactError, UnsupportedError
 from ...memory.fixed import FixedMemory
 from ...modeling.head import DynamicLMHead
@@ -217,20 +218,26 @@ class EagleDrafter(Drafter):
         self._follow_weights()
         weights = side_by_side(weights)
         replace = super().prepare_weights(weights)
-        tensors = self.module.merged_tensors()
-        if not weights.keys() <= tensors.keys() or "lm_head.weight" in weights:
+        if not self.replaces_numbers(weights):
             # With adapters or another projection, `weights_version` finds the changes.
             return replace
-        fused = self.weights.anew({**tensors, **weights})
+        fused = self.weights.anew({**self.module.merged_tensors(), **weights})
 
         def replace_and_accept() -> None:
             with self._lock:
                 replace()
-                self.weights = fused
+                if has_graphs(self.weights.qkv.device):
+                    self.weights.write(fused)
+                else:
+                    self.weights = fused
                 self._watches[1].accept_weights()
                 self._version += 1
+                self.replacements += 1
 
         return replace_and_accept
+
+    def replaces_numbers(self, names: Collection[str]) -> bool:
+        return set(names) <= self.module.merged_tensors().keys() - {"lm_head.weight"}
 
     def require_target(self, target: PreTrainedModel) -> None:
         _require_fit(self.settings, self.module.tensor_names, target)
@@ -246,7 +253,9 @@ class EagleDrafter(Drafter):
     def fixed(self, read: Cache, texts: int, capacity: int, nodes: int) -> FixedEagle:
         settings, like = self.settings, self.weights.qkv
         shape = settings.num_key_value_heads, settings.head_dim, settings.head_dim
-        return FixedEagle(self.weights, FixedMemory([shape], [None], texts, capacity, nodes, like.dtype, like.device))
+        return FixedEagle(
+            lambda: self.weights, FixedMemory([shape], [None], texts, capacity, nodes, like.dtype, like.device)
+        )
 
     @property
     def num_embeddings(self) -> int:

@@ -1,5 +1,7 @@
 """EAGLE heads over fixed memory."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import Cache
 
@@ -13,17 +15,21 @@ class FixedEagle(FixedDrafter):
     """See `FixedDrafter`. Row `i` of the memory reads token `i + 1` and the target's hidden state at token `i`.
 
     Args:
-        weights: of a head whose rotary embedding is steady.
+        weights_now: the present weights of a head whose rotary embedding is steady.
         memory: for the texts, of one layer.
     """
 
-    def __init__(self, weights: FusedWeights, memory: FixedMemory):
+    def __init__(self, weights_now: Callable[[], FusedWeights], memory: FixedMemory):
         self.memory = memory
-        self._weights = weights
+        self._weights_now, weights = weights_now, weights_now()
         self._attention = round_attention_for(weights.qkv.device)
         self._cos, self._sin = weights.rotary.tables(memory.capacity)
         # `[B, w, H]`: the outputs of the last level.
         self._output = weights.qkv.new_zeros(len(memory.lengths), 1, weights.settings.hidden_size)
+
+    @property
+    def _weights(self) -> FusedWeights:
+        return self._weights_now()
 
     def begin(self, text: int, read: Cache, before: torch.Tensor) -> None:
         self.memory.begin(text, read, read.layers[0].keys.shape[2])

@@ -1,7 +1,7 @@
 """The weights of an EAGLE head for drafting: layers with the same input are one matrix."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
@@ -111,6 +111,16 @@ class FusedWeights:
         device, dtype = self.qkv.device, self.qkv.dtype
         return self.fuse(self.settings, tensors, self.embedding, self.output_dtype, device, dtype, self.rotary)
 
+    def write(self, other: "FusedWeights") -> None:
+        """Copy the numbers of others of the same settings, dtype and device to the addresses of these."""
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(mine, _Norm):
+                mine, theirs = mine.weight, theirs.weight
+            # The target's embedding is the same for both.
+            if isinstance(mine, torch.Tensor) and mine is not theirs:
+                mine.copy_(theirs)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[w, H]`: the embeddings of tokens, int64 `[w]`."""
         rows = embedding(token_ids.to(self.embedding.device), self.embedding)
@@ -202,7 +212,7 @@ class _Norm:
     """
 
     def __init__(self, weight: torch.Tensor, eps: float):
-        self._weight, self._eps = weight, eps
+        self.weight, self._eps = weight, eps
         self._shape = weight.shape[-1:]
         # torch's own squares 16-bit inputs in fp32.
         self._is_split = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
@@ -212,9 +222,9 @@ class _Norm:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if not self._is_split:
-            if self._weight.dim() == 1:
-                return rms_norm(states, self._shape, self._weight, self._eps)
-            return rms_norm(states, self._shape, None, self._eps) * self._weight
+            if self.weight.dim() == 1:
+                return rms_norm(states, self._shape, self.weight, self._eps)
+            return rms_norm(states, self._shape, None, self._eps) * self.weight
         lengths = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
         return states / torch.hypot(lengths, self._floor) * self._scaled
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...devices import leaves_a_core
+from ...devices import is_host_memory, leaves_a_core
 from ...errors import ConfigurationError
 from ...fields import LARGEST_TOP_K, OneOf, Switch, WholeNumber
 from ...protocol import BackgroundWork, JoinedShortlist, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
@@ -304,6 +304,9 @@ class RetrievalState(ShortlistState):
     """The slots of the core, and after them those of the cache, which first hold the displaceable tokens. The cache
     belongs to the worker. If the core is screened, only the EOS ids and the cache have slots."""
 
+    carried = ("_shortlist",)
+    observes_on_host = True
+
     def __init__(self, policy: RetrievalShortlist, vocabulary: VocabularyInfo):
         self._policy = policy
         core = policy.core_ids(vocabulary)
@@ -323,10 +326,16 @@ class RetrievalState(ShortlistState):
         # The last slots are empty and not scored yet: caches fill their slots in order.
         self._first_slots = torch.cat([in_slots, displaceable, core[:1].expand(policy.dynamic)])
         self._first_size = self._kept + displaceable.shape[0]
+        # Widths that change would change the shapes of a graph.
+        self._order = None
+        if not is_host_memory(core.device):
+            self._order = torch.arange(self._first_slots.shape[0], device=core.device)
         self._cache = CACHES[policy.cache](len(self._displaceable) + policy.dynamic)
         self._cache.fill(self._displaceable)
         self._version = 0
-        self._show(self._first_slots, self._first_size, replaced=None)
+        self._show(self._first_slots.clone(), self._first_size, replaced=None)
+        # Whether it shows others than the first slots.
+        self._has_results = False
         self._takes_prompts = policy.prompt_positions > 0
         rows = vocabulary.target_rows
         semantic = None if rows is None else policy.semantic_of(rows.weight, vocabulary.size)
@@ -343,22 +352,36 @@ class RetrievalState(ShortlistState):
         # Verified tokens without a trigger that the worker does not know of yet.
         self._passed: list[list[int]] = []
         # Results are taken at a round's first draft step, after the drafter's layers. When the round begins, the last
-        # verdict is only microseconds old.
-        self._is_taken_up = False
+        # verdict is only microseconds old. Over fixed memory they are taken between two rounds.
+        self._is_taken_up = True
 
     def _show(self, slots: torch.Tensor, size: int, replaced: torch.Tensor | None) -> None:
         """Show the first `size` slots, of which the `replaced` ones are new (None: this is the first shortlist)."""
-        self._slots, self._size = slots, size
+        self._size = size
         self._version += replaced is not None
-        self._shortlist = Shortlist(slots, self._version, size, replaced=replaced)
+        if self._order is None:
+            self._shortlist = Shortlist(slots, self._version, size, replaced=replaced)
+        else:
+            self._shortlist = Shortlist(slots, self._version, occupied=self._order < size, replaced=replaced)
 
     def begin_round(self) -> None:
         self._is_taken_up = False
 
-    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+    def settle(self) -> Shortlist:
+        self._take_up()
+        return self._shortlist
+
+    def exchange(self, verdict: Verdict) -> None:
+        self.observe(verdict)
+        self._merge_results()
+
+    def _take_up(self) -> None:
         if not self._is_taken_up:
             self._is_taken_up = True
             self._merge_results()
+
+    def select(self, depth: int, token_ids: torch.Tensor, features: torch.Tensor) -> Shortlist:
+        self._take_up()
         if self._screen is None:
             return self._shortlist
         chosen, rest = self._screen.select(depth, token_ids, features), self._shortlist
@@ -375,11 +398,12 @@ class RetrievalState(ShortlistState):
         changes = [one for one in taken if one]
         if not changes:
             return
-        slots = self._slots
+        slots = self._shortlist.slots
         for one in changes:
             slots = slots.index_copy(0, one.places, one.token_ids)
         size = max(self._size, *(one.size for one in changes))
         self._show(slots, size, torch.cat([one.places for one in changes]))
+        self._has_results = True
 
     def restart(self) -> None:
         if self._screen is not None:
@@ -388,9 +412,10 @@ class RetrievalState(ShortlistState):
         self._passed.clear()
         self._cache.clear()
         self._cache.fill(self._displaceable)
-        if self._slots is not self._first_slots:
-            replaced = torch.arange(self._kept, self._slots.shape[0], device=self._slots.device)
-            self._show(self._first_slots, self._first_size, replaced)
+        if self._has_results:
+            replaced = torch.arange(self._kept, self._first_slots.shape[0], device=self._first_slots.device)
+            self._show(self._first_slots.clone(), self._first_size, replaced)
+            self._has_results = False
 
     def observe_prompt(self, prompt: Prompt) -> None:
         if not self._takes_prompts:
@@ -439,7 +464,7 @@ class RetrievalState(ShortlistState):
 
     def _give(self, event: RetrievalEvent) -> None:
         # The job must not hold this state, which would keep it alive.
-        retriever, kept, device = self._retriever, self._kept, self._slots.device
+        retriever, kept, device = self._retriever, self._kept, self._first_slots.device
         passed, self._passed = self._passed, []
 
         def retrieve() -> _Changes | tuple[()]:
