@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import disk_offload
+from aligned import quick_assistant, recorded
 from calls import SHAPES, Pieces
 from cases import pairwise
 from eagle_heads import agreeing_head, drafter_of, soft
@@ -27,12 +28,13 @@ from transformers import (
     pipeline,
 )
 
-from hf_dynspec import DynSpecAssistant, OnlineAlignment
+from hf_dynspec import DynSpecAssistant, OnlineAlignment, RetrievalShortlist
 from hf_dynspec.cache_names import CACHE
 from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import fixed_lane, text_by_text
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from hf_dynspec.shortlists import POLICIES
+from hf_dynspec.shortlists.retrieval.retriever import RetrievalListener
 from hf_dynspec.stats import SECTIONS
 
 LENGTHS = (5, 30, 14)
@@ -349,9 +351,65 @@ def test_a_profile_divides_the_time_of_the_call(target):
 def test_the_drafter_learns_from_every_text(target):
     alignment = OnlineAlignment(synchronous=True)
     assistant = DynSpecAssistant(perturbed(target), target=target, alignment=alignment)
+    start = time.perf_counter()
     assert_each_as_alone(target, assistant, max_new_tokens=60, eos_token_id=None)
-    assert assistant.alignment.stats.requests == 3
-    assert assistant.stats.lane == "fixed memory, drafts text by text: the drafter is aligned"
+    elapsed = time.perf_counter() - start
+    assert assistant.alignment.stats.requests == 3 and assistant.alignment.stats.updates > 0
+    assert assistant.stats.lane == "fixed memory"
+    # Together they took the time of one call.
+    assert assistant.alignment.stats.generation_seconds < elapsed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rounds_record_what_the_general_lane_records(kind, shape):
+    """Each token with the target's answer there, and the drafter's inputs."""
+    target, drafter = pair(kind, "llama")
+    requests = []
+    for cache in (None, "static"):
+        assistant = quick_assistant(drafter, target, SHAPES[shape])
+        call = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+        target.generate(prompt(30), assistant_model=assistant, **call)
+        assert assistant.stats.lane == ("general: no graphs on cpu" if cache is None else "fixed memory")
+        requests.append(vars(recorded(assistant)[0]))
+        assistant.unbind()
+    # In the general lane an independent drafter drafts before the target has read the prompt, so rounds end elsewhere.
+    left_out = {"is_wrong"} if (kind, SHAPES[shape]) == ("independent", False) else set()
+    for name in requests[0].keys() - left_out:
+        torch.testing.assert_close(requests[1][name], requests[0][name], msg=name)
+
+
+def test_rounds_record_sampled_texts_at_their_temperature(target):
+    assistant = quick_assistant(perturbed(target), target)
+    call = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30, "cache_implementation": "static"}
+    target.generate(prompt(30), assistant_model=assistant, eos_token_id=None, **call)
+    (request,) = recorded(assistant)
+    assert assistant.stats.lane == "fixed memory" and request.temperature == 0.7
+    with torch.no_grad():
+        logits = target(request.token_ids[None]).logits[0, request.first - 1 : -1]
+    expected = (logits / 0.7).log_softmax(-1).gather(1, request.token_ids[request.first :, None])[:, 0]
+    torch.testing.assert_close(request.log_probabilities, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_retrieval_reads_hidden_states_in_rounds(target):
+    pytest.importorskip("hnswlib")
+    found = []
+
+    class Listener(RetrievalListener):
+        def hear(self, retrieval):
+            found[-1].append([(one.position, one.trigger, one.near.tolist()) for one in retrieval.found])
+
+        def on_taken(self, count):
+            pass
+
+    policy = RetrievalShortlist(size=40, dynamic=20, semantic="index", likely=4, neighbours=3, synchronous=True)
+    for cache in (None, "static"):
+        found.append([])
+        assistant = DynSpecAssistant(perturbed(target), policy.heard_by(Listener()), target=target)
+        target.generate(
+            prompt(30), assistant_model=assistant, max_new_tokens=24, do_sample=False, cache_implementation=cache
+        )
+    assert found[0] == found[1] and any(near for event in found[0] for *_, near in event)
 
 
 def test_a_text_generation_pipeline(target):

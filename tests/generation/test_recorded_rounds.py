@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
 
 from hf_dynspec import DynSpecAssistant, devices
+from hf_dynspec.alignment.live_weights import LiveWeights
+from hf_dynspec.drafters import as_drafter
 from hf_dynspec.evaluation.operations import pretended_device as pretended
 from hf_dynspec.evaluation.operations.counting import is_operation
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
@@ -378,6 +380,36 @@ def test_adapters_come_and_go(graphs):
                 assert torch.equal(text, plain(target))
             assert assistant.stats.lane == AS_A_GRAPH
     assert len(graphs) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_drafts_with_the_weights_that_alignment_serves(kind, graphs):
+    """They are written to where the drafter's own ones lie, and these come back, bit for bit."""
+    with pretended_device():
+        there, drafter, target = pair_there(kind)
+        drafter = as_drafter(drafter)
+        own = {name: one.memory.clone() for name, one in drafter.module.named_parameters()}
+        names = [name for name in own if name.endswith(("q_proj.weight", "down_proj.weight"))]
+        assert names and drafter.replaces_numbers(names)
+        learned = {name: to_device(torch.randn_like(own[name])) for name in names}
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        live, accepted = LiveWeights(drafter), []
+
+        def draft(assistant: DynSpecAssistant) -> None:
+            assert torch.equal(generate(there, assistant), plain(target))
+            assert assistant.stats.lane == AS_A_GRAPH
+            accepted.append(assistant.stats.accepted)
+
+        draft(assistant)
+        live.serve(learned)
+        draft(assistant)
+        assert len(graphs) == 1 and not live.were_changed()
+        assistant.unbind()
+        # Recorded anew.
+        draft(DynSpecAssistant(drafter, target=there, num_assistant_tokens=3))
+        live.restore()
+        assert all(torch.equal(one.memory, own[name]) for name, one in drafter.module.named_parameters())
+    assert len(graphs) == 2 and accepted[0] != accepted[1] == accepted[2]
 
 
 def test_a_round_that_cannot_be_recorded_is_launched(graphs, monkeypatch):

@@ -117,8 +117,8 @@ class FusedWeights:
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if isinstance(mine, _Norm):
                 mine, theirs = mine.weight, theirs.weight
-            # The target's embedding is the same for both.
-            if isinstance(mine, torch.Tensor) and mine is not theirs:
+            # Others are the same, such as the target's embedding.
+            if isinstance(mine, torch.Tensor) and mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
