@@ -24,7 +24,7 @@ from ..generation.refusals import check_target
 from ..generation.sessions import Lane, SessionPool
 from ..generation.target import TargetForward
 from ..loading import draftable_eos_token_ids, scored_rows, shared_rows, shared_tokenizer, shared_vocabulary_size
-from ..modeling.parts import unwrapped
+from ..modeling.parts import placeholder_ids, unwrapped
 from ..protocol import Candidates, VocabularyInfo
 from ..shortlists.validation import validated
 from ..stats import DraftingStatistics
@@ -240,7 +240,14 @@ class BoundAssistant(Assistant):
         # Before the head is looked at, it has to be the one that the model has now.
         _ = self.drafter.weights_version
         head = self.drafter.head
-        vocabulary = VocabularyInfo(size, eos_token_ids, head.device, head.token_ids, head.weight.shape[1])
+        vocabulary = VocabularyInfo(
+            size,
+            eos_token_ids,
+            head.device,
+            head.token_ids,
+            head.weight.shape[1],
+            placeholder_ids(forward.model.config),
+        )
         if self.policy.needs.target_rows:
             vocabulary = replace(vocabulary, target_rows=forward.head_rows())
         policy = validated(self.policy) if self.validate else self.policy

@@ -50,8 +50,11 @@ class Selector:
         self.state.resume(beginning[: self.seen])
 
     def read(self, text: torch.Tensor) -> None:
-        """Let the state observe the rest of the text, int64 `[n]`."""
-        self.state.observe_prompt(Prompt(text[self.seen :], self.seen))
+        """Let the state observe the rest of the text, int64 `[n]`, without placeholders of images."""
+        tokens = text[self.seen :]
+        if self._vocabulary.placeholder_ids:
+            tokens = tokens[self._vocabulary.is_text(tokens)]
+        self.state.observe_prompt(Prompt(tokens, self.seen))
         self.seen = text.shape[0]
 
     def observe(self, verdict: Verdict) -> None:

@@ -211,18 +211,30 @@ class TargetFeedback:
         if self._prompt_logits is not None:
             logits, self._prompt_logits = self._prompt_logits, None
             with self._session.stopwatch.section("policy"):
-                return self._most_probable(logits, self._needs.prompt_top_k, self._needs.top_logits)
+                fields = self._most_probable(logits, self._needs.prompt_top_k, self._needs.top_logits)
+                precede_text = self._precede_text(logits.shape[0])
+                return fields if precede_text is None else {name: one[precede_text] for name, one in fields.items()}
         if not self._target.has_head_state:
             return None
         states = self._states(outputs, self._target.num_layers)
         end = states.shape[0] - outputs.logits.shape[1] + 1
         count = min(end, self._text.unknown)
-        if self._needs.prompt_positions is not None:
-            count = min(count, self._needs.prompt_positions)
-        if count < 1:
+        if count < 1 or self._needs.prompt_positions == 0:
             return None
+        states, precede_text = states[end - count : end], self._precede_text(count)
+        if precede_text is not None:
+            states = states[precede_text.to(states.device)]
         with self._session.stopwatch.section("policy"):
-            return self._of_prompt_states(states[end - count : end])
+            return self._of_prompt_states(states[-(self._needs.prompt_positions or count) :])
+
+    def _precede_text(self, count: int) -> torch.Tensor | None:
+        """bool `[count]`: the last positions of the prompt that are followed by text, and not by a placeholder of an
+        image (None: all are)."""
+        vocabulary = self._session.vocabulary
+        if not vocabulary.placeholder_ids:
+            return None
+        following = self._text.prompt[self._text.prompt.shape[0] - count + 1 :]
+        return torch.cat([vocabulary.is_text(following), following.new_ones(1, dtype=torch.bool)])
 
     def _of_prompt_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same fields, computed from the target's last hidden states `[m, d]` at these positions."""

@@ -142,6 +142,9 @@ class GenerateCall:
         if self._recorder is not None:
             self._recorder.begin(self._text.prompt)
         self._text.known = session.begin(self._text.prompt, continues)
+        if not self._text.is_text_alone:
+            # Placeholders of an image and its features are read at once.
+            self._prefill_chunk_size = None
         in_chunks = bool(self._prefill_chunk_size)
         self._feedback = TargetFeedback(session, target, self._reads, self._text, self._recorder, in_chunks)
         self._choice = TokenChoice(
@@ -294,8 +297,9 @@ class GenerateCall:
     def _room(self, length: int) -> int:
         """The longest path that may be drafted after a text of that length, padding included; below 1 if none may."""
         tree = self._scheduler.tree
-        # The target reads the prompt before the first tree, and before a head that reads its states.
-        if self._text.is_unread and (tree is not None or self._reads):
+        # The target reads the prompt before the first tree, and before a head that reads its states. Beside images,
+        # some count the placeholders in what they read.
+        if self._text.is_unread and (tree is not None or self._reads or not self._text.is_text_alone):
             return 0
         # A drafter starts from a token, and a head from a token and the target's states at the one before.
         if self._text.length < (2 if self._reads else 1):

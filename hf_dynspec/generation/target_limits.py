@@ -1,6 +1,7 @@
 """Checks of a target at binding: whether its cache can be rolled back, whether it takes trees, and up to which length
 its rotary embedding is stable."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,11 @@ def require_cache(model: PreTrainedModel) -> None:
         UnsupportedError: it does not.
     """
     name = type(model).__name__
+    if getattr(model.config.get_text_config(), "cross_attention_layers", None):
+        raise UnsupportedError(
+            f"{name} caches keys and values of images in layers of their own, which would be rolled back with the "
+            "text. Generate without an assistant."
+        )
     if not model._supports_default_dynamic_cache():
         raise UnsupportedError(
             f"{name} keeps what it has read in a cache of its own, which cannot be rolled back to the accepted "
@@ -125,7 +131,11 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
         text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
         verified = verify(text, tree, caches[0])[-1].float()
         path = torch.cat([text[:, -1:], path], dim=1)
-        alone = model(input_ids=path, **cache_inputs(caches[1])).logits[0, -1].float()
+        # Models that read images may add to positions of their own what the last image took.
+        positions = {"position_ids": torch.arange(length, length + path.shape[1], device=device).unsqueeze(0)}
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        alone = model(input_ids=path, **cache_inputs(caches[1]), **(positions if takes_positions else {}))
+        alone = alone.logits[0, -1].float()
     except FORWARD_ERRORS as error:
         raise UnsupportedError(
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "

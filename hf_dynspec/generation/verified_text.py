@@ -3,8 +3,13 @@
 from typing import Any
 
 import torch
+from transformers import Cache
 
 from ..cache_names import passed_cache
+
+# Arguments of a forward for a text without images, besides switches and caches. Types of tokens may say which parts of
+# a prompt attend to each other.
+_OF_TEXT = {"attention_mask", "position_ids", "cache_position"}
 
 
 class VerifiedText:
@@ -22,12 +27,15 @@ class VerifiedText:
         known: the number of leading prompt tokens that the session observed in an earlier call.
         skipped: the number of leading tokens of `input_ids` that a passed-in cache holds already.
         cached_before: the number of tokens that it holds before `input_ids`, if only new tokens were passed.
+        is_text_alone: the target reads nothing else, such as images.
     """
 
     def __init__(
         self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], mask_length: int | None, device: torch.device
     ):
         self.known = 0
+        given = {name: one for name, one in model_kwargs.items() if name not in _OF_TEXT}
+        self.is_text_alone = all(one is None or isinstance(one, bool | int | Cache) for one in given.values())
         self._device = device
         self._padded_prompt_length = self._end = input_ids.shape[1]
         mask = model_kwargs.get("attention_mask")

@@ -1,5 +1,6 @@
 """The parts of a transformers model of any family, with its wrappers and adapters."""
 
+import re
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ _DIVISORS = ("logits_scaling",)
 FORWARD_ERRORS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 # Unit vectors in one probe of an unknown output projection.
 _PROBED_COLUMNS = 64
+# A configuration's names for ids in the place of parts of media.
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def unwrapped(model: Any) -> Any:
@@ -87,6 +90,12 @@ def output_rows(model: nn.Module) -> int:
         return weight.shape[0]
     # The weight of a quantised projection may have any shape.
     return getattr(projection, "out_features", None) or model.config.get_text_config().vocab_size
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """The ids that stand in prompts for parts of images, videos and sound."""
+    ids = (value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name))
+    return tuple(sorted({one for one in ids if isinstance(one, int)}))
 
 
 def require_finite_weights(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ class VocabularyInfo:
         device: where shortlists live, which is where the drafter's head lives.
         draftable: int64 `[n]` on that device: the only ids that the head can score, each below `size`, row by row of
             the head (None: all of them, row `i` being id `i`). Shortlists hold no others.
+        placeholder_ids: ids that stand in a prompt for parts of images and other media. Policies are not shown them.
         width: numbers of the hidden states and embeddings that a policy is shown (None: not known).
         drafter_rows: the rows of the drafter's output projection. None where the policy did not ask for them.
         target_rows: those of the target's, likewise.
@@ -42,8 +43,17 @@ class VocabularyInfo:
     device: torch.device
     draftable: torch.Tensor | None = None
     width: int | None = None
+    placeholder_ids: tuple[int, ...] = ()
     drafter_rows: HeadRows | None = None
     target_rows: HeadRows | None = None
+
+    @functools.cached_property
+    def _placeholders(self) -> torch.Tensor:
+        return torch.tensor(self.placeholder_ids, dtype=torch.int64, device=self.device)
+
+    def is_text(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """bool, of the shape of `token_ids` (on the device): which of these ids are no placeholders."""
+        return ~torch.isin(token_ids, self._placeholders)
 
     @functools.cached_property
     def _is_draftable(self) -> torch.Tensor:
