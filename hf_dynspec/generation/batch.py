@@ -21,6 +21,7 @@ from ..modeling.parts import input_device
 from .arguments import STATIC_CACHE, CallArguments
 from .bindable import Assistant
 from .fixed_lane import InRounds, why_no_graph, why_not
+from .media import Media, divide_media, takes_media
 from .text_by_text import TextByText
 from .texts import CommonCriteria, Prepared, Text
 from .verification import divide_criteria
@@ -48,8 +49,7 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     Raises:
         UnsupportedError: names the argument and the alternative.
     """
-    given = [name for name, value in call.kwargs.items() if value is not None]
-    others = [name for name in given if name not in _KNOWN_ARGUMENTS and not hasattr(settings, name)]
+    others = [] if takes_media(assistant.target) else _arguments_of_media(call, settings)
     mask = call.get("attention_mask")
     outputs = [
         name
@@ -77,6 +77,12 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     for refused, reason in refusals:
         if refused:
             raise UnsupportedError(reason)
+
+
+def _arguments_of_media(call: CallArguments, settings: GenerationConfig) -> list[str]:
+    """The names of the arguments that are neither known nor settings."""
+    given = [name for name, value in call.kwargs.items() if value is not None]
+    return [name for name in given if name not in _KNOWN_ARGUMENTS and not hasattr(settings, name)]
 
 
 def why_general(assistant: Any, call: CallArguments, settings: GenerationConfig) -> str | None:
@@ -126,7 +132,13 @@ def generate_batch(
     """
     inputs = call.input_ids().to(input_device(target))
     is_token = _tokens_of(inputs, call.get("attention_mask"), settings)
-    copies = settings.num_return_sequences or 1
+    copies, names = settings.num_return_sequences or 1, _arguments_of_media(call, settings)
+    media: list[Media | None] = [None] * len(inputs)
+    if names:
+        media = divide_media(target, inner, call, inputs, is_token.to(inputs.device))
+        call = call.copy()
+        for name in names:
+            call.remove(name)
     prepared = [
         _prepare(inner, call, row[mask.to(row.device)].unsqueeze(0), len(row))
         for row, mask in zip(inputs, is_token, strict=True)
@@ -134,7 +146,9 @@ def generate_batch(
     ]
     assistant.forward.require_batches()
     require_drafting_settings(assistant.generation_config)
-    texts = [Text(target, one, assistant.measure_coverage) for one in prepared]
+    texts = [
+        Text(target, one, assistant.measure_coverage, media[number // copies]) for number, one in enumerate(prepared)
+    ]
     longest = max(text.most_tokens for text in texts)
     reason = why_not(assistant, len(texts), longest) or next(filter(None, map(Text.why_not_in_rounds, texts)), None)
     if not is_asked and not bool(is_token.all()) and texts[0].verifier.looks_at_ids:

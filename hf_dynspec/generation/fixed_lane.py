@@ -169,7 +169,7 @@ class FixedLane:
         """Changes when the drafter's weights do, except numbers that are replaced at their addresses."""
         return self._drafter.weights_version - self._drafter.replacements
 
-    def take_prompt(self, text: int, read: Cache, length: int, longest: int) -> None:
+    def take_prompt(self, text: int, read: Cache, length: int, longest: int, shift: int | None) -> None:
         """Take the target's keys and values of a prompt.
 
         Args:
@@ -177,13 +177,14 @@ class FixedLane:
             read: what a forward of the prompt alone has left.
             length: the tokens of the prompt.
             longest: the most tokens that a text may have.
+            shift: see `FixedMemory.begin`.
         """
         if self.memory is None:
             config, nodes = self._forward.model.config.get_text_config(), self._shape.most_nodes
             capacity = self._capacity(length + FIRST_POSITIONS, longest)
             self.memory = FixedMemory.like(read, config, len(self.sessions), capacity, nodes)
         self.reserve(length, longest)
-        self.memory.begin(text, read, length)
+        self.memory.begin(text, read, length, shift)
 
     def _capacity(self, length: int, longest: int) -> int:
         """Positions for texts of that length. A new capacity takes a new graph, so graphs have more than they need."""
@@ -308,7 +309,8 @@ class InRounds(Texts):
         eos, shape = assistant.scored_eos_token_ids(config), shape_of_drafts(assistant, bool(config.do_sample))
         # What a graph depends on besides the models.
         processors = tuple((type(one), repr(vars(one))) for one in texts[0].prepared.logits_processor)
-        self._key = len(texts), eos, shape, processors, torch.get_float32_matmul_precision()
+        has_media, precision = texts[0].shift is not None, torch.get_float32_matmul_precision()
+        self._key = len(texts), eos, shape, processors, precision, has_media
         self._lane: FixedLane | None = assistant.take_lane(self._key)
         if self._lane is None:
             sessions = [assistant.take_session(eos) for _ in texts]
@@ -346,7 +348,7 @@ class InRounds(Texts):
         lane, texts = self._lane, self.texts
         for number, text in enumerate(texts):
             read, length = text.read_prompt(streamer), text.length - 1
-            lane.take_prompt(number, read, length, self._longest)
+            lane.take_prompt(number, read, length, self._longest, text.shift)
             del read
         device = self._assistant.drafter.head.device
         self._criteria.ask()

@@ -43,7 +43,7 @@ class TextByText(Texts):
                 capacity = self._capacity(length + FIRST_POSITIONS)
                 self._memory = FixedMemory.like(read, config, len(self.texts), capacity, self._most_nodes)
             self._reserve(length)
-            self._memory.begin(number, read, length)
+            self._memory.begin(number, read, length, text.shift)
             # It takes as much memory as the copy.
             del read
         self._criteria.ask()

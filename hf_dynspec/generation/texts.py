@@ -26,6 +26,7 @@ from ..rounds import RoundText, TextOutcome
 from ..stats import DraftingStatistics, Stopwatch
 from .bindable import Assistant
 from .generate_call import GenerateCall
+from .media import Media
 from .verification import BatchedWalk, BestTokens, Outcome, Verifier, divide_criteria
 
 # Positions that memory has beyond the longest prompt at first. It is doubled when a text outgrows it.
@@ -48,9 +49,11 @@ class Text:
         target: the model that verifies.
         prepared: the text, and its processors and criteria.
         keeps_scores: the scores of its tokens are wanted.
+        media: its images and the like (None: the texts have none).
 
     Attributes:
         prepared: as given.
+        shift: see `FixedMemory.begin`.
         verifier: accepts candidates.
         input_ids: int64 `[1, n]`: all verified tokens.
         call: a call of its own, once it is open.
@@ -60,8 +63,9 @@ class Text:
 
     call: GenerateCall
 
-    def __init__(self, target: PreTrainedModel, prepared: Prepared, keeps_scores: bool):
+    def __init__(self, target: PreTrainedModel, prepared: Prepared, keeps_scores: bool, media: Media | None = None):
         self.prepared, self.input_ids, self._target = prepared, prepared.input_ids, target
+        self._media, self.shift = media, None if media is None else media.shift
         processors, (criteria, _) = prepared.logits_processor, divide_criteria(prepared.stopping_criteria)
         self.verifier = Verifier(processors, criteria, bool(prepared.generation_config.do_sample), keeps_scores)
         self.is_done = False
@@ -96,12 +100,14 @@ class Text:
         cache = DynamicCache(config=self._target.config.get_text_config())
         cache.activate_past_recording()
         kwargs = cache_inputs(cache) | {"attention_mask": torch.ones_like(self.input_ids)}
+        kwargs |= {} if self._media is None else self._media.kwargs
         config, processors = self.prepared.generation_config, self.prepared.logits_processor
         self.call.begin(config, self.input_ids, processors, dict(kwargs))
         self.call.propose(self.input_ids, drafts=False)
         outputs = self.call.verify(self.input_ids, None, True, kwargs)
         cache = returned_cache(outputs)
         cache.crop(0)
+        self._media = None
         self.observe(outputs, streamer)
         return cache
 

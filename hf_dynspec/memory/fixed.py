@@ -71,6 +71,7 @@ class FixedMemory(Cache):
         capacity: as given.
         windows: as given.
         rows: what the current forward reads.
+        shifts: int64 `[B]`: what is added to the positions of each text after its prompt (None: nothing).
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FixedMemory(Cache):
         self.capacity, self.windows, self._shapes, self._nodes = capacity, windows, shapes, nodes
         self.lengths = torch.zeros(texts, dtype=torch.int64, device=device)
         self.rows: QueryRows | None = None
+        self.shifts: torch.Tensor | None = None
         self._places: dict[int, torch.Tensor] = {}
         # Layers of one size lie in one block, `[layers, B, S, KV, D]`, so that one gather keeps a path in all of them.
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -122,19 +124,27 @@ class FixedMemory(Cache):
         of_layers = [windows[kind] for kind in kinds[: len(shapes)]]
         return cls(shapes, of_layers, texts, capacity, nodes, keys.dtype, keys.device)
 
+    def positions(self, rows: QueryRows) -> torch.Tensor:
+        """int64 `[B, q]`: the positions of rows."""
+        return rows.positions if self.shifts is None else rows.positions + self.shifts.unsqueeze(1)
+
     @property
     def nbytes(self) -> int:
         """The bytes of all keys and values."""
         return sum(block.nbytes for block in self._blocks)
 
-    def begin(self, text: int, prompt: Cache, length: int) -> None:
+    def begin(self, text: int, prompt: Cache, length: int, shift: int | None = None) -> None:
         """Take the keys and values of a prompt.
 
         Args:
             text: the index of the text.
             prompt: what a forward of the prompt alone has left in a dynamic cache.
             length: the tokens of the prompt.
+            shift: of the positions that follow (None: no text of this memory has one).
         """
+        if shift is not None:
+            self.shifts = torch.zeros_like(self.lengths) if self.shifts is None else self.shifts
+            self.shifts[text] = shift
         for layer, read in zip(self.layers, prompt.layers, strict=True):
             if layer.keys is not None:
                 size = layer.keys.shape[1]
@@ -192,4 +202,5 @@ class FixedMemory(Cache):
                 mine.keys[:, : theirs.keys.shape[1]] = theirs.keys.index_select(0, texts)
                 mine.values[:, : theirs.values.shape[1]] = theirs.values.index_select(0, texts)
         copied.lengths.copy_(self.lengths.index_select(0, texts))
+        copied.shifts = None if self.shifts is None else self.shifts.index_select(0, texts)
         return copied

@@ -49,7 +49,7 @@ class FixedDecoder:
         mask = rows.within.unsqueeze(1)
         return self._module(
             input_ids=token_ids,
-            position_ids=rows.positions,
+            position_ids=memory.positions(rows),
             # A decoder with one kind of layer takes a mask, others a mask by kind.
             attention_mask=mask if len(self._kinds) == 1 else dict.fromkeys(self._kinds, mask),
             fixed_memory=memory,

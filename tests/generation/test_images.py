@@ -25,6 +25,15 @@ FIRST = ("qwen2_vl", "paligemma", "llava", "glm4v")
 ALL = [*FIRST, *(family for family in FAMILIES if family not in FIRST)]
 
 
+@torch.no_grad()
+def head_of(target, layout="eagle3"):
+    """A head that agrees with a target now and then, whose layers then hardly change their input."""
+    for name, parameter in target.get_decoder().named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.mul_(0.25)
+    return drafter_of(agreeing_head(layout), target)
+
+
 def generate(target, assistant=None, **arguments) -> torch.Tensor:
     named = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "assistant_model": assistant}
     return target.generate(**named | arguments)
@@ -179,9 +188,55 @@ def test_images_do_not_fill_a_window():
     assert set(text.tolist()) <= set(candidates.shortlists[0].ids().tolist())
 
 
-def test_a_batch_with_images_is_refused():
+IN_BATCHES = ("qwen2_vl", "llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "glm4v", "idefics3", "smolvlm", "mistral3")
+
+
+def together(prompts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Several prompts as a processor returns them with padding_side="left"."""
+    longest = max(one["input_ids"].shape[1] for one in prompts)
+    joined = {}
+    for name, first in prompts[0].items():
+        parts = [one[name] for one in prompts]
+        if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+            parts = [torch.nn.functional.pad(part, (longest - part.shape[1], 0)) for part in parts]
+        # The images of Idefics 3 have one more dimension, of the batch.
+        joined[name] = torch.cat(parts, dim=1 if first.dim() == 5 and first.shape[0] == 1 else 0)
+    return joined
+
+
+@pytest.mark.parametrize("way", ["in rounds", "text by text"])
+@pytest.mark.parametrize("family", representatives("families", IN_BATCHES, keep=3))
+def test_a_batch_is_each_text_alone(family, way):
+    target = model_of(family)
+    head = head_of(target)
+    prompts = [prompt_of(family, images=count, seed=seed) for seed, count in enumerate((2, 1, 3))]
+    arguments = {"no_repeat_ngram_size": 4} if way == "text by text" else {}
+    alone = [generate(target, **one, **arguments)[0, one["input_ids"].shape[1] :] for one in prompts]
+    assistant = DynSpecAssistant(head, target=target)
+    for _ in range(2):
+        some = together(prompts)
+        output = generate(target, assistant, **some, **arguments)
+        assert torch.equal(output[:, some["input_ids"].shape[1] :], torch.stack(alone))
+        assert assistant.stats.lane.startswith("fixed memory, drafts" if arguments else "fixed memory")
+        assert assistant.stats.accepted > 0
+    (one, *_) = prompts
+    copies = generate(target, assistant, **one, **arguments, num_return_sequences=2, do_sample=True, top_k=1)
+    assert torch.equal(copies, torch.cat([one["input_ids"], alone[0][None]], dim=1).expand(2, -1))
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+def test_heads_draft_in_a_batch(tree):
+    target = model_of("qwen2_vl")
+    assistant = DynSpecAssistant(head_of(target, "eagle2"), target=target, tree=tree)
+    prompts = [prompt_of("qwen2_vl", images=count, seed=seed) for seed, count in enumerate((1, 2))]
+    output = generate(target, assistant, **together(prompts))
+    for row, one in zip(output, prompts, strict=True):
+        assert torch.equal(row[-NEW_TOKENS:], generate(target, **one)[0, -NEW_TOKENS:])
+
+
+def test_images_that_are_not_encoded_before_a_prompt_are_refused_in_a_batch(monkeypatch):
     target, one = model_of("llava"), prompt_of("llava")
     assistant = DynSpecAssistant(tiny(), target=target)
-    some = {name: torch.cat([tensor, tensor]) for name, tensor in one.items()}
+    monkeypatch.setattr(type(target), "_supports_mm_encoder_outputs", lambda self: False)
     with pytest.raises(UnsupportedError, match=re.escape("pixel_values cannot be used in a batch")):
-        generate(target, assistant, **some)
+        generate(target, assistant, **together([one, one]))

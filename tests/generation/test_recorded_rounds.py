@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import image_models
 import pytest
 import torch
 from calls import SHAPES
@@ -455,6 +456,20 @@ def test_another_kind_of_cache_takes_the_general_lane(graphs):
             given = {"inputs": to_device(prompt()), "cache_implementation": kind, "max_new_tokens": 4}
             call = CallArguments(type(there).generate.__get__(there), (), given)
             assert why_general(assistant, call, call.resolved(there)) == reason
+
+
+def test_images_in_a_graph(graphs):
+    target = image_models.model_of("llava")
+    there = move(copy.deepcopy(target))
+    with pretended_device():
+        assistant = DynSpecAssistant(move(copy.deepcopy(perturbed(tiny()))), target=there, num_assistant_tokens=3)
+        for images in (1, 3, 2):
+            inputs = image_models.prompt_of("llava", images=images, seed=images)
+            moved = {name: to_device(one) for name, one in inputs.items()}
+            settings = {"max_new_tokens": 16, "do_sample": False}
+            output = there.generate(**moved, **settings, assistant_model=assistant).memory
+            assert torch.equal(output, target.generate(**inputs, **settings)) and assistant.stats.lane == AS_A_GRAPH
+    assert len(graphs) == 1
 
 
 def test_a_lane_with_an_error_is_not_used_again(graphs, monkeypatch):
